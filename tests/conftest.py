@@ -1,4 +1,4 @@
-"""Settings, hooks and fixtures that all tests share, such as `--slow` and tests over ranks."""
+"""Options, hooks and fixtures for all tests, such as `--slow` and tests over several ranks."""
 
 import gc
 import importlib
@@ -28,12 +28,12 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# PyTorch must count GPUs without starting CUDA. Processes that are forked after the start of CUDA
-# cannot use CUDA.
+# Let PyTorch count GPUs without starting CUDA. If a process has started CUDA, its forks cannot use
+# CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# A shell makes programs in the background ignore SIGINT. Programs that tests start inherit this,
-# and then Ctrl-C does not end them.
+# If a shell runs pytest in the background, pytest ignores SIGINT. Then the programs that tests
+# start would ignore it, too, and Ctrl-C would not end them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,10 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, and tests whose pairs of parameter values are all in other tests, too.
+    """Deselect slow tests, and parametrized tests that add nothing new.
 
-    With `--slow`, keep slow tests, and look at triples of parameter values instead of pairs. Tests
-    of behaviours with the engine "ranks" get the mark `ranks`, so that they run in several ranks.
+    A test adds nothing new if each pair of its parameters' values also occurs in another test that
+    is kept. With `--slow`, slow tests are kept, and triples of values are compared instead of
+    pairs.
+
+    Tests in `behaviours` with the engine "ranks" get the mark `ranks`: they run in several
+    processes.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
@@ -68,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def over_ranks(item: Any) -> bool:
-    """Return whether a test is in the folder `behaviours` and uses the engine "ranks"."""
+    """Return whether a test is in `behaviours` and uses the engine "ranks"."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     engine = getattr(given.get("case"), "engine", given.get("engine"))
     behaviours = Path(__file__).parent / "behaviours"
@@ -76,7 +80,10 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int) -> list[Any]:
-    """Return a few of a function's tests, which cover all combinations of `size` parameters."""
+    """Choose a few tests of a function.
+
+    Together, they have all combinations of the values of any `size` parameters.
+    """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
     rows = []
@@ -88,13 +95,14 @@ def few(tests: list[Any], size: int) -> list[Any]:
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Return the indices of a few rows that have all combinations of `size` values.
+    """Choose a few rows, and return their indices.
 
-    A row is the dictionary of a test's parameters.
+    A row maps the names of parameters to their values. Together, the chosen rows have all
+    combinations of `size` values: with 2, each pair of values is in a row.
 
-    The function always chooses the row with the most new combinations next. If several rows have
-    the most, a fixed random order decides. Without this order, the value that varies slowest is
-    always combined with the first values of the other parameters.
+    The next row is always one with the most new combinations. If several rows have the most, a
+    fixed random order decides. (In the given order, the parameter that varies slowest would mostly
+    meet the first values of the others.)
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
@@ -125,7 +133,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked with `ranks` in several processes, which are the ranks."""
+    """Run a test with the mark `ranks` in several processes."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -145,16 +153,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def alike() -> None:
-    """Start each test with the same seed, and with one thread for PyTorch's operators."""
+    """Give each test the same seed, and one thread for PyTorch's operators."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def only_what_the_tests_make() -> Iterator[None]:
-    """Assert that no threads of the module's tests remain after the tests.
+    """Assert that the tests of a module leave no threads behind.
 
-    Garbage collection ignores objects from before the tests, so that it takes only milliseconds.
+    Older objects are frozen, so that garbage collections in the tests take only milliseconds.
     """
     threads = {*threading.enumerate()}
     gc.collect()
@@ -169,7 +177,7 @@ def only_what_the_tests_make() -> Iterator[None]:
 def pytest_runtest_setup() -> Generator[None, Any, Any]:
     """Skip tests that need torchvision if it cannot be imported.
 
-    For example, a torchvision that was built for another PyTorch cannot be imported.
+    For example, this happens if it was built for another version of PyTorch.
     """
     try:
         return (yield)
@@ -185,8 +193,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# Parameters of a pipeline. A test takes `engine` and `checkpoint`, or it takes `way`, a dictionary
-# with both keyword arguments of `GPipe`.
+# Fixtures for the options of a pipeline. A test takes `engine` and `checkpoint`, or `way`, which is
+# a dictionary of both.
 
 
 @pytest.fixture(params=["graph", "workers"])

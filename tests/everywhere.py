@@ -1,10 +1,11 @@
-"""`Everywhere`: a pipeline over ranks that looks like a pipeline in one process on every rank.
+"""`Everywhere`: a pipeline over ranks that tests use like a pipeline in one process.
 
-A test is written for one process, and every rank runs the whole test. The test passes if it passes
-on each rank. A rank builds all layers, but its pipeline holds and runs only the layers of its own
-partition. After each forward and each backward, every rank sends the other ranks outputs and
-errors, the gradients and buffers of its layers, and what the layers recorded. So the test can look
-at any layer on any rank. On the rank that runs a layer, the test sees the layer itself, not a copy.
+Every rank runs the whole test, which is written for one process. The test must pass on each rank. A
+rank builds all layers, but its pipeline runs only the layers of its own partition.
+
+After each forward and each backward, the ranks exchange four things: outputs, errors, the gradients
+and buffers of their layers, and what these layers recorded. Each rank puts them into its own copies
+of the other ranks' layers. So a test can look at any layer on any rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WRITTEN_DOWN = ("first", "second")
 class Everywhere(nn.Module):
     """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    If a rank has no device, the test ends early on this rank.
+    On ranks without a device, the test ends early.
     """
 
     _rank: Rank
@@ -146,7 +147,7 @@ class Everywhere(nn.Module):
         return own
 
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
-        """Run a function on each rank. Return all ranks' results, or raise the error of a rank.
+        """Run a function on each rank. Return the results of all ranks, or raise a rank's error.
 
         Afterwards, this process's copies of other ranks' layers have the state of the originals.
         """
@@ -184,14 +185,14 @@ class Everywhere(nn.Module):
                 _show(layer, states[name], mine)
 
     def _layers(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield the name of each layer, the layer, and whether this rank runs the layer."""
+        """Yield the name of each layer, the layer, and whether this rank runs it."""
         for name, layer in self._modules.items():
             assert layer is not None
             yield name, layer, self._owner[name] == self.rank
 
 
 class _Outputs:
-    """The output of a forward on the last rank: its structure, and copies of its tensors."""
+    """The last rank's output: its structure, and detached tensors."""
 
     def __init__(self, result: Any, slots: Slots, tensors: list[Tensor]) -> None:
         self.result, self.slots = result, slots
@@ -203,9 +204,12 @@ class _Outputs:
 
 
 class _Done:
-    """A forward that has run, with everything that its backward needs.
+    """A finished forward, with all that its backward needs.
 
-    `own` is the output of this rank's pipeline, and `given` are the inputs.
+    Attributes:
+        own: The output of this rank's pipeline.
+        given: The inputs.
+        parameters: The tensors of the whole model that can have gradients, by name.
     """
 
     def __init__(self, model: Everywhere, own: Any, given: list[Tensor]) -> None:
@@ -214,7 +218,7 @@ class _Done:
         self._here = _leaves(model._pipeline)
 
     def backward(self, grads: Flat, keep: bool) -> list[Tensor | None]:
-        """Run backward on each rank. Return the gradients of the inputs and of all parameters."""
+        """Run backward on each rank. Return the gradients of all inputs and parameters."""
         # `autograd.grad` needs the token on a rank that has no parameters that require grad.
         wanted = [x for x in (*self._given, *self._here.values(), TOKEN) if x.requires_grad]
         outputs: list[Tensor] = [self._own]
@@ -249,9 +253,9 @@ class _Done:
 
 
 def _raise(errors: list[BaseException | None]) -> None:
-    """Raise the first of the ranks' errors, if there is one.
+    """Raise the first error of a rank, if there is one.
 
-    An original error has precedence over a `RankFailed`, which says that another rank has failed.
+    A `RankFailed` only says that another rank has failed, so the other rank's error comes first.
     """
     for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):
         if error is not None:
@@ -259,7 +263,7 @@ def _raise(errors: list[BaseException | None]) -> None:
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that can have gradients: parameters and some buffers."""
+    """Return the tensors that can have gradients: parameters, and some buffers."""
     buffers = {name: x for name, x in model.named_buffers() if x.requires_grad and x.is_leaf}
     return dict(model.named_parameters()) | buffers
 
@@ -279,7 +283,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return the buffers of each module in a layer, and the attributes that tests look at."""
+    """Return the buffers of a layer's modules, and the attributes that tests look at."""
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}

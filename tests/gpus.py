@@ -14,7 +14,7 @@ def needs(count: int) -> pytest.MarkDecorator:
 
 
 def on(*devices: str) -> Any:
-    """Return a list of devices as a pytest parameter, which is skipped if the GPUs are missing."""
+    """Return a list of devices as a pytest parameter, skipped if there are too few GPUs."""
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     count = max(numbers, default=-1) + 1
     return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
@@ -34,7 +34,7 @@ RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), on("cuda:0", "cuda:1", "cud
 
 
 def ways(*places: Any) -> pytest.MarkDecorator:
-    """Return a pytest mark that runs a test on these devices in one process, and over ranks."""
+    """Return a pytest mark that runs a test on devices in one process, and over ranks."""
     # A test that is marked with `ranks` starts processes. Do not mark it if it is skipped.
     over = [pytest.mark.ranks] if DEVICES else []
     cases = []

@@ -15,10 +15,10 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 
 
 class Fails(nn.Module):
-    """An identity layer that raises an error once, after a call of `fail(…)`.
+    """An identity layer that raises an error once, after a call of `fail`.
 
-    The layer raises in forward, in a recomputation or in backward. After a call of `at(…)`, it
-    calls a function instead.
+    It raises in forward, in a recomputation, or in backward. After a call of `at`, it calls a
+    function there instead.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`Plain`, the reference for what a pipeline computes, and `piped`, which makes the pipeline."""
+"""`Plain`, the reference for the results of a pipeline, and `piped`, which makes a pipeline."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Undivided(nn.BatchNorm2d):
-    """A batch norm whose running statistics are updated with whole mini-batches.
+    """A batch norm whose running statistics are those of whole mini-batches.
 
     It is the reference for deferred batch norm.
     """
@@ -37,9 +37,9 @@ class Undivided(nn.BatchNorm2d):
 
 
 class Plain(nn.Sequential):
-    """Plain layers without a pipeline, the reference that a pipeline is compared with.
+    """Layers without a pipeline, whose results a pipeline must equal.
 
-    The module runs its layers on one micro-batch after another, and concatenates the outputs.
+    They run on one micro-batch after another, and the outputs are concatenated.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Plain(nn.Sequential):
             self._defer()
 
     def _defer(self) -> None:
-        """Make batch norms update their running statistics with whole mini-batches."""
+        """Let batch norms take their running statistics from whole mini-batches."""
         for layer in self.modules():
             if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
                 layer.__class__ = Undivided
@@ -84,8 +84,8 @@ class Plain(nn.Sequential):
     def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
-            # Without this line, micro-batches share autocast's copies of weights, and their
-            # gradients are added up in low precision.
+            # Clear autocast's cache. Otherwise micro-batches would share its low-precision copies
+            # of weights, and autograd would add up their gradients in low precision.
             torch.clear_autocast_cache()
             outputs.append(super().forward(part))
         if isinstance(outputs[0], Tensor):
@@ -109,9 +109,9 @@ def piped(
     v: int = 1,
     **options: Any,
 ) -> Any:
-    """Return a pipeline with `v` partitions on each device, over the given devices in turn.
+    """Make a pipeline with `v` partitions on each device, over the given devices in turn.
 
-    With `engine="ranks"`, the pipeline runs over the processes that run the test.
+    With `engine="ranks"`, it runs over the processes that run the test.
     """
     places = [devices[j % len(devices)] for j in range(len(balance) // v)]
     if options.get("engine") == "ranks":

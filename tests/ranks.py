@@ -1,12 +1,13 @@
-"""Processes that run a test together. Each process is a rank of `torch.distributed`.
+"""Processes that run tests together. Each is a rank of `torch.distributed`.
 
-The processes live as long as the test run. A test marked with `ranks(n)` runs on the first n
-processes. Without n, the test runs on as many processes as it passes to `Rank.join`.
+Pytest's own process forks the ranks after it has collected all tests, so that they know all tests.
+They live until pytest's process ends.
 
-The processes are forked after all tests have been collected and before any test runs, so that each
-process knows all tests. The test run tells every process which test is next. Each process runs this
-test with its fixtures, and reports the result. Ranks send messages to each other through the test
-run (`Rank.exchange`). So the test run notices if a rank waits for a message that never comes.
+1. Pytest's process tells the ranks the next test.
+2. Each rank runs the test with its fixtures, and reports the result. With the mark `ranks(n)`,
+   the first n ranks do so. With `ranks`, the test calls `Rank.join` with the number of ranks.
+3. In the test, ranks send messages to each other by `Rank.exchange`, through pytest's process.
+   So this process notices if a rank waits for a message that never comes.
 """
 
 import faulthandler
@@ -40,10 +41,10 @@ PATIENCE = 60  # seconds; only a test that hangs takes so long
 
 
 class Ranks:
-    """The processes of all ranks, seen from the process of the test run.
+    """All ranks, as seen by pytest's own process.
 
     Attributes:
-        launched: The processes, and the connections to the processes.
+        launched: The processes of the ranks, and the connections to them.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -60,7 +61,7 @@ class Ranks:
             self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
 
     def run(self, test: str) -> str:
-        """Run a test on all ranks, and return the errors of the ranks on which the test failed."""
+        """Run a test on all ranks. Return the errors of those on which it failed."""
         if self._ended:
             return self._ended
         told: dict[int, str] = {}
@@ -89,9 +90,9 @@ class Ranks:
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """Answer the ranks that wait in `Rank.exchange`, with the values of all waiting ranks.
+        """If all ranks of an exchange wait for it, send them the values of all of them.
 
-        If another rank of the exchange has ended the test, the answer is `None`.
+        If another rank of the exchange has already ended the test, send `None`.
         """
         if not offered:
             return
@@ -103,7 +104,7 @@ class Ranks:
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
-        """End the processes. Return their messages, their output, and their threads' stacks."""
+        """End the processes. Return their messages, output and stack traces."""
         for process in self.launched.processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -119,7 +120,7 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """The rank of this process, for the test that runs in this process."""
+    """This process as a rank, for the test that it runs."""
 
     def __init__(self, index: int, link: Connection) -> None:
         self.index, self._link = index, link
@@ -134,7 +135,7 @@ class Rank:
         return current, ()  # a copy of this object is the object itself
 
     def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
-        """Run tests until the test run ends, with stdout and stderr in the file `output`."""
+        """Run tests until pytest's process ends. Stdout and stderr go to the file `output`."""
         gc.freeze()
         # The test run receives the signal, too. It then ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -155,14 +156,14 @@ class Rank:
             self._link.send(self._run(config, items[self._test]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record the report of a test that failed."""
+        """Record a test's failure."""
         if report.failed:
             self._failed.append(report.longreprtext)
 
     def join(self, n: int) -> None:
-        """Make a process group of the first n ranks, unless the test has a process group already.
+        """Make a process group of the first n ranks, if the test has none yet.
 
-        If this rank is not among the first n, end the test in this process.
+        On other ranks, the test ends.
         """
         if self.index >= n:
             self._left = True
@@ -173,8 +174,8 @@ class Rank:
             return
         assert n <= WORLD, f"there are {WORLD} ranks"
         store = dist.PrefixStore(str(self._test), self._store)  # type: ignore[attr-defined]
-        patience = timedelta(seconds=PATIENCE / 2)  # A test that hangs can say where it hangs.
-        store.set_timeout(patience)
+        patience = timedelta(seconds=PATIENCE / 2)
+        store.set_timeout(patience)  # shorter than PATIENCE, so that a hanging test says where
         dist.init_process_group(
             "gloo", store=store, rank=self.index, world_size=n, timeout=patience
         )
@@ -182,11 +183,11 @@ class Rank:
         dist.barrier()
 
     def use(self, pipeline: Any) -> None:
-        """Register a pipeline, which is closed when the test ends."""
+        """Note a pipeline that must be closed at the end of the test."""
         self._used[id(pipeline)] = pipeline
 
     def exchange(self, n: int, value: Any) -> list[Any]:
-        """Send a value to the first n ranks, and return the values of these ranks."""
+        """Send a value to the first n ranks, and return their values."""
         with torch.device("cpu"):  # a test can have another default device
             self._link.send((n, pickle.dumps(value)))
             found = self._received.get()
@@ -214,7 +215,7 @@ class Rank:
         return result
 
     def _close(self, *, failed: bool) -> None:
-        """Close the pipelines and connections of the test."""
+        """Close the test's pipelines and connections."""
         if failed:
             for connections in [*open_connections]:
                 connections.abort()  # without this, other ranks wait for this rank
@@ -225,7 +226,7 @@ class Rank:
             connections.close()  # without this, the connections are still monitored
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
-        """Run a test. Return the errors if the test failed, and an empty text if it passed."""
+        """Run a test. Return its errors, or "" if it passed."""
         self._failed, self._left = [], False
         try:
             config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -259,7 +260,7 @@ _current: Rank | None = None
 
 
 def serve(index: int, link: Connection, *given: Any) -> None:
-    """Run tests in this process, as the rank with the given index."""
+    """Run tests in this process, as rank `index`."""
     global _current
     _current = Rank(index, link)
     _current.serve(*given)
@@ -272,5 +273,5 @@ def current() -> Rank:
 
 
 def is_rank() -> bool:
-    """Return whether this process is one of the ranks that run tests."""
+    """Return whether this process is a rank."""
     return _current is not None

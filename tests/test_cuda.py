@@ -1,6 +1,7 @@
 """Tests on CUDA: a pipeline computes what its layers compute, in one process and over ranks.
 
-Streams wait for the tensors that they need, and for nothing else. The pipeline frees its memory.
+Streams must wait for the tensors that they need, and for nothing else. A pipeline must free its
+memory.
 """
 
 import contextlib
@@ -64,8 +65,8 @@ def with_norm() -> Sequential:
     return layers(lambda: BatchNorm1d(32))
 
 
-# On different streams, kernels can add numbers in a different order. Therefore gradients are not
-# equal to the bit. In bfloat16, which has eight bits of mantissa, the differences are larger.
+# Gradients are equal up to rounding: on other streams, kernels can add numbers in another order.
+# The differences are larger in bfloat16, which has only eight significant bits.
 BEHAVIOURS = [
     Row("usual", layers, given, use=steps, tolerance=REORDERED),
     Row("batch norm", with_norm, given, use=steps, tolerance=REORDERED),
@@ -74,7 +75,7 @@ BEHAVIOURS = [
 
 
 def generators() -> list[Tensor]:
-    """Return the states of the caller's random generators, on the CPU and on all GPUs."""
+    """Return the states of the random generators of the CPU and of all GPUs."""
     return [torch.get_rng_state(), *cuda.get_rng_state_all()]
 
 
@@ -88,7 +89,7 @@ def assert_all_have_gradients(model: Module) -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpoint: Any) -> None:
-    """A pipeline computes the outputs, gradients and buffers of plain layers on one device."""
+    """A pipeline has the outputs, gradients and buffers of plain layers on one device."""
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
 
@@ -125,9 +126,9 @@ def test_an_error_arrives_and_the_next_call_works(engine: str, devices: Places, 
 
 
 class Late(Module):
-    """A layer that keeps the GPU busy before it computes, in forward and backward.
+    """A layer that keeps the GPU busy for some time before it computes, in forward and in backward.
 
-    Code that does not wait for the layer reads its result too early.
+    So code that does not wait for this layer reads its result too early.
     """
 
     def __init__(self) -> None:
@@ -176,7 +177,7 @@ def test_nothing_is_read_before_it_is_there(
 class Noted(Module):
     """A layer that records a CUDA event after each forward.
 
-    The forward of the micro-batch number `slow` takes about a second.
+    Forward number `slow` takes about a second.
     """
 
     def __init__(self, slow: int | None = None) -> None:
@@ -213,7 +214,7 @@ def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch()
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
-    """A pipeline runs on the caller's current streams. Backward can be called on other streams."""
+    """A pipeline uses the caller's current streams. Backward may be called on other streams."""
     model = GPipe(layers(), balance(devices), devices=devices, chunks=3, checkpoint=checkpoint)
     x = torch.randn(13, 16, device=devices[0])
     y = model(x)

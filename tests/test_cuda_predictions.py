@@ -1,4 +1,4 @@
-"""Tests on CUDA: predicted memory peaks match the allocator's peaks, and events time the tasks."""
+"""Tests on CUDA: predicted memory peaks equal the allocator's peaks, and events time the tasks."""
 
 import gc
 from collections.abc import Callable
@@ -44,7 +44,7 @@ SETUPS = [
 def linears() -> nn.Sequential:
     """Return linear layers without biases.
 
-    The sum for the gradient of a bias needs temporary memory: 132 MiB for these sizes on an H100.
+    A bias would need temporary memory for its gradient's sum: 132 MiB for these sizes on an H100.
     """
     layers = nn.Sequential()
     for _ in range(4):
@@ -57,10 +57,10 @@ def linears() -> nn.Sequential:
 def test_predicted_memory_is_allocated(
     n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
 ) -> None:
-    """Memory peaks of gigabytes are predicted with an error of at most 5%.
+    """Memory peaks of some gigabytes are predicted with an error of at most 5%.
 
-    Differences remain because the allocator rounds sizes up, and because matrix products can use
-    temporary workspaces.
+    The error comes from the allocator, which rounds sizes up, and from temporary workspaces of
+    matrix products.
     """
     options: dict[str, Any] = {}
     if optimizer:
@@ -74,14 +74,14 @@ def test_predicted_memory_is_allocated(
 
 
 def memory(devices: list[torch.device]) -> list[int]:
-    """Return the number of bytes that are allocated on each device."""
+    """Return the allocated bytes of each device."""
     return [torch.cuda.memory_allocated(d) for d in devices]
 
 
 def allocated(
     module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None
 ) -> list[int]:
-    """Return the memory peak of each device in the second step, without cuBLAS workspaces."""
+    """Return each device's memory peak in the second step, without cuBLAS workspaces."""
     devices = [torch.device("cuda", j) for j in range(len(setup.balance))]
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

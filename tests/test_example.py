@@ -34,7 +34,7 @@ def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.P
 
     Args:
         start: The arguments of Python: torchrun's arguments, the example, and its arguments.
-        faults: The fault of each start by torchrun, in the form of tests/failures/script.py.
+        faults: The fault of each start by torchrun, as in tests/failures/script.py.
         environment: Additional environment variables.
     """
     arguments = [*start]
@@ -47,7 +47,7 @@ def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.P
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
-    """Wait until the example ends, and return the printed steps with losses and gradient norms."""
+    """Wait for the end of the example. Return the steps, losses and gradient norms it printed."""
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == code, printed
     steps: Steps = []
@@ -58,7 +58,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the states of the model and the optimizer that were saved after a step."""
+    """Return the model's and the optimizer's state that was saved after a step."""
     (path,) = folder.glob(f"*-step-{step}")
     content = FileSystemReader(path).read_metadata()
     kinds = ("model.", "optimizer.")
@@ -99,12 +99,15 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
 
 
 def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
-    """A training with failures has the losses and gradients of a training without failures.
+    """A training with failures has the same losses and gradients as one without failures.
 
-    The training starts on two nodes of two ranks. First, one node is killed, and the other node
-    continues with another balance. Then a rank is killed while it saves, and later a rank raises
-    an error. At last, the test itself starts two ranks, and these ranks continue the training. The
-    model has no dropout, because dropout masks depend on the balance.
+    1. The training starts on two nodes with two ranks each.
+    2. One node is killed. The other continues with another balance.
+    3. A rank is killed while it saves.
+    4. A rank raises an error.
+    5. The test itself starts two ranks, which finish the training.
+
+    The model has no dropout, because dropout masks depend on the balance.
     """
     alone = started(*training(6, tmp_path / "alone"), "--partitions", "4", faults=[None])
     with socket.socket() as probe:

@@ -36,7 +36,7 @@ OLD_NAMES = {"batchnorm", "checkpoint", "microbatch", "saves", "schedule"}
 
 
 def modules() -> dict[str, Path]:
-    """Return the names of all modules in all packages, with the files of the modules."""
+    """Return the modules of all packages, by name, with their files."""
     found = {}
     for folder in ("benchmarks", "reproduce", "torchgpipe"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -49,7 +49,7 @@ MODULES = modules()
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, even within functions or only for type checkers."""
+    """Yield the modules that a file imports, also within functions and for type checkers only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -66,7 +66,7 @@ def is_within(module: str, package: str) -> bool:
 
 
 def package(module: str) -> tuple[int, str] | None:
-    """Return a module's package: the index of its line in `LAYERS`, and the package's name."""
+    """Return the package of a module: the index of its line in `LAYERS`, and its name."""
     for line, names in enumerate(LAYERS):
         for name in names:
             if is_within(module, name):

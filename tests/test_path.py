@@ -1,7 +1,7 @@
-"""Count the functions of the library that run in one training step, and count their calls.
+"""Count the library's functions that run in one training step, and their calls.
 
-A reader has to know each function that a step needs. The numbers are committed, so that a diff
-shows if the numbers grow. `python -m tests.test_path` prints the current numbers.
+A reader has to know all functions that a step needs. The numbers are committed, so that a diff
+shows when they grow. `python -m tests.test_path` prints the current ones.
 """
 
 import sys
@@ -18,23 +18,25 @@ from torch import nn
 from torchgpipe import GPipe
 
 LIBRARY = str(Path(__file__).resolve().parents[1] / "torchgpipe")
-PYTHON = (3, 11)  # Other versions of Python have other frames for comprehensions.
-TASKS = 8  # A step has 4 micro-batches on 2 stages.
+PYTHON = (3, 11)
+"""The version of Python to count with. Other versions make other frames for comprehensions."""
+TASKS = 8
+"""The number of tasks in a step, which has 4 micro-batches and 2 stages."""
 
-# A key holds the engine, the checkpoint mode, and the schedule of `step` ("" means `model(x)`). A
-# value holds the number of functions that run, and the number of their calls.
+# The keys are: the engine, the mode of checkpointing, and the schedule of `step` ("" for
+# `model(x)`). The values are: the number of functions that run, and the number of their calls.
 EXPECTED = {
-    ("workers", "except_last", ""): (195, 981),  # 123 calls a task
-    ("workers", "never", ""): (161, 673),  # 84 calls a task
-    ("workers", "except_last", "1F1B"): (223, 1001),  # 125 calls a task
-    ("graph", "except_last", ""): (164, 1020),  # 128 calls a task
-    ("graph", "never", ""): (67, 245),  # 31 calls a task
-    ("graph", "except_last", "1F1B"): (203, 916),  # 114 calls a task
+    ("workers", "except_last", ""): (195, 981),  # 123 calls for each task
+    ("workers", "never", ""): (161, 673),  # 84 calls for each task
+    ("workers", "except_last", "1F1B"): (223, 1001),  # 125 calls for each task
+    ("graph", "except_last", ""): (164, 1020),  # 128 calls for each task
+    ("graph", "never", ""): (67, 245),  # 31 calls for each task
+    ("graph", "except_last", "1F1B"): (203, 916),  # 114 calls for each task
 }
 
 
 def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
-    """Return how many functions of the library run in a step, and how many calls there are."""
+    """Return how many of the library's functions run in a step, and how often they are called."""
     seen = Counter[CodeType]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -47,8 +49,7 @@ def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
     options: dict[str, Any] = {"schedule": schedule} if schedule else {}
     x, target = torch.rand(16, 8), torch.rand(16, 8)
     devices = ["cpu", "cpu"]
-    # This sets the profile function of threads that start later. A pipeline starts its threads in
-    # its first step.
+    # `setprofile` is for threads that start later. A pipeline starts its threads in its first step.
     threading.setprofile(watch)
     try:
         model = GPipe(
@@ -88,7 +89,7 @@ def main() -> None:
     """Print the numbers of the current code."""
     for key in EXPECTED:
         functions, calls = ran(*key)
-        print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls a task")
+        print(f"    {key}: ({functions}, {calls}),  # {calls / TASKS:.0f} calls for each task")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ LONGEST = 350
 
 
 def files() -> list[Path]:
-    """Return all Python files of the project, without files of virtual environments and builds."""
+    """Return all Python files of the project, but not those of virtual environments and builds."""
     found = [ROOT / "setup.py"]
     for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
         found += (ROOT / top).rglob("*.py")

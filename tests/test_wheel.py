@@ -1,4 +1,4 @@
-"""A wheel contains the library, and `reproduce` with its data, and works outside of a checkout."""
+"""A wheel has the library, and `reproduce` with its data, and works without a checkout."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def test_a_wheel_has_all_that_the_program_needs(tmp_path: Path) -> None:
 
 
 def copy_needed(to: Path) -> None:
-    """Copy the files that a wheel is built from."""
+    """Copy what a wheel is built from."""
     to.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
     for name in NEEDED:
@@ -76,7 +76,7 @@ def copy_needed(to: Path) -> None:
 
 
 def assert_content(names: list[str]) -> None:
-    """Assert that a wheel contains both packages, and all published results of papers."""
+    """Assert that a wheel has both packages, and the published results of all papers."""
     tops, published = set(), set()
     for name in names:
         top = name.partition("/")[0]
@@ -95,7 +95,7 @@ def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedPro
 
 
 def assert_older(folder: Path, time: int) -> None:
-    """Assert that no file of the installation was written after `time`."""
+    """Assert that no installed file was written after `time`."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert files
     for path in files:

@@ -1,4 +1,4 @@
-"""The docs use the words of the glossary, and do not use the words that the glossary replaces."""
+"""The docs use the words of the glossary, and no words that the glossary replaces."""
 
 import ast
 import re

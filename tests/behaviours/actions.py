@@ -1,4 +1,4 @@
-"""Actions of the test cases in rows/training: functions that use a pipeline and return results."""
+"""Functions that use a pipeline and return its results, for the test cases in rows/training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def accumulated(pipe: Pipe) -> Pipe:
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that trains the pipeline with each of the given mini-batches."""
+    """Return a function that trains a pipeline with these mini-batches."""
 
     def action(pipe: Pipe) -> Pipe:
         for given in batches:
@@ -66,7 +66,7 @@ def input_gradient(pipe: Pipe) -> Found:
 
 
 def in_turn(pipe: Pipe) -> Found:
-    """Train two pipelines alternately: first, second, first, second."""
+    """Train two pipelines alternately."""
     pipes = [pipe, pipe.again()]
     for seed in range(2):
         for k, each in enumerate(pipes):
@@ -88,16 +88,16 @@ def in_autocast(pipe: Pipe) -> Pipe:
 
 
 def dropout_step(pipe: Pipe) -> Pipe:
-    """Run a step with the same seed on all ranks."""
+    """Run a step with a fixed seed."""
     torch.manual_seed(7)
     return pipe.step()
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return an action that compares the losses and gradients of two pipelines.
+    """Return a function that checks whether other settings give the same losses and gradients.
 
-    The first pipeline has the settings of the test case. The second pipeline has the given changes
-    of these settings.
+    The function compares two pipelines: one with the settings of the test case, and one where
+    `changes` replace some of these settings.
     """
 
     def action(pipe: Pipe) -> Found:
@@ -111,7 +111,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Apply dropout, and record whether the mask differs from the mask of the first partition."""
+    """Apply dropout. Record whether its mask differs from the first partition's mask."""
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -144,7 +144,7 @@ def of_the_mini_batch(pipe: Pipe) -> Found:
 
 
 def moved(pipe: Pipe) -> Pipe:
-    """Train and save, then load the state into a pipeline with another balance, and run a step."""
+    """Save a trained pipeline. Load it into a pipeline with another balance, and run a step."""
     pipe.train(*batch()).save()
     other = pipe.again(balance=(3, 1), optimizer=None)
     other.load()
@@ -162,9 +162,9 @@ def going_on(pipe: Pipe) -> Pipe:
 
 
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
-    """Return an action that runs a forward in eval mode.
+    """Return a function that runs a pipeline in eval mode.
 
-    The forward uses the given mini-batch, or by default the mini-batch of the test case.
+    The input comes from `given` (a mini-batch), or by default from the test case's mini-batch.
     """
     return lambda pipe: pipe.evaluate(*given)
 
@@ -191,7 +191,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that raises. Return the error, its `__cause__`, the cause's cause, and so on."""
+    """Run a step that fails. Return the error, its `__cause__`, the cause of that, and so on."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -203,7 +203,7 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Run a step. Return whether it raises on this rank, and whether a layer caused the error."""
+    """Run a step. Return whether this rank raises, and whether a layer's error is the cause."""
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):
@@ -216,7 +216,7 @@ def told(pipe: Pipe) -> Found:
 
 
 def next_batch(pipe: Pipe) -> Pipe:
-    """Run a step that fails, and then a step with another mini-batch."""
+    """Run a step that raises an error, and then a step with another mini-batch."""
     heard(pipe)
     pipe.module.zero_grad()
     pipe.losses.clear()

@@ -1,11 +1,11 @@
 """Compare the results of a pipeline with the results of plain layers (layers without a pipeline).
 
-Results are tensors, numbers, models, and containers of all three.
+Values must be equal to the bit, unless a test gives a tolerance and a reason for it. Equal bits are
+possible for two reasons:
 
-Values must be equal to the bit, unless a test gives a tolerance and a reason for the tolerance.
-This is possible because a pipeline and plain layers run the same operators on the same numbers.
-Gradients of a parameter are also added up in the same order: from the last micro-batch to the
-first.
+1. A pipeline and plain layers run the same operators on the same numbers.
+2. They add up the gradients of a parameter in the same order: from the last micro-batch to the
+   first one.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ ZERO = 1e-8
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor, number and string in a value, with its name.
+    """Yield each tensor, number and string in a result, with a name.
 
-    For a module, yield its parameters, the gradients of its parameters, and its buffers.
+    For a module, these are its parameters, the gradients of its parameters, and its buffers.
     """
     if hasattr(value, "to_local"):  # a DTensor: take the shard of this rank
         value = value.to_local()
@@ -53,7 +53,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
-    """Return the differences between two values, as one line for each name that differs."""
+    """Return one line for each name under which two results differ."""
     y, x = dict(found(ours)), dict(found(plain))
     lines = []
     for name in sorted({*x, *y}):
@@ -64,7 +64,7 @@ def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
 
 
 def difference(y: Any, x: Any, tolerance: float = 0.0) -> str:
-    """Return how a pipeline's result `y` differs from the expected `x`, or "" if both are equal."""
+    """Return how a result `y` differs from the expected `x`, or "" if they are equal."""
     if y is None:
         return "" if x is None else "missing"
     if x is None:

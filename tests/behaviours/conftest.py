@@ -1,4 +1,4 @@
-"""Fixtures for tests of what pipelines compute, on all engines: "graph", "workers" and "ranks"."""
+"""The fixture `engine`, for tests that run on all engines."""
 
 import pytest
 

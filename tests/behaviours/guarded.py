@@ -1,7 +1,7 @@
-"""Rows (test cases) that fail on some engine in some checkpoint mode if a guard is missing.
+"""The names of test cases that fail if a guard is missing, for each guard.
 
-Guards are defined in torchgpipe/task/guards. For each guard, tests/planted/rows.json has a fault
-that leaves out the guard.
+A guard keeps something the same in a forward and its recomputation (torchgpipe/task/guards). For
+each guard, tests/planted/rows.json has a fault that leaves out this guard.
 """
 
 from pathlib import Path

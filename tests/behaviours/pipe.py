@@ -1,7 +1,7 @@
 """`Training`, a test case for any pipeline, and `Pipe`, the interface to a pipeline under test.
 
-The test cases also run with pipelines of other projects, by adapters that subclass `Pipe`
-(benchmarks/others). Therefore this module imports only torch.
+Pipelines of other projects run the same test cases, by subclasses of `Pipe` in benchmarks/others.
+So this module imports nothing but torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Found = Mapping[str, Tensor | bool | None]
 
 
 class NotOffered(Exception):
-    """The exception for a feature that a pipeline does not offer."""
+    """Raised for features that a pipeline does not offer."""
 
 
 def batch(
     size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3
 ) -> tuple[Any, Tensor]:
-    """Return a mini-batch, an input and a target, which are the same on all ranks."""
+    """Return an input and a target, the same ones on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
     x = torch.randn(size, features, generator=draw)
     target = torch.randn(size, targets, generator=draw)
@@ -36,12 +36,12 @@ def batch(
 
 
 def mlp(*between: nn.Module) -> nn.Sequential:
-    """Return a small model: linear, tanh, the given layers, and two more linear layers."""
+    """Build a small model with the given layers in its middle."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 6), nn.Linear(6, 3))
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Return the summed squared error, so that losses of micro-batches add up to the total loss."""
+    """Return the sum of squared errors. It is the sum of the losses of micro-batches."""
     return ((output - target) ** 2).sum()
 
 
@@ -49,9 +49,9 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 class Training:
     """A test case: a use of a pipeline in training, by default a single training step.
 
-    After `action`, all results of the pipeline must equal the results of plain layers. Plain
-    layers are the same layers without a pipeline, which run on one micro-batch after another. If
-    `action` returns results itself, the test compares these results instead.
+    `action` uses the pipeline. Then all results of the pipeline must equal those of plain layers,
+    that is, the same layers without a pipeline, run on one micro-batch after another. If `action`
+    returns results, the test compares only these.
 
     Args:
         name: The name of the behaviour.
@@ -70,8 +70,8 @@ class Training:
         optimizer: A function that makes an optimizer for the given parameters.
         clip: The norm to which `Pipe.train` clips gradients.
         sample: An input of one micro-batch, which is used to trace the module.
-        refused: For each engine of this library that must raise an error, a pattern of the error.
-        unlike: The reason why results of this library differ from plain layers, if they differ.
+        refused: The engines of this library that must raise an error, and patterns of the error.
+        unlike: Why this library's results differ from plain layers, if they do.
         tolerance: The tolerance for this library, as in compare.py.
     """
 
@@ -101,10 +101,10 @@ class Training:
 
 
 class Pipe(ABC):
-    """An interface to the pipeline under test, or to the part of the pipeline on this rank.
+    """The interface to a pipeline under test. With several ranks, this is one rank's part of it.
 
-    A subclass (adapter) implements `build`, and overrides the methods that do not work for its
-    pipeline. By default, methods expect a pipeline that is a single module.
+    A subclass implements `build`. The other methods work for a pipeline that is a single module.
+    For other pipelines, a subclass overrides them.
     """
 
     package = ""
@@ -123,19 +123,20 @@ class Pipe(ABC):
 
     @abstractmethod
     def build(self, layers: Any, balance: list[Any]) -> nn.Module:
-        """Build the pipeline, and return a module with the parameters of this rank.
+        """Build the pipeline, and return a module that has this rank's parameters.
 
-        Parameters keep their names in the whole model.
+        The parameters must have the same names as in the whole model.
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Return a new pipeline for the same test case, with some fields of the row changed."""
+        """Make another pipeline for this test case, with some fields of the test case changed."""
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
-        """Run forward and backward with a mini-batch, and record the loss.
+        """Run forward and backward, and record the loss.
 
-        By default, use the mini-batch of the test case.
+        Args:
+            given: An input and a target. By default, the mini-batch of the test case is used.
         """
         x, target = given or self.row.given()
         self.module.train()
@@ -151,7 +152,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode without gradients. The rank with the output records it."""
+        """Run forward in eval mode. The rank that has the output records it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():
@@ -161,7 +162,7 @@ class Pipe(ABC):
         return self
 
     def train(self, *given: Any) -> Pipe:
-        """Run a step, clip gradients, and step the optimizer."""
+        """Run a step, clip gradients, and update the parameters."""
         self.step(*given)
         if self.row.clip is not None:
             self.clip_gradients(self.row.clip)
@@ -171,20 +172,20 @@ class Pipe(ABC):
         return self
 
     def clip_gradients(self, norm: float) -> None:
-        """Clip the gradients of all ranks by their common norm."""
+        """Clip all ranks' gradients by their common norm."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm)
 
     def save(self) -> None:
-        """Save the states of the model and the optimizer to one file for each rank."""
+        """Save the model and the optimizer, in one file for each rank."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         torch.save((self.module.state_dict(), optimizer), self.folder / f"{rank()}.pt")
         if dist.is_initialized():
             dist.barrier()
 
     def load(self) -> None:
-        """Load the files that another pipeline of the same test case has saved.
+        """Load what another pipeline of this test case has saved.
 
-        With an optimizer, both pipelines need the same balance.
+        If there is an optimizer, both pipelines need the same balance.
         """
         whole: dict[str, Tensor] = {}
         optimizers = {}
@@ -196,15 +197,15 @@ class Pipe(ABC):
             self.optimizer.load_state_dict(optimizers[str(rank())])
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        """Load this rank's part of the state dict of the whole model."""
+        """Load this rank's part of the whole model's state dict."""
         self.module.load_state_dict(whole)
 
     def gradients(self) -> Tensors:
-        """Return the gradients by the names of their parameters."""
+        """Return the gradients by the names of parameters."""
         return {name: p.grad for name, p in self.module.named_parameters()}
 
     def found(self) -> Tensors:
-        """Return all results: losses, outputs, gradients, parameters and buffers."""
+        """Return all results by name: losses, outputs, gradients, parameters and buffers."""
         found: Tensors = {}
         for k, loss in enumerate(self.losses):
             found[f"loss {k}"] = loss.detach()
@@ -220,12 +221,12 @@ class Pipe(ABC):
 
 
 def rank() -> int:
-    """Return the rank of this process, which is 0 if there is only one process."""
+    """Return the rank of this process, or 0 without ranks."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def micro_batches(x: Any, m: int) -> list[Any]:
-    """Split a tensor, or every tensor of a nested tuple, into at most `m` micro-batches."""
+    """Split a tensor, or each tensor of a nested tuple, into at most `m` micro-batches."""
     if not isinstance(x, tuple):
         return [*x.chunk(m)]
     columns = [micro_batches(part, m) for part in x]

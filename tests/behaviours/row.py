@@ -1,6 +1,7 @@
-"""`Row`, a test case: a small model, and a function that uses the model.
+"""`Row`, a test case: a small model, and a function that uses this model.
 
-`unlike` calls the function with a pipeline and with plain layers (`Plain`), and compares results.
+`unlike` calls the function twice, with a pipeline and with plain layers (`Plain`), and compares the
+results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Reduce all outputs that require grad to a scalar, with different weights for the elements."""
+    """Return a weighted sum of squares of all outputs that require grad."""
     result: Any = 0
     for y in tensors(outputs):
         if y.requires_grad:
@@ -49,7 +50,7 @@ def total(outputs: Tensors) -> Tensor:
 def step(run: nn.Module, value: Tensors, loss: Callable[[Any], Tensor] = total) -> list[Tensor]:
     """Run forward and backward, and return copies of the outputs.
 
-    The copies are made before backward. A copy requires grad if its output requires grad.
+    The outputs are copied before backward. A copy requires grad if its output does.
     """
     run.zero_grad()
     outputs = run(value)
@@ -74,9 +75,9 @@ def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
 
 
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
-    """Return a use (a function of a model and an input) with a change between forward and backward.
+    """Return a function of model and input that calls `change` between forward and backward.
 
-    The use returns the gradients of the parameters that the model had before the change.
+    The function returns the gradients of those parameters that the model had before the change.
     """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
@@ -103,7 +104,7 @@ class Row:
             equal results, and leave equal inputs, parameters, gradients and buffers.
         refused: Patterns of the errors that pipelines must raise instead. A key is an engine, a
             mode of checkpointing, "engine mode", or `""` for every pipeline.
-        without: Engines, modes and variations that the row does not run with, and the reasons.
+        without: Engines, modes and variations that are not tested, and the reasons.
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
@@ -130,10 +131,11 @@ class Row:
         return ""
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Return whether the row must not run with this variation, engine and mode.
+        """Return whether not to test this combination of a variation, an engine and a mode.
 
-        A row that expects an error runs without variations, such as a single partition, because
-        whether a pipeline raises the error can depend on the boundaries between partitions.
+        If the pipeline must raise an error, variations of the row are not tested. A variation, such
+        as a single partition, has other boundaries between partitions, where the error may not
+        occur.
         """
         if variation and self.refused:
             return True
@@ -141,12 +143,12 @@ class Row:
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a test case with three layers. The last layer is the second partition."""
+    """Return a test case with three layers, of which the last one is the second partition."""
     return Row(name, layers, balance=(2, 1), **options)
 
 
 def but_never(message: str) -> dict[str, str]:
-    """Return `message` as the expected error in the modes "always" and "except_last".
+    """Expect the error `message` in the modes "always" and "except_last".
 
     In these modes of checkpointing, partitions are recomputed.
     """
@@ -154,16 +156,15 @@ def but_never(message: str) -> dict[str, str]:
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Return `message` as the expected error, except on the engine "graph" in the mode "never".
+    """Expect the error `message`, except on the engine "graph" in the mode "never".
 
-    In that case only, a mini-batch has a single autograd graph. In all other cases, each task has
-    its own graph.
+    In this case, a mini-batch has a single autograd graph. In all others, each task has its own.
     """
     return {"graph never": "", "": message}
 
 
 class Case(NamedTuple):
-    """A row (test case) to run in one variation, on one engine, in one mode of checkpointing."""
+    """A test case in one variation, on one engine, in one mode of checkpointing."""
 
     row: Row
     variation: str
@@ -172,10 +173,10 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few ways to run each row (test case): variation, engine and mode of checkpointing.
+    """Return a few ways to run each row: a variation, an engine and a mode of checkpointing.
 
-    For each row, every variation, every engine and every mode occurs. With `pairs`, every pair of
-    two values occurs, for example every engine with every mode.
+    Each row runs in every variation, on every engine, and in every mode. With `pairs`, it also runs
+    with every pair of two of these, for example with every engine in every mode.
     """
     found = []
     for r, row in enumerate(rows):
@@ -191,7 +192,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Return the model and the input of a test case, with the same numbers at every call."""
+    """Make the model and the input of a test case, with the same numbers in each call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 
@@ -199,10 +200,16 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Run a test case with a pipeline and with plain layers, and return the differences.
+    """Run a test case with a pipeline and with plain layers. Return the differences.
 
     If the pipeline must raise an error, return the names of gradients that exist after the error.
-    Partitions are placed on the given devices in turn. The plain layers are on the first device.
+
+    Args:
+        row: The test case.
+        variation: The variation, as in `VARIATIONS`.
+        engine: The engine.
+        checkpoint: The mode of checkpointing.
+        devices: The devices, used for the partitions in turn. The plain layers are on the first.
     """
     with nullcontext() if devices[0] == "cpu" else torch.device(devices[0]):
         layers, value = made(row)

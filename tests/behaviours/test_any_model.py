@@ -19,7 +19,7 @@ from .row import total
 def parts(value: Any, i: int, chunks: int) -> Any:
     """Return micro-batch `i` of a model's input.
 
-    Tensors without a batch dimension, and masks that all samples share, are not split.
+    Tensors without a batch dimension, and masks for all samples, are not split.
     """
     if isinstance(value, dict):
         found = {}
@@ -75,9 +75,9 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
-    """Traced layers compute the right results for other batch sizes, or raise an error.
+    """With other batch sizes, traced layers must compute the right results, or raise an error.
 
-    The module is traced in training mode, and its layers are used in evaluation mode.
+    The module is traced in training mode, and its layers run in eval mode.
     """
     make, right, refused = BATCHES[name]
     module = make()

@@ -1,6 +1,6 @@
-"""A pipeline of compiled layers computes what the layers compute, in `model(x)` and `model.step`.
+"""A pipeline of compiled layers computes what these layers compute.
 
-This is tested on every engine, in every mode of checkpointing.
+This is tested for `model(x)` and for `model.step`, on every engine, in every mode of checkpointing.
 """
 
 import copy
@@ -26,7 +26,7 @@ NORM = "running statistics of a batch norm in training"
 
 
 class Counting(nn.Module):
-    """A layer whose output depends on a buffer and the mode. A recomputation must restore both."""
+    """A layer whose output depends on a buffer, which it changes, and on its training mode."""
 
     count: Tensor
 
@@ -82,10 +82,10 @@ def test_compiled_layers(
 def test_a_compiled_batch_norm_is_right_or_refused(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
 ) -> None:
-    """A compiled batch norm in a recomputed partition is right, or the pipeline raises an error.
+    """Recomputing a compiled batch norm gives right results, or raises an error.
 
-    With older versions of PyTorch, it is right. With newer versions, compiled code reads the
-    running statistics, so the pipeline raises an error.
+    Older versions of PyTorch give right results. In newer versions, compiled code reads the running
+    statistics in a recomputation. A pipeline does not allow that, and raises an error.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_a_compiled_batch_norm_is_right_or_refused(
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """Return a model's gradients and buffers by name, without the prefixes of compiled layers."""
+    """Return gradients and buffers by name, without the prefixes of compiled layers."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[f"gradient of {name}".replace("_orig_mod.", "")] = p.grad

@@ -1,7 +1,7 @@
 """Criteria (loss functions) that use parameters: each parameter gets its gradient once in a step.
 
-The layers stay unchanged. Timing decides whether threads disturb each other, so each case runs
-several rounds of two accumulated steps.
+A step must not change the parameters themselves. Timing decides whether threads disturb each other,
+so each case repeats two accumulated steps several times.
 """
 
 import copy
@@ -27,9 +27,9 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 class Net(Module):
-    """A module with a criterion as a method, and with layers that a test replaces by a pipeline.
+    """A module with a criterion as a method, like users of training frameworks write.
 
-    Users of training frameworks write modules like this.
+    Tests replace its `layers` by a pipeline.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def sometimes_nothing(_: Net, y: Tensor, t: Tensor) -> Tensor:
 
 
 class Head(Module):
-    """A criterion that is a module with parameters."""
+    """A criterion that has parameters."""
 
     def __init__(self, head: Module) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 
 @pytest.fixture(scope="module", params=CRITERIA)
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
-    """Return a criterion's name, and the plain layers' gradients after two accumulated steps."""
+    """Return a criterion's name, and the gradients of plain layers after two accumulated steps."""
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_a_step_that_fails_changes_no_gradient_of_what_the_criterion_uses(where:
 
 
 class Tied(Module):
-    """A layer that uses another layer's embedding without registering it as a submodule."""
+    """A layer that uses another layer's embedding, without registering it as a submodule."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
-    """Each parameter gets its gradient, and the hook of a parameter runs once in a step."""
+    """Each parameter gets its gradient, and a parameter's hook runs once in each step."""
 
     def parts() -> list[Any]:
         torch.manual_seed(0)

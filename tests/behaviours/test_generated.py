@@ -2,8 +2,8 @@
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
-This command tests other models than the test suite does. It prints how many models were equal, and
-how many raised which error.
+This command tests more models than usual, and other ones. It prints how many of them gave equal
+results, and how many raised which error.
 """
 
 import copy
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """The exception that a test raises if a pipeline raises an error, which is the `__cause__`."""
+    """Raised by a test if a pipeline raises an error. This error is the `__cause__`."""
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """Layers without a pipeline, where autograd saves copies instead of the tensors themselves.
+    """Plain layers, for which autograd saves copies of tensors instead of the tensors themselves.
 
-    So backward works even if a layer has changed a tensor in place. A pipeline also copies some
-    tensors. Therefore it can work where PyTorch raises an error for layers without a pipeline.
+    So their backward works even if a layer has changed a tensor in place. The pipeline also copies
+    some tensors, and then works where PyTorch raises an error for layers without a pipeline.
     """
 
     def run(self, value: Any) -> Any:
@@ -96,7 +96,7 @@ class Unmodified(Plain):
 def leaves(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters, and the buffers that require grad.
 
-    The result includes parameters that layers use without registering the parameters.
+    These include parameters that a layer uses without registering them.
     """
     found: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
@@ -111,9 +111,10 @@ NO_GRADIENTS = {"no grad": torch.no_grad, "inference": torch.inference_mode}
 def forward(
     model: nn.Module, case: Case, step: Step, seed: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run the forward of a step, with random inputs that depend on `seed`.
+    """Run the forward of a step on inputs that are drawn with `seed`.
 
-    Return the inputs, copies of the outputs, and the outputs.
+    Returns:
+        The inputs, copies of the outputs, and the outputs.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -152,7 +153,7 @@ def called_with(model: nn.Module, weights: dict[str, Tensor], value: Any) -> Any
 def backward(
     model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run the backward of a step, and return the gradients by name."""
+    """Run the backward of a step. Return the gradients by name."""
     if step.run == "frozen between":
         turn(model, step)
     everything: dict[str, Tensor] = {}
@@ -189,14 +190,14 @@ def go_backward(
 
 
 def turn(model: nn.Module, step: Step) -> None:
-    """Flip `requires_grad` of some parameters: freeze the trainable, unfreeze the frozen ones."""
+    """Flip `requires_grad` of every `step.every`-th parameter."""
     parameters = [*leaves(model).values()]
     for p in parameters[:: step.every]:
         p.requires_grad_(not p.requires_grad)
 
 
 def finish(model: nn.Module, step: Step) -> None:
-    """Finish a step as `step.after` says: update, zero gradients, freeze, or reload the state."""
+    """Finish a step: update, zero gradients, freeze, or reload the state (see `step.after`)."""
     for p in leaves(model).values():
         if p.grad is not None and step.after.startswith("update"):
             p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)
@@ -213,7 +214,7 @@ def finish(model: nn.Module, step: Step) -> None:
 def assert_equals_plain(case: Case) -> None:
     """Run a case with a pipeline and with plain layers, and assert that all results are equal.
 
-    Raise `Refused` if the pipeline raises an error.
+    If the pipeline raises an error, raise `Refused`.
     """
     module, twin = case.build(), case.build()
     plain = Unmodified(twin, chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
@@ -230,8 +231,8 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
-            # The pipeline may work if plain layers fail because they change a view of a parameter
-            # in place. A partition has a copy instead of the view.
+            # Plain layers also fail if they change a view of a parameter in place. A pipeline may
+            # work then: its partition changes a copy.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
@@ -246,8 +247,8 @@ def assert_equals_plain(case: Case) -> None:
         assert_drawn_again(model)
         finish(model, step)
         finish(plain, step)
-        # Updates use the sign of a gradient. Because of rounding, a gradient of zero can have any
-        # sign. So make the parameters of both models equal again.
+        # An update subtracts the sign of the gradient. For a gradient that should be zero, rounding
+        # decides the sign. So give both models the same parameters again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
@@ -271,7 +272,7 @@ def verdict(case: Case) -> str:
     "engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)]
 )
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    """Check generated models, and print how many were equal, and how many raised which error."""
+    """Check generated models. Print how many gave equal results, and how many raised an error."""
     one = n is None
 
     def agreed_verdict(case: Case) -> str:

@@ -1,7 +1,7 @@
-"""A pipeline's observer sees every task once, in the task's thread, in an order that is possible.
+"""A pipeline's observer sees every task once, in the task's thread, and in a correct order.
 
-The observer is a context manager around each task. In a recorded timeline, the times of all tasks
-are from one clock.
+The observer returns a context manager for each task. An order is correct if each task comes after
+the tasks that it depends on. In a recorded timeline, all times come from one clock.
 """
 
 import json
@@ -37,7 +37,7 @@ Way = dict[str, Any]
 
 
 class Log:
-    """An observer that records which tasks start and end, and which layers run in each task."""
+    """An observer that records when tasks start and end, and which layers run in them."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
@@ -57,7 +57,7 @@ class Log:
 
 
 class Witness(Module):
-    """A layer that records in which task each of its forward and backward passes runs."""
+    """A layer that tells the log in which tasks its forward and its backward run."""
 
     def __init__(self, log: Log, k: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Witness(Module):
 def observed(balance: list[int], chunks: int, way: Way) -> tuple[Any, Log, Sequence[int]]:
     """Return a pipeline, the log of its tasks, and the partitions whose tasks are in the log.
 
-    On the engine "ranks", a log has only the tasks of the rank's own partition.
+    With the engine "ranks", a rank's log has only the tasks of its own partition.
     """
     log = Log()
     if sum(balance) == 6:
@@ -118,7 +118,7 @@ def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> Non
 
 
 def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any]:
-    """Return which layers run in each task, if the first `count` micro-batches are recomputed."""
+    """Return which layers run in each task, if `count` micro-batches are recomputed."""
     expected = set()
     for task in tasks:
         first = sum(balance[: task.partition])
@@ -159,7 +159,7 @@ def test_only_forwards_without_gradients(mode: str, way: Way) -> None:
 
 
 def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> list[list[Action]]:
-    """Return one list of actions for each device."""
+    """Return a list of actions for each device."""
     found = []
     for device in devices:
         own = [action for action in actions if placement[action.stage] == device]
@@ -169,10 +169,10 @@ def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
-    """On each device, or on this rank, tasks run in the order of the schedule.
+    """On each device or rank, tasks run in the order of the schedule.
 
-    The engine "graph" uses one thread, and runs tasks in the order of the schedule's replay.
-    `model(x)` alone runs only forwards.
+    The engine "graph" has one thread. It runs all tasks in the order of `Schedule.replay`. A call
+    of `model(x)` runs only the forwards.
     """
     v, engine = len(make(name, 1, 1).placement), way["engine"]
     layers = Sequential(*(linear() for _ in range(2 * v)))
@@ -184,7 +184,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
 
     def seen() -> list[list[Action]]:
-        """Return one list for each device: the actions since the last call of `seen`."""
+        """Return the actions of each device since the last call."""
         actions = [Action(*task) for task in log.started]
         log.started = []
         return by_device(actions, schedule.placement, devices)
@@ -207,7 +207,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
 
 
 def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
-    """Return the lines that a pipeline's report of its schedule must have."""
+    """Return the lines that a pipeline's report on its schedule must have."""
     later = "weight gradients of 1 matrix products are computed later"
     how = later if name.startswith("ZB") else f"backward is not split by {name}"
     where = "rank" if engine == "ranks" else "device"
@@ -231,7 +231,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return a model to call, and the pipeline of this model, which `record` takes."""
+    """Return a model, and its pipeline, which `record` takes."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))

@@ -1,4 +1,4 @@
-"""Run each row (test case) in rows/: a pipeline computes its layers' results, or raises an error.
+"""Run all test cases of rows/: a pipeline computes its layers' results, or raises an error.
 
 The tests cover every engine and every mode of checkpointing.
 """
@@ -54,14 +54,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
-# only when the error is freed.
+# Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays open
+# until the error is freed. Closing this generator then causes the warning.
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# These warnings come from torch.compile (also with plain layers), from
+# These warnings come from torch.compile (without a pipeline, too), from
 # torch.distributed.checkpoint, and from a forked process.
 @pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method)` is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -99,14 +99,14 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Run a row (test case) of training with a pipeline, and return the results."""
+    """Run a test case of training with a pipeline, and return the results."""
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
 
 
 def mode_of(row_mode: str, checkpoint: str) -> str:
-    """Return the mode of checkpointing: "always" if the test case needs it, or `checkpoint`."""
+    """Return "always" if the test case needs this mode, and else `checkpoint`."""
     return "always" if row_mode == "always" else checkpoint
 
 
@@ -137,7 +137,7 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """A pipeline that trains by `model.step`. Some schedules have two stages on each device."""
+    """A pipeline that trains by `model.step`. In some schedules, a device has two stages."""
 
     schedule = "GPipe"
 
@@ -160,7 +160,7 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """Layers without a pipeline: all forwards, and then backwards in the order of the schedule."""
+    """Plain layers that run all forwards, and then backwards in the order of the schedule."""
 
     schedule = "GPipe"
 

@@ -1,6 +1,6 @@
 """State dicts of torchgpipe 0.0.7 can be loaded into a pipeline with any balance.
 
-rows/training tests other states, and rows/unusual.py tests copies of pipelines.
+Other states are tested in rows/training, and copies of pipelines in rows/unusual.py.
 """
 
 import copy
@@ -35,9 +35,9 @@ def numbered_layers() -> Sequential:
 
 
 def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
-    """Return a module's state dict with the key names of torchgpipe 0.0.7.
+    """Return a module's state dict with the keys of torchgpipe 0.0.7.
 
-    In that version, a key begins with the partition's number, followed by the layer's name.
+    In that version, a key has the partition's number before the layer's name.
     """
     children = iter(module.named_children())
     place: dict[str, int] = {}

@@ -1,7 +1,6 @@
-"""Tests of `benchmarks.conformance`, which checks what pipelines of several projects compute.
+"""Tests of `benchmarks.conformance`, which checks the results of pipelines of several projects.
 
-The tests run a few test cases of the benchmark, and check that the benchmark reports planted
-faults.
+The tests run a few of its test cases. They also plant faults, which the benchmark must report.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Tests of the harness of benchmarks, and of `benchmarks.any_model`.
 
-The harness keeps all finished results, even if an error or Ctrl-C ends a benchmark. A page shows
-the contents of a record. The tests of `benchmarks.any_model` run a few models, and check the
-record.
+The harness must keep all finished results, even if an error or Ctrl-C ends a benchmark. Pages must
+show what is in records.
 """
 
 import contextlib
@@ -182,11 +181,13 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        pytest.param("googlenet", marks=SLOW),  # This model has auxiliary outputs.
-        pytest.param("vit_b_32", marks=SLOW),  # This model has a class token.
-        pytest.param("swin_t", marks=SLOW),  # This model has windows with masks.
-        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),  # This returns a dictionary.
-        pytest.param("squeezenet1_0", marks=SLOW),  # This model concatenates tensors.
+        # These models have auxiliary outputs, a class token, windows with masks, a dictionary as
+        # their output, and concatenated tensors, in this order.
+        pytest.param("googlenet", marks=SLOW),
+        pytest.param("vit_b_32", marks=SLOW),
+        pytest.param("swin_t", marks=SLOW),
+        pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),
+        pytest.param("squeezenet1_0", marks=SLOW),
     ],
 )
 def test_torchvision(name: str) -> None:

@@ -1,6 +1,6 @@
-"""Faults for tests of training. In its second step, a process calls one of these functions.
+"""Faults for tests of training: functions that a process calls in its second step.
 
-Some functions are not faults, but only take a long time.
+Some of them are no faults, but only take long.
 """
 
 import ctypes
@@ -20,8 +20,10 @@ from pathlib import Path
 
 import torch
 
-SILENCE = 2.0  # The ranks' timeout is this number of seconds.
-PATIENCE = 20.0  # A test waits for at most this number of seconds.
+SILENCE = 2.0
+"""The timeout of the ranks in seconds."""
+PATIENCE = 20.0
+"""How many seconds a test waits at most."""
 FOR_EVER = 10 * PATIENCE
 
 
@@ -34,7 +36,7 @@ def ends() -> None:
 
 
 def forks() -> None:
-    """Fork a process that runs for some seconds, like a worker of a data loader."""
+    """Fork a process that runs for some seconds, like a data loader's worker."""
     here, there = os.pipe()
     if not os.fork():
         os.write(there, b"it runs")
@@ -67,7 +69,7 @@ time.sleep(float(seconds))
 
 
 def dies_and_its_ports_are_used() -> None:
-    """Kill this process. After its death, another program listens on the ports of this process."""
+    """Kill this process. Afterwards, another program listens on its ports."""
     ports = [str(each.getsockname()[1]) for each in _listening()]
     command = [sys.executable, "-c", USES, str(os.getpid()), str(3 * SILENCE), *ports]
     other = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -77,7 +79,7 @@ def dies_and_its_ports_are_used() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Kill this process, but leave two child processes: a fork, and a program run by a shell."""
+    """Kill this process, and leave two children: a fork, and a program that a shell has started."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
     forks()
     dies()
@@ -99,21 +101,22 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Do nothing. The training program recognizes this function, and makes a gradient infinite.
+    """Do nothing: this function only stands for a fault in the table of faults.
 
-    All ranks must skip the update.
+    The training program recognizes it, and makes a gradient infinite. All ranks must then skip the
+    update.
     """
 
 
 def takes_another_pipeline() -> None:
-    """Do nothing. The training program recognizes this function, and calls another pipeline.
+    """Do nothing: this function only stands for a fault in the table of faults.
 
-    Other ranks call the first pipeline.
+    The training program recognizes it, and calls another pipeline than the other ranks.
     """
 
 
 def hangs_while_the_clock_is_set_back() -> None:
-    """Hang, while the wall clock of this process runs backwards."""
+    """Hang, while the wall clock runs backwards."""
     time.time = lambda: -time.monotonic()
     hangs()
 
@@ -139,7 +142,7 @@ SAY_NOTHING = (
 
 
 def all_stop() -> None:
-    """Wait, while the test stops the processes of all ranks for some time."""
+    """Wait. Meanwhile the test stops and continues the processes of all ranks."""
     time.sleep(0.5)
 
 
@@ -148,7 +151,7 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Allocate memory until this process reaches a limit, 64 MiB above what it uses now."""
+    """Allocate memory until a limit of 64 MiB more than now."""
     pages, *_ = Path("/proc/self/statm").read_text().split()
     limit = int(pages) * resource.getpagesize() + 2**26
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -158,7 +161,7 @@ def fills_memory() -> None:
 
 
 def cuts_links(where: Path) -> None:
-    """Cut all connections of this rank, and write the local ports of the connections to a file."""
+    """Cut this rank's connections, and write their local ports to a file."""
     ports = []
     for each in [*_sockets()]:
         _cut(each)
@@ -169,7 +172,7 @@ def cuts_links(where: Path) -> None:
 
 
 def cut_off(where: Path) -> None:
-    """Wait until a rank has called `cuts_links`, and cut all connections to that rank."""
+    """When another rank has called `cuts_links`, cut the connections to this rank."""
     while not where.exists():
         time.sleep(0.01)
     ports = [int(port) for port in where.read_text().split()]
@@ -198,7 +201,7 @@ def _listening() -> list[socket.socket]:
 
 
 def _cut(link: socket.socket) -> None:
-    """Drop every packet that a socket receives, even the packet that closes the connection."""
+    """Drop all packets that a socket receives, even the one that closes the connection."""
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     program = struct.pack("HL", 1, ctypes.addressof(nothing))
     so_attach_filter = 26
@@ -206,10 +209,10 @@ def _cut(link: socket.socket) -> None:
 
 
 class Keyboard:
-    """A fault that presses Ctrl-C in the middle of a task, which takes `lasts` seconds.
+    """A fault: Ctrl-C is pressed during a task that takes `lasts` seconds.
 
-    A signal that arrives just before a thread starts to wait does not wake the thread. Therefore
-    the signal is sent again and again. Only the first `times` signals count.
+    The signal is sent again and again: if it arrives right before a thread begins to wait, it does
+    not wake this thread. Only the first `times` signals have an effect.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
@@ -217,7 +220,7 @@ class Keyboard:
         self.over, self._latest = False, 0.0
 
     def listen(self) -> None:
-        """Install the signal handler. Only the main thread can do this."""
+        """Install the signal handler, in the main thread."""
         signal.signal(signal.SIGINT, self._hear)
 
     def __call__(self) -> None:

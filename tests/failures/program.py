@@ -1,4 +1,4 @@
-"""The training program of a test: three steps, and in the second step a fault happens."""
+"""The training program of the tests: three steps, with a fault in the second step."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
 def pipeline(engine: str, schedule: str = "") -> Any:
-    """Return a pipeline of three partitions, each with a linear layer and a layer that can fail."""
+    """Build a pipeline of three partitions, each with a linear layer and a layer that can fail."""
     layers = nn.Sequential()
     for _ in range(WORLD):
         layers.extend([nn.Linear(4, 4), Fails()])
@@ -37,7 +37,7 @@ def pipeline(engine: str, schedule: str = "") -> Any:
 
 
 def train(rank: int, said: Any, row: Row, folder: Path) -> None:
-    """Train three steps. Send messages when the fault happens and when the training ends."""
+    """Train three steps. Send a message when the fault happens, and one at the end."""
     os.setsid()  # so that only the test stops or continues this process
     os.dup2(os.open(folder / f"{rank}.errors", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
 
 
 class _Training:
-    """The training in one process, with the fault that happens in the training."""
+    """The training in one process, with its fault."""
 
     def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
         self.row, self.folder, self.said = row, folder, said
@@ -74,7 +74,7 @@ class _Training:
 
     @property
     def goes_wrong(self) -> bool:
-        """Whether the fault happens in the current step of this process."""
+        """Whether the fault happens in this step of this process."""
         return self.here and self.number == 2
 
     def happens(self) -> None:
@@ -92,7 +92,7 @@ class _Training:
         return (output - target).square().mean()
 
     def watch_saving(self) -> None:
-        """Make each write of a save call `self.point.reach("saving")`, where a fault can happen."""
+        """Call `self.point.reach("saving")` in each write of a save: the fault can happen there."""
         writer: Any = FileSystemWriter
         written = writer.write_data
 
@@ -103,7 +103,6 @@ class _Training:
         writer.write_data = write_data
 
     def step(self) -> list[Tensor]:
-        """Run one training step, and return the gradients."""
         self.number += 1
         if self.goes_wrong:
             self.point.at(self.row.place, self.happens)
@@ -123,7 +122,7 @@ class _Training:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def update(self) -> None:
-        """Update the parameters, but skip the update if a gradient on any rank is infinite."""
+        """Update the parameters, unless a gradient is infinite on any rank."""
         if self.goes_wrong:
             first = next(self.model.parameters())
             first.grad.fill_(torch.inf)

@@ -36,7 +36,7 @@ class Row:
         does: The function of the fault. `None` leaves out the backward.
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
-            "outside".
+            outside of the pipeline ("outside").
         others: A pattern of the error that other ranks must raise, at most 2 s after the timeout.
             If it is empty, other ranks must not raise an error.
         own: A pattern of the error that the rank with the fault raises, if it can raise an error.
@@ -102,7 +102,7 @@ INTERRUPTED = "KeyboardInterrupt: "
 
 
 def hanging(task: str, rank: int = 1) -> str:
-    """Return a pattern of the error that other ranks raise when a rank hangs in a task."""
+    """Return a pattern of the error on other ranks when a rank hangs in a task."""
     why = "for 2 s it has neither ended nor used the CPU, in hangs, .*, in reach of Fails, "
     return f"rank {rank} hangs in {task} of mini-batch 2: {why}"
 

@@ -1,11 +1,15 @@
-"""Run a script under torchrun with planted faults: a JSON list has one fault for each start.
+"""Run a script under torchrun, with one planted fault for each time that torchrun starts it.
 
     FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
     torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
 
-At the first start, local rank 1 raises an error when it clips gradients for the second time. At the
-second start, rank 0 is killed when it flushes a file for the sixth time. The third start has no
-fault. The fault "node" kills all processes of the rank's node. Models have no dropout.
+The faults of this example:
+
+1. In the first start, local rank 1 raises an error when it clips gradients for the second time.
+2. In the second start, local rank 0 is killed when it flushes a file for the sixth time.
+3. In the third start, nothing goes wrong.
+
+Another fault, "node", kills all processes of the rank's node. Transformer layers have no dropout.
 """
 
 import json
@@ -26,7 +30,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `called`. Before its `when`-th call, it also calls `act`."""
+    """Return a function that does what `called` does, but calls `act` before call number `when`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:
@@ -43,7 +47,7 @@ def node_dies() -> None:
 
 
 def main() -> None:
-    """Prepare the fault that happens in this start of the script, then run the script."""
+    """Plant the fault of this start of the script, and run the script."""
     starts, script, *arguments = sys.argv[1:]
     fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
     if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):

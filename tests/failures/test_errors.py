@@ -1,7 +1,7 @@
-"""The caller gets an error of a task once and promptly, and can use the pipeline again afterwards.
+"""If a task raises an error, the caller gets it once and soon, and can use the pipeline again.
 
-When a pipeline is deleted, nothing of it remains in memory. Errors about wrong arguments, which are
-raised before any task runs, have tests in other files.
+When a pipeline is deleted, nothing of it remains in memory. Errors about wrong arguments are tested
+in other files, because no task runs before them.
 """
 
 import operator
@@ -51,10 +51,10 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 class Journal:
-    """A record of the tasks that start. It also raises an error in a given task.
+    """Records which tasks start, and raises an error in a given task.
 
-    Layers tell the journal when a task starts. A task that starts while another task fails waits
-    until the engine knows of the error. So the number of these tasks does not depend on the timing
+    Layers report to it when their task starts. A task that starts after the failing task waits
+    until the engine knows of the error. So the number of such tasks does not depend on the timing
     of threads: it is the largest possible number, one for each partition.
     """
 
@@ -88,7 +88,7 @@ class Journal:
 
 
 def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
-    """Return a pipeline that records its tasks in the journal, with a skip from end to end."""
+    """Build a pipeline that reports its tasks to the journal, with a skip over all partitions."""
     layers = nn.Sequential(Stash(torch.sin))
     for j in range(N):
         fails = Fails()
@@ -101,7 +101,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Return a journal (a record of tasks) that is told when an error has stopped the workers."""
+    """Make a journal. It learns when an error has stopped the workers."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 
@@ -201,11 +201,10 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
 def test_ctrl_c_at_any_line(
     way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool
 ) -> None:
-    """After Ctrl-C right before any line of this library, the pipeline can be used again.
+    """After Ctrl-C right before any line of the library, the pipeline can be used again.
 
-    The interrupt comes in the calling thread. The test tries every 47th line. If `kept` is true,
-    the test keeps the errors, like an interactive Python does. Then the errors keep all objects of
-    the runs alive.
+    The interrupt comes in the calling thread, and the test tries every 47th line. With `kept`, the
+    test keeps the errors, as an interactive Python does. These keep all objects of the runs alive.
     """
     layers = nn.Sequential()
     for _ in range(N):
@@ -229,7 +228,7 @@ def test_ctrl_c_at_any_line(
 
 
 def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor) -> int:
-    """Call `run`, and raise `KeyboardInterrupt` before the `at`-th executed line of the library.
+    """Call `run`, and raise `KeyboardInterrupt` before the `at`-th line that runs in the library.
 
     Return how many lines have run.
     """
@@ -252,10 +251,12 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
 
 
 def may_be_interrupted(frame: FrameType) -> bool:
-    """Return whether a test can simulate Ctrl-C at this line.
+    """Return whether the test may raise KeyboardInterrupt at this line.
 
-    A test cannot do this at the end of a `with` block: there, Python calls the trace function, but
-    handles no signal. A test cannot do this in `__del__`, because no error leaves this method.
+    It may not do so in two places:
+
+    - At the end of a `with` block. Python calls the trace function there, but handles no signals.
+    - In `__del__`, because Python does not propagate errors from there.
     """
     line = getline(frame.f_code.co_filename, frame.f_lineno)
     if line.lstrip().startswith("with "):

@@ -20,7 +20,7 @@ X = torch.rand(8, 2)
 
 
 class Inner(nn.Module):
-    """A layer that raises an error at its `at`-th call, or in backward."""
+    """A layer that raises an error in call number `at`, or in backward."""
 
     def __init__(self, at: int, backward: bool = False) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""When a fault happens in one process, all processes raise the expected errors, and soon.
+"""If a fault happens in one process, all processes soon raise the expected errors.
 
-The processes are forked from a process that has imported torch already.
+The processes are forked from a process that has already imported torch, because this is faster.
 """
 
 import os
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals 
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train as rank `k`: in this process, or if the fault happens on rank `k`, in a child process.
+    """Train as rank `k`. On the rank with the fault, train in a child process.
 
-    `method` is the start method of the child. This process can be forked, because it has not used
-    autograd, which starts threads.
+    `method` is how the child starts. With "forkserver", there is no child. A fork is safe here,
+    because this process has not used autograd, which would have started threads.
     """
     if method == "forkserver" or k != row.rank:
         program.train(k, link, row, folder)
@@ -45,7 +45,7 @@ METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
 
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
-    """All ranks raise the expected errors, for each way in which `multiprocessing` starts ranks."""
+    """All ranks raise the expected errors, whichever way `multiprocessing` starts them."""
     row = ROWS[name]
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
     get_context("forkserver").set_forkserver_preload([program.__name__])

@@ -1,4 +1,4 @@
-"""Provide fixtures for simulated time and simulated GPUs (simulated.py)."""
+"""Fixtures that replace clocks and streams by the simulated ones of simulated.py."""
 
 import pytest
 
@@ -11,13 +11,13 @@ from .simulated import CLOCK, Clock
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Replace the streams of `cpu:0`, `cpu:1`, … by simulated streams with clocks."""
+    """Simulate the streams of `cpu:0`, `cpu:1`, …."""
     return Streams(monkeypatch)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Make profiles read a clock that advances only when layers run."""
+    """Make profiles read a simulated clock, which advances only when layers run."""
     CLOCK.start()
     for module in (profile, timing):
         monkeypatch.setattr(module, "perf_counter", lambda: CLOCK.now)

@@ -1,4 +1,4 @@
-"""Provide small layers for tests: linear layers, layers of functions, skips, compiled layers."""
+"""Small layers for tests: linear layers, layers made of functions, skips, and compiled layers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -22,13 +22,11 @@ def linears(count: int) -> nn.Sequential:
 
 
 def compiled_in_place(layer: Any) -> nn.Module:
-    """Compile the layer's call in place, and return the same layer."""
     layer.compile(backend="aot_eager")
     return layer
 
 
 def compiled_around(layer: nn.Module) -> nn.Module:
-    """Return `torch.compile(layer)`, a module that wraps the layer."""
     return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
 
 
@@ -38,7 +36,7 @@ def Lambda(function: Callable[[Any], Any]) -> nn.Module:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """A layer that stashes `skip(input)` and returns `output(input)`."""
+    """A layer that stores `skip(input)` as a skip, and returns `output(input)`."""
 
     def __init__(
         self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same
@@ -54,7 +52,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """A layer that pops the skip and returns `join(input, skip)`."""
+    """A layer that takes the stored skip, and returns `join(input, skip)`."""
 
     def __init__(self, join: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
@@ -70,16 +68,22 @@ def partitions(
     skips: Iterable[tuple[int, int]],
     stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
-    """Add skips to layers. Return all layers, and a balance that gives each layer a partition.
+    """Add skip connections between layers. Return all layers, and a balance for them.
 
-    A skip is a pair `(source, target)` of layer indices. After layer `source`, a new layer stashes
-    `stashed(x)`. Before layer `target`, a new layer pops the skip and adds it to its input. The new
-    layers are in the partition of the layer that they are next to.
+    Args:
+        layers: The layers. Each becomes a partition, together with the new layers beside it.
+        skips: Pairs `(source, target)` of indices of `layers`.
+        stashed: What a skip holds: a function of the output of layer `source`.
+
+    For each pair, a new layer after layer `source` stashes the skip. A new layer before layer
+    `target` pops the skip, and adds it to its own input.
     """
     found = [[layer] for layer in layers]
     for source, target in skips:
         namespace = Namespace()
-        found[source].append(Stash(stashed).isolate(namespace))  # type: ignore[operator]
-        found[target].insert(0, Pop().isolate(namespace))  # type: ignore[operator]
+        stashing: Any = Stash(stashed)
+        popping: Any = Pop()
+        found[source].append(stashing.isolate(namespace))
+        found[target].insert(0, popping.isolate(namespace))
     balance = list(map(len, found))
     return nn.Sequential(*chain.from_iterable(found)), balance

@@ -1,4 +1,4 @@
-"""Provide a count of live bytes, assertions that wait for a condition, and concurrent threads."""
+"""`Ledger`, which counts live bytes, assertions that wait for a condition, and threads at once."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """A count of live bytes of tensors that tasks make, without the tensors that tasks receive."""
+    """Counts the live bytes of tensors that tasks create, not of tensors that tasks receive."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -43,9 +43,9 @@ class _Made(LiveBytesMode):
 def assert_eventually(
     condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
 ) -> None:
-    """Wait until a condition holds, such as a change that a worker makes after its last report.
+    """Wait until a condition holds. Fail if it does not hold within `seconds`.
 
-    If the condition never holds, wait for `seconds`, and then raise an error.
+    For example, a worker can still change something after it has reported its result.
     """
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -61,9 +61,9 @@ def assert_no_thread_more(threads: set[threading.Thread]) -> None:
 
 
 def assert_gone(refs: Sequence[ref[Any]]) -> None:
-    """Wait until the garbage collector has freed all referenced objects."""
-    # After an exception, PyTorch's autograd engine keeps the nodes that have not run, until the
-    # next backward of this thread.
+    """Assert that garbage collection frees all objects."""
+    # After an exception, autograd keeps those nodes of the graph that have not run. It frees them
+    # in the next backward of this thread, so run one.
     torch.ones((), requires_grad=True).mul(2).backward()
 
     def gone() -> bool:
@@ -74,7 +74,10 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
 
 
 def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
-    """Run a program in `count` threads at once; return each thread's result or exception."""
+    """Run `program(k)` for each k below `count`, each in its own thread, all at once.
+
+    Return a list with the result of each thread, or with the exception that it raised.
+    """
     results: list[Any] = [None] * count
 
     def run(k: int) -> None:

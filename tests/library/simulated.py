@@ -1,7 +1,7 @@
-"""Provide a clock for profiles, and autograd's threads on simulated devices.
+"""Simulated time: a clock for profiles, and autograd's threads for simulated devices.
 
-benchmarks/simulated.py simulates the devices' streams. distributed/threads.py simulates NCCL on
-these streams, and tests/test_cuda.py runs real streams.
+The streams of these devices are simulated in benchmarks/simulated.py, and NCCL in
+distributed/threads.py. tests/test_cuda.py runs on real streams.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from .layers import same
 
 
 class Clock:
-    """A clock that advances only when `spend` is called, and the history of these calls."""
+    """A clock that advances only in calls of `spend`, and records these calls in `history`."""
 
     def start(self) -> None:
         self.now = 0.0
@@ -34,7 +34,14 @@ CLOCK = Clock()
 
 
 def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
-    """Return a copy of `x`; advance the clock by `forward` now, and by `backward` in backward."""
+    """Return a copy of `x`, and let time pass on the simulated clock.
+
+    Args:
+        x: The tensor.
+        forward: The seconds that pass now.
+        backward: The seconds that pass when the gradient of the copy goes through backward.
+        name: What to write into the clock's history.
+    """
     CLOCK.spend(forward, f"{name} forward")
     y: Tensor = _Spent.apply(x, backward, f"{name} backward")
     return y
@@ -53,9 +60,9 @@ class _Spent(torch.autograd.Function):
 
 
 class Spend(nn.Module):
-    """A layer that advances the clock in its forward and in its backward.
+    """A layer whose forward and backward take time on the simulated clock.
 
-    `before` is applied to the input, and `after` to the output.
+    `before` is applied to the layer's input, and `after` to its output.
     """
 
     def __init__(
@@ -82,14 +89,18 @@ class Spend(nn.Module):
 def backward_by_threads(
     streams: Streams, n: int, turns: Callable[[list[int]], int]
 ) -> Callable[[Tensor], None]:
-    """Return a backward function for `n` partitions, with a simulated thread for each CUDA device.
+    """Return a function that runs a backward like autograd does, with one thread for each device.
 
-    The function follows PyTorch's documentation. For CUDA, autograd has one thread for each device.
-    A CPU node runs in the thread that called backward, here number `n`. One thread may be ahead of
-    another: among the threads with ready nodes, `turns` chooses the thread that runs next. A thread
-    runs its ready node with the highest sequence number. A node runs on the stream that was current
-    in its forward. Before a node runs, its stream waits for the streams of the nodes that computed
-    its gradients.
+    The rules are those of PyTorch's documentation:
+
+    1. Each CUDA device has a thread. Nodes on the CPU run in the thread that called backward.
+    2. A thread runs those of its ready nodes first that have the highest sequence number.
+    3. A node runs on the stream that was current when its forward ran. Before the node runs, this
+       stream waits for the streams on which the node's gradients were computed.
+
+    The simulation runs one node at a time. Which thread is faster is not specified, so `turns`
+    chooses the next thread from the numbers of the threads that have ready nodes. The threads of
+    the `n` devices have the numbers 0 to n - 1, and the calling thread has the number `n`.
     """
     nodes = _Nodes(streams)
 
@@ -101,7 +112,7 @@ def backward_by_threads(
 
 
 class _Nodes:
-    """A record of the stream of each autograd node, made while the forward creates the nodes."""
+    """Records the stream of each autograd node when a forward creates the node."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -142,7 +153,7 @@ class _Nodes:
 
 
 def _uses(root: Any) -> dict[Any, int]:
-    """Return, for each node of a graph, how many gradients the node receives."""
+    """Return how many gradients each node of a graph receives."""
     uses: dict[Any, int] = defaultdict(int)
     unseen = [root]
     while unseen:
@@ -154,7 +165,7 @@ def _uses(root: Any) -> dict[Any, int]:
 
 
 class _Backward:
-    """A simulated backward pass: the gradients so far, and the ready nodes of each thread."""
+    """The state of a simulated backward: gradients, and the ready nodes of each thread."""
 
     def __init__(self, streams: Streams, n: int, nodes: _Nodes, root: Any) -> None:
         self.streams = streams
@@ -185,7 +196,7 @@ class _Backward:
         return stream
 
     def apply(self, node: Any) -> tuple[Tensor | None, ...]:
-        """Run a node on its stream; return the gradients for the nodes that follow."""
+        """Run a node on its stream, and return the gradients that it computes."""
         stream = self.stream_of(node)
         for event in self.events[node]:
             stream.wait_event(event)
@@ -200,7 +211,7 @@ class _Backward:
         return grads
 
     def hand_on(self, node: Any, following: Any, position: int, grad: Tensor | None) -> None:
-        """Pass a gradient to the next node, which is ready when it has all its gradients."""
+        """Pass a gradient to the next node. The node is ready when it has all of its gradients."""
         stream = self.stream_of(node)
         home = self.stream_of(following)
         if grad is not None:

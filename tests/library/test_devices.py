@@ -1,4 +1,4 @@
-"""Test that a pipeline cannot be moved to other devices, and accepts the devices that it is on."""
+"""Test that a pipeline cannot be moved to other devices. A move to its own devices does nothing."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,6 @@ STAYS: dict[str, Callable[[GPipe], GPipe]] = {
 
 @pytest.mark.parametrize("way", STAYS)
 def test_where_it_is_already(way: str) -> None:
-    """Move a pipeline to its own device, like training scripts do with every model."""
     model = pipeline()
     assert STAYS[way](model) is model
 

@@ -1,7 +1,7 @@
 """Test `GPipe` as a module: its construction, attributes, partitions and devices.
 
-test_gpipe_refusals.py tests what `GPipe` refuses. tests/behaviours tests results and the names in
-state dicts, and tests/failures tests errors at run time.
+Tests in other places: what `GPipe` refuses (test_gpipe_refusals.py), results and the names in state
+dicts (tests/behaviours), and errors at run time (tests/failures).
 """
 
 import threading
@@ -27,7 +27,6 @@ CUDA = [torch.device("cuda", k) for k in range(3)]
 
 
 def made(module: Any = None, balance: Any = (1, 1), **options: Any) -> GPipe:
-    """Make a pipeline, by default of two layers on two CPU devices."""
     layers = linears(2) if module is None else module
     options = {"devices": ["cpu"] * 2, **options}
     return GPipe(layers, balance, **options)
@@ -125,8 +124,8 @@ def in_a_generator() -> bool:
     return PrivateGenerator.present() is not None or mode_stacks() != ([], [])
 
 
-# Each value holds two things: a class of context managers; and a function that returns whether this
-# thread is still within such a context. In the test, Ctrl-C prevents a call of `__exit__`.
+# The values are: a class of context managers; and a function that says whether this thread is still
+# inside such a context. In the test, a Ctrl-C prevents the call of `__exit__`.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),
@@ -139,9 +138,9 @@ FORWARDS = [(name, False) for name in LEFT]
 def test_an_interrupt_before_a_context_is_left(
     name: str, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raise KeyboardInterrupt in this thread, just before the exit from a context.
+    """Raise KeyboardInterrupt in the calling thread, right before a context manager's `__exit__`.
 
-    This thread is the caller, which runs the last partition.
+    The calling thread also runs the last partition, so it enters and exits such contexts.
     """
     kind, within = LEFT[name]
     layers = Sequential(Linear(2, 2), Dropout())
@@ -168,8 +167,8 @@ def test_an_interrupt_before_a_context_is_left(
     model(torch.rand(4, 2)).sum().backward()
 
 
-# Each row holds three things: the argument `devices`; the number of partitions; and the devices
-# that the pipeline uses if there are three CUDA devices and device 2 is the current device.
+# Each row has the argument `devices`, the number of partitions, and the devices that the pipeline
+# must use if there are three CUDA devices and CUDA device 2 is the current one.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
     (["meta", "cpu"], 2, [META, CPU]),
@@ -204,7 +203,7 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
 
 
 def test_the_advice_works() -> None:
-    """Run the code that the error message suggests, with the caller's variables."""
+    """Run the code that the error message suggests."""
     with pytest.raises(ValueError, match="balance is required") as caught:
         split(linears(3), None)
     _, code = str(caught.value).split(":\n\n", 1)

@@ -1,4 +1,4 @@
-"""Test what `GPipe` refuses. Each error message says what was given and what to do."""
+"""Test which arguments `GPipe` refuses. Messages say what was given, and what to do instead."""
 
 import re
 from collections import OrderedDict
@@ -28,7 +28,7 @@ MOVED = (
 
 
 def checked(change: Callable[[Any], object]) -> None:
-    """Change a sequence of layers, and then call `check_module` on the sequence."""
+    """Call `check_module` on a changed `nn.Sequential`."""
     module = linears(1)
     change(module)
     check_module(module)

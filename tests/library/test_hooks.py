@@ -1,7 +1,7 @@
-"""Test hooks on the pipeline itself.
+"""Test hooks that are registered on the pipeline itself.
 
-`model(x)` runs the hooks once, on the whole mini-batch. A step runs the hooks on each micro-batch,
-with the same results.
+`model(x)` runs the hooks once, with the whole mini-batch. `model.step` runs the hooks once for each
+micro-batch, and has the same results.
 """
 
 from typing import Any

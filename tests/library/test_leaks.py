@@ -1,7 +1,7 @@
 """Test for memory leaks: what a pipeline keeps between forward and backward, and after a step.
 
-After a step, and when it is deleted, a pipeline keeps nothing. plan/test_memory.py compares the
-peaks within a step with predictions, and tests/failures tests memory after a failure.
+After a step, or after its deletion, a pipeline must keep nothing. Other tests are in
+plan/test_memory.py (peaks within a step) and in tests/failures (memory after a failure).
 """
 
 import gc
@@ -43,9 +43,10 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Return a `Ledger` that counts the model's live bytes, and give the parameters gradients.
+    """Return a `Ledger` that counts the live bytes of the model's tasks.
 
-    With existing gradients, a step accumulates in place and makes no tensor that stays alive.
+    Also give all parameters gradients. A step then adds to these gradients in place, and creates no
+    tensors that stay alive.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -61,9 +62,10 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
         y = model(batch())
     ledger.assert_comes_to(0)
     y = model(batch())
-    # A checkpointed micro-batch keeps the inputs of the second and of the third partition. Each
-    # other micro-batch keeps the outputs of tanh and sigmoid. The input of a partition needs no new
-    # memory, because it is the output of the previous partition, or belongs to the caller.
+    # A checkpointed micro-batch keeps two tensors: the inputs of the second and of the third
+    # partition. Any other micro-batch keeps the outputs of tanh and sigmoid in each of the three
+    # partitions. Inputs of partitions take no further memory: they are outputs of previous
+    # partitions, or the caller's.
     recomputed = checkpointed(way["checkpoint"], CHUNKS)
     kept = recomputed * 2 + (CHUNKS - recomputed) * 3 * 2
     ledger.assert_comes_to(kept * UNIT)

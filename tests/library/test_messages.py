@@ -1,4 +1,4 @@
-"""Test that common mistakes get a message of one line, which says what to do."""
+"""Test that common mistakes raise one-line messages that say what to do."""
 
 from collections.abc import Callable
 

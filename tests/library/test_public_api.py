@@ -1,7 +1,4 @@
-"""Test that the public names and signatures of torchgpipe 0.0.7 still work.
-
-Ruff checks that everything public has a docstring (ruff.toml).
-"""
+"""Test that the public names and signatures of torchgpipe 0.0.7 still work."""
 
 import importlib
 import inspect
@@ -48,7 +45,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Return the object with this dotted name: an exported class or function, or a method."""
+    """Return the public object with this dotted name."""
     module_name = next(m for m in MODULES if name.startswith(f"{m}."))
     module = importlib.import_module(module_name)
     names = name.removeprefix(f"{module_name}.").split(".")

@@ -1,11 +1,14 @@
-"""Test engines on simulated devices: each task starts when the replayed schedule predicts it.
+"""Test on simulated devices that each task starts at the time that `replay` predicts.
 
-This shows that no stream waits longer than necessary. The engines, their waits, copies and
-connections are real. The streams and NCCL are simulated with clocks (simulated.py). A layer
-occupies the compute stream of its partition for the given seconds. The tests check which work is
-submitted to the streams and in which order, by a host that takes no time. Only GPUs can show how
-real streams behave, how long the host takes to submit work, and whether copies slow each other
-down.
+If all tasks do, then no stream waits longer than necessary. The tests check which work is submitted
+to the streams, and in which order.
+
+- Real: the engines, their waits, copies and connections.
+- Simulated with clocks (simulated.py): the streams and NCCL. A layer occupies the compute stream of
+  its partition for the given seconds. Submitting work takes the host no time.
+
+Only GPUs can show how real streams behave, how long the host takes to submit work, and whether
+copies slow each other down.
 """
 
 import threading
@@ -32,8 +35,8 @@ from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import backward_by_threads
 
-# Each function returns the seconds of a forward, given the micro-batch and the partition. The
-# seconds are whole numbers, so that their sums are exact.
+# Each function returns the seconds of a forward, given the numbers of the micro-batch and of the
+# partition. Whole numbers have exact sums.
 TIMES: dict[str, Callable[[int, int], int]] = {
     "equal": lambda i, j: 1,
     "first slow": lambda i, j: 3 if j == 0 else 1,
@@ -42,9 +45,9 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# Each value holds two things: the seconds of each copy to the next partition; and the seconds of
-# each skip's copy, by its source and target. No copy takes longer than a task. Otherwise copies
-# would wait for each other.
+# Each value holds the seconds of a copy to the next partition, and a dictionary from (source,
+# target) of a skip to the seconds of the skip's copy. No copy takes longer than a task, because
+# copies would then wait for each other, which `replay` does not model.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -56,9 +59,9 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# The values say how the backward runs in one process. With `None`, it runs in the calling thread.
-# With a function, it runs in one thread for each device, and the function chooses the device that
-# continues. For the engine "ranks", the test simulates one process for each rank.
+# The values say which threads run a backward in one process. `None`: the calling thread runs all of
+# it. A function: each device has a thread, and the function chooses the thread that runs next. (The
+# engine "ranks" simulates one process for each rank instead.)
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,
@@ -69,22 +72,20 @@ ENGINES: dict[str, Callable[[list[int]], int] | None] = {
 
 
 def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
-    """Return whether to test this combination of settings.
-
-    Ranks send skips late, so a skip arrives in time only if its copy takes no longer than the
-    copies of other tensors.
-    """
+    """Return whether to test this combination of settings."""
     _, skips = COPIES[copies]
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # With a single micro-batch, a rank also sends the state of the random generator, and this
-        # test would send the state like the state of a GPU's generator.
+        # With a single micro-batch, a rank also sends the state of its random generator, a CPU
+        # tensor. The simulated GPUs are CPU devices, so this tensor would be sent like one on a
+        # GPU.
         return False
     if engine == "ranks" and skips:
-        # With recomputation, partition p sends the gradient of a skip from s to p only after
-        # p - s - 1 more of its tasks. Meanwhile, the gradient of the micro-batch has gone from p to
-        # s, partition by partition, so partition s has to wait for the gradient of the skip.
+        # A rank delays a skip from partition s to partition p by p - s - 1 tasks, so that it
+        # arrives right before p needs it. It is late if its copy is slower than other copies. With
+        # recomputation, the skip's gradient is also late: p - s - 1 tasks of p then take longer
+        # than the other gradients take from p to s.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:
@@ -140,10 +141,10 @@ def test_without_dependency_threads_may_go_backward_in_another_order(streams: An
 def test_copies_that_take_longer_than_tasks_go_one_after_another(
     seconds: float, m: int, streams: Any
 ) -> None:
-    """Check that long copies wait for each other on the simulated streams.
+    """Check that copies that take long wait for each other on the simulated streams.
 
-    Copies wait in forward and in backward, because the two devices have one link. In the replay,
-    copies do not wait for each other.
+    They wait in forward and in backward, because two devices are connected by one link. `replay`
+    does not model this: there, such copies run at the same time.
     """
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
@@ -205,13 +206,13 @@ def step(
     skips: Iterable[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Event]:
-    """Run a step with these costs, in one process or over ranks; return the events of its tasks."""
+    """Run a step with these task times, in one process or over ranks. Return all task events."""
     m, n = len(costs.forward), len(costs.forward[0])
     devices = [torch.device("cpu", j) for j in range(n)]
     events: list[Event] = []
 
     def observer(task: Task) -> AbstractContextManager[object]:
-        """Occupy the partition's stream for the seconds of the task."""
+        """Occupy the partition's stream for the duration of the task."""
         if task.kind != "copy":
             kind, i, j = task
             stream = streams.of(devices[j])
@@ -235,8 +236,8 @@ def step(
     for j, seconds in enumerate(costs.copy):
         streams.seconds[j, j + 1] = seconds
     x = torch.arange(m).float()
-    # Synchronize before the backward, like a program that prints the loss. In the replay,
-    # recomputation starts only after the loss. Without this wait, a fast host submits recomputation
+    # Wait for all streams before the backward, like a program that prints the loss. `replay` also
+    # starts recomputations after the loss only. Without this wait, the host could submit them
     # earlier.
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:

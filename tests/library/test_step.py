@@ -1,7 +1,7 @@
 """Test how `step` combines the losses of micro-batches.
 
-tests/behaviours tests that a step trains like plain layers, and test_step_refusals.py tests what a
-step refuses.
+tests/behaviours tests that `step` trains like plain layers. test_step_refusals.py tests which
+arguments raise errors.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ def copies_of_grads(model: Module) -> list[Tensor | None]:
 
 
 def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """Assert that no gradient is missing, and that all gradients are equal to the bit."""
+    """Assert that all gradients exist, and equal the expected ones."""
     for grad, expected_grad in zip(found, expected, strict=True):
         assert grad is not None
         assert expected_grad is not None
@@ -54,7 +54,6 @@ def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | Non
 
 
 def crossed(y: Tensor, t: Tensor) -> Tensor:
-    """Return the cross entropy, a mean over the targets that are not ignored."""
     return nn.functional.cross_entropy(y, t)
 
 
@@ -94,12 +93,12 @@ def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_on
 
 
 def masked(y: Tensor, mask: Tensor) -> Tensor:
-    """Return a mean over the samples with a mask of 1, or NaN if all samples have a mask of 0."""
+    """Return the mean over samples with mask 1. It is NaN if all samples have mask 0."""
     return counted(y, mask) / mask.sum()
 
 
 def counted(y: Tensor, mask: Tensor) -> Tensor:
-    """Return a sum over the samples with a mask of 1."""
+    """Return the sum over samples with mask 1."""
     of_samples = y.square().mean(1)
     return (of_samples * mask).sum()
 
@@ -167,9 +166,9 @@ print("done")
 
 
 def test_steps_in_anomaly_mode_end() -> None:
-    """Run steps in anomaly mode, in another process with a timeout.
+    """Run steps in another process, with a timeout.
 
-    If two threads of that process deadlock, no Python code runs in the process any more.
+    If two threads deadlock, the interpreter of that process hangs, so the process cannot report it.
     """
     command = [sys.executable, "-W", "ignore", "-c", STEPS_IN_ANOMALY_MODE]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
@@ -256,8 +255,6 @@ def test_backwards_may_be_in_halves_on_some_stages(first: str, second: str, reta
 
 
 class Draws(Module):
-    """A layer that draws a random number if its input contains a nine."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(()) if (x == 9).any() else x
 
@@ -272,8 +269,6 @@ def test_a_draw_that_the_first_micro_batch_does_not_make_is_refused_before_forwa
 
 
 class Pair(NamedTuple):
-    """A target that is a named tuple of two fields."""
-
     one: Any
     other: Any
 

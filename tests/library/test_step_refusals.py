@@ -1,4 +1,4 @@
-"""Test what a step refuses, and which criteria it warns about."""
+"""Test for which arguments `step` raises errors, and for which criteria it warns."""
 
 import re
 import warnings

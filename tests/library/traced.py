@@ -1,4 +1,4 @@
-"""Define small modules that are not `nn.Sequential`, with sample inputs, for tests of tracing."""
+"""Small modules that are not an `nn.Sequential`, and their sample inputs, for tests of tracing."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ BATCH, WIDTH = 5, 6
 
 
 class Net(Module):
-    """A base class with three linear layers, which subclasses use in forward."""
+    """A base class with three linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A module with a class token, position embeddings, and attention made of single operators."""
+    """A module like a vision transformer, with attention made of basic operators."""
 
     inner: Any
     positions: Tensor
@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module whose mask has the shape (tokens, tokens). `tokens` may equal the batch size."""
+    """A module with a mask of shape (tokens, tokens). In one test, the batch size is the same."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -156,7 +156,7 @@ class Squared(torch.autograd.Function):
 
 
 class Unusual(Net):
-    """A module that uses a layer twice, once under no_grad, and a custom autograd function."""
+    """A module that calls a layer twice (first under `no_grad`), and a custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -183,7 +183,7 @@ def add_noise(layer: Any, x: Tensor) -> Tensor:
 
 
 class Counting(Net):
-    """A module whose forward changes a buffer, a norm's statistics, and a generator's state."""
+    """A module whose forward changes a buffer, running statistics, and a generator's state."""
 
     seen: Tensor
     noise: Any
@@ -204,7 +204,7 @@ def drop_half(layer: Any, x: Tensor) -> Tensor:
 
 
 class Dropping(Net):
-    """A module with a layer that reads `training`, and with a dropout layer."""
+    """A module with `nn.Dropout`, and with a dropout that reads `self.training`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """A module that chooses its operators by the values of its input."""
+    """A module with control flow that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -230,7 +230,7 @@ def in_blocks(net: Any, x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """How to make a module and its sample arguments, and the options of `sequential`."""
+    """A test case: how to make a module and its sample arguments."""
 
     make: Callable[[], Module]
     sample: Callable[[], Any]
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module whose forward calls `function`, and whose attributes the function may use."""
+    """Return a module whose forward is `function(module, input)`, with layers as attributes."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
@@ -302,8 +302,8 @@ def choosing_in_the_middle() -> Module:
     return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
 
 
-# Each value holds three things: a function that makes a module; batch sizes for which the module
-# runs the recorded operators; and batch sizes for which the module runs other operators.
+# The values are: a function that makes a module; batch sizes for which this module runs the
+# operators that were recorded; and batch sizes for which it runs other operators.
 BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),

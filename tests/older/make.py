@@ -1,6 +1,6 @@
-"""The model of the saved files in `data`, which revision 414bf55 of this project wrote.
+"""The model whose state is in `data`. Revision 414bf55 of this project saved these files.
 
-The function that wrote the files is in this module at revision 438bf2e.
+The function that saved them is in this module at revision 438bf2e.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def drawn(engine: Any) -> Tensor:
-    """Return which numbers a pipeline's dropouts keep. The result is equal on every machine."""
+    """Return a mask of the numbers that a pipeline's dropouts keep, equal on every machine."""
     torch.manual_seed(5)
     dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
     model = GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)

@@ -1,4 +1,4 @@
-"""Files that revision 414bf55 saved can be loaded, and seeds draw the same numbers as then."""
+"""Files that revision 414bf55 saved can be loaded, and seeds still give the same random numbers."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,6 @@
-"""Plant faults in copies of this repository, and check that the tests find the faults.
+"""Plant faults in copies of this repository, and check that tests find them.
 
-A row of rows.json describes a fault: the file, the old text, the new text, and the test that finds
-the fault.
+rows.json has the faults: the file, the old text, the new text, and the test that finds the fault.
 """
 
 import argparse
@@ -26,7 +25,7 @@ ROWS = Path(__file__).with_name("rows.json")
 
 @dataclass
 class Row:
-    """A fault to plant, and the name of the test that finds the fault, or "" if no test does."""
+    """A fault, and the name of the test that finds it ("" if no test does)."""
 
     file: str
     kind: str
@@ -35,14 +34,14 @@ class Row:
     by: str = ""
 
     def planted(self, tree: Path = ROOT) -> str:
-        """Return the text of the file with the fault planted."""
+        """Return the text of the file with this fault."""
         path = tree / self.file
         text = path.read_text() if path.exists() else ""
         if text.count(self.old) != 1:
             raise SystemExit(
-                f"planted: {self.file} has {self.old!r} {text.count(self.old)} times, but a fault "
-                "needs it once. If the file was moved or its text has changed, change `file` or "
-                "`old` of the fault's row in tests/planted/rows.json"
+                "planted: the old text of a fault must occur once in its file, but "
+                f"{self.file} has it {text.count(self.old)} times: {self.old!r}. If the file has "
+                "moved or changed, correct `file` or `old` of this fault in tests/planted/rows.json"
             )
         return text.replace(self.old, self.new)
 
@@ -53,9 +52,9 @@ def read() -> list[Row]:
 
 @contextmanager
 def copied(source: Path = ROOT) -> Iterator[Path]:
-    """Copy the working tree to a temporary folder, without the files that git ignores.
+    """Copy the working tree to a temporary folder, without files that git ignores.
 
-    The copy is a git clone, because some tests run git.
+    The copy is a git clone, because some tests call git.
     """
     with TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder, "tree")
@@ -76,7 +75,7 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
-    """Run a test, and return whether the test passes within `limit` seconds."""
+    """Return whether a test passes within `limit` seconds."""
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", *options, test]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -96,10 +95,11 @@ def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
 
 
 def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
-    """Plant a fault, and return "found" if the row's test fails with it and passes without it.
+    """Plant a fault, and run the test that should find it.
 
-    Return "LOST" if the test passes with the fault, "FAILS" if the test fails even without the
-    fault, and "-" if the row does not name a test.
+    Returns:
+        "found" if the test fails with the fault and passes without it, "LOST" if it passes with the
+        fault, "FAILS" if it fails even without the fault, and "-" if the fault names no test.
     """
     if not row.by:
         return "-"

@@ -1,4 +1,4 @@
-"""Tests of the test suite: the table of planted faults is valid, and faults are found."""
+"""Tests of the test suite: its table of planted faults, and its comparison of results."""
 
 import ast
 import subprocess
@@ -17,7 +17,7 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """Each fault has an old text that occurs once, a new text that changes code, and a test."""
+    """The old text occurs once, the new text changes the code, and the test exists."""
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     file, _, test = row.by.partition("::")
@@ -44,7 +44,7 @@ def test_no():
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:
-    """A fault counts as found if its test fails with the fault and passes without the fault."""
+    """A fault is found if its test fails with the fault and passes without it."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "code_.py").write_text(CODE)
     (tmp_path / "tests/test_code.py").write_text(TESTS)

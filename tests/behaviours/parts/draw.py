@@ -1,4 +1,4 @@
-"""`Draw`, a layer that records its random numbers, so that another layer can reuse the numbers."""
+"""`Draw`, a layer that records the random numbers that it draws, so that a copy can reuse them."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,12 +15,17 @@ def dropout(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Draw(nn.Module):
-    """A layer that multiplies its input by random numbers in training, and records the numbers.
+    """A layer that multiplies its input by random numbers in training, and records these numbers.
 
-    The numbers are `draw(input)`, or the next item of `recorded` if it is given. The list `first`
-    keeps the numbers drawn in first forward passes, and the list `second` keeps the numbers drawn
-    in recomputations. If `use_reentrant` is not `None`, the layer draws within
-    `torch.utils.checkpoint`, which gets this flag.
+    Args:
+        draw: A function that returns the numbers for an input.
+        inplace: Whether to multiply in place.
+        use_reentrant: If it is not `None`, draw within `torch.utils.checkpoint` with this argument.
+
+    Attributes:
+        first: The numbers of first forward passes.
+        second: The numbers of recomputations.
+        recorded: If it is set, an iterator over the numbers to use instead of new ones.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ def drawing(model: nn.Module) -> list[Draw]:
 
 
 def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
-    """Make the layers of `plain` use the random numbers that the layers of `model` have drawn."""
+    """Let the layers of `plain` use the numbers that the layers of `model` have drawn."""
     for layer, twin in zip(drawing(model), drawing(plain), strict=True):
         twin.recorded = iter(layer.first)
 

@@ -1,6 +1,6 @@
-"""Kinds of layers for generated test models, each with a behaviour that a pipeline can get wrong.
+"""Kinds of layers for generated test models. A pipeline could get each kind wrong in its own way.
 
-Inputs and outputs have the shape `(N, WIDTH)`. Some layers return or take tuples of tensors.
+Inputs and outputs have the shape `(N, WIDTH)`, and some layers take or return tuples of tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that builds a layer by `make(*args, **options)`.
+    """Return a factory that calls `make(*args, **options)`.
 
-    The function ignores `parts`, the modules that layers of a model can share.
+    The factory ignores its argument `parts`: modules that several layers can share.
     """
     return lambda parts: make(*args, **options)
 
@@ -46,8 +46,6 @@ def weighted(function: Callable[[Any, Tensor], Any]) -> Make:
 
 
 class Frozen(BatchNorm1d):
-    """A batch norm that always stays in eval mode."""
-
     def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
 
@@ -185,7 +183,7 @@ def added(_: Any, value: Any) -> Tensor:
 
 
 def swap(_: Any, value: Any) -> Any:
-    """Exchange the first and the last tensor of a tuple if both have the same shape and dtype."""
+    """Exchange the first and the last tensor of a tuple if they have equal shapes and dtypes."""
     if not isinstance(value, tuple):
         return value
     first, last = value[0], value[-1]
@@ -238,7 +236,7 @@ def frozen_weight(_: Any) -> nn.Module:
 
 
 def on_linear(change: Callable[..., nn.Module], *args: Any) -> Make:
-    """Return a function that builds a linear layer and applies `change` to the layer."""
+    """Return a factory that applies `change` to a linear layer."""
     return lambda parts: change(linear(), *args)
 
 

@@ -1,4 +1,4 @@
-"""Small layers for the models of tests, and `Do`, which turns a function into a layer.
+"""Small layers for the models of tests. `Do` makes a layer of any function.
 
 Inputs and outputs have the shape `(N, WIDTH)`.
 """
@@ -24,8 +24,8 @@ Pair = namedtuple("Pair", "one other")
 class Do(nn.Module):
     """A layer whose forward is `function(self, input)`.
 
-    A tensor that is given by name becomes a buffer, and a `Parameter` becomes a parameter. Any
-    other value becomes an attribute.
+    The layer holds the keyword arguments: a `Parameter` as a parameter, another tensor as a buffer,
+    and any other value as an attribute.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
@@ -42,7 +42,7 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Return a module unchanged, and turn a function of tensors into a layer."""
+    """Turn a function into a layer, and return a module unchanged."""
     if isinstance(given, nn.Module):
         return given
 
@@ -53,9 +53,10 @@ def layer(given: Any) -> nn.Module:
 
 
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds an `nn.Sequential` of layers.
+    """Return a function that builds an `nn.Sequential`.
 
-    Each item of `layers` is a function that returns a module, or a function to use as a layer.
+    Each argument is a function, which is called once and returns one layer: a module, or a function
+    that becomes a layer.
     """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
@@ -73,12 +74,12 @@ def between_linears(make: Callable[[], nn.Module]) -> Callable[[], nn.Sequential
 
 
 def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
-    """Return the default model of test cases, which has five layers."""
+    """Build the default model of test cases."""
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), last())
 
 
 def real(*, grad: bool = True) -> Tensor:
-    """Return the default input: 8 samples, so that the last of three micro-batches is smaller."""
+    """Return the default input, with 8 samples: the last of three micro-batches is smaller."""
     return torch.randn(8, WIDTH).requires_grad_(grad)
 
 
@@ -87,7 +88,7 @@ def weight() -> Parameter:
 
 
 def acting(act: Callable[[Any], object]) -> nn.Module:
-    """Return a layer whose forward calls `act(layer)`, and multiplies the input by a weight."""
+    """Return a layer that calls `act(layer)` in forward, and scales its input by a weight."""
 
     def run(self: Any, x: Tensor) -> Tensor:
         act(self)
@@ -97,17 +98,17 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Wrap a norm so that it sees two channels of two values each, and works on a single sample."""
+    """Wrap a norm so that a single sample is enough: it sees two channels of two values."""
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 
 def shared_parts() -> nn.ModuleList:
-    """Return modules that several layers of one model can share."""
+    """Make modules that layers can share."""
     return nn.ModuleList([linear(), norm(nn.BatchNorm1d(2))])
 
 
 def freeze(build: Callable[[], nn.Sequential], *numbers: int) -> nn.Sequential:
-    """Build layers, and freeze the layers with the given indices."""
+    """Build layers, and freeze some of them."""
     layers = build()
     for number in numbers:
         layers[number].requires_grad_(False)
@@ -125,7 +126,7 @@ def _times_drawn(self: Any, x: Tensor) -> Tensor:
 
 
 def draw_from(generator: torch.Generator | None = None) -> nn.Module:
-    """Return a layer that draws random numbers from the given generator, or else from its own."""
+    """Return a layer that draws from the given generator, or else from one of its own."""
     own = generator or torch.Generator().manual_seed(3)
     return Do(_times_drawn, generator=own)
 
@@ -151,7 +152,7 @@ def _tanh_of_input(x: Tensor, _: Tensor) -> Tensor:
 
 
 def only_a_skip() -> nn.Sequential:
-    """Return three layers. The third layer gets two inputs, and only the skip requires grad."""
+    """Build three layers. Of the third layer's two inputs, only the skip requires grad."""
     stashing = with_skips(Do(_constant), {"skip": _tanh_of_input}, {})
     popping = with_skips(nn.Sigmoid(), {}, {"skip": torch.mul})
     return nn.Sequential(linear(), stashing, popping)

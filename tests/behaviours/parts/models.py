@@ -1,4 +1,4 @@
-"""`Case`, the description of a generated model and of the steps to run with it."""
+"""`Case`: the description of a generated model, and of the steps to run with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,7 +54,7 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to the input joined with a scaled copy, that is to at least two samples."""
+    """Apply a norm to the input and a scaled copy, so that it sees at least two samples."""
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]
@@ -65,7 +65,6 @@ def times_taking(self: Any, x: Tensor) -> Tensor:
 
 
 def with_gradient(size: int, _: Any) -> nn.Module:
-    """Return a layer with a buffer that requires grad."""
     buffer = torch.ones(size).double().requires_grad_()
     return Do(times_taking, taking=buffer)
 
@@ -83,7 +82,7 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A PyTorch mode that worker threads allow, because its class sets `only_watches`."""
+    """A mode with `only_watches`, which tells a pipeline that worker threads may use this mode."""
 
     only_watches = True
 
@@ -116,10 +115,13 @@ USE_TWICE = {
 
 @dataclass(frozen=True)
 class Skip:
-    """A skip connection from layer `source` to layer `target`.
+    """A skip connection between two layers.
 
-    `stash` is a key of `STASHES`: what the source stores in the skip. `pop` is a key of `POPS`:
-    how the target uses the skip.
+    Attributes:
+        source: The index of the layer that stashes (stores) the skip.
+        target: The index of the layer that pops (takes) the skip.
+        stash: What the source stores, a key of `STASHES`.
+        pop: How the target uses the skip, a key of `POPS`.
     """
 
     source: int
@@ -133,11 +135,11 @@ class Step:
     """A step of training or evaluation.
 
     Attributes:
-        run: The way to run forward and backward, a key of `strategy.RUNS`.
-        after: What follows the backward, one of `strategy.AFTER`.
+        run: How to run forward and backward, a key of `strategy.RUNS`.
+        after: What to do after backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: The stride of the parameters that a step freezes or unfreezes: 2 means every
-            second parameter.
+        every: Which parameters to freeze or unfreeze, if `run` or `after` does that: every
+            parameter, every second, and so on.
         modes: The PyTorch modes around forward and around backward, keys of `AROUND`.
     """
 
@@ -150,10 +152,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A generated test case: a model, a kind of input, options of `GPipe`, and steps to run.
-
-    The model is given by kinds of layers and by skip connections.
-    """
+    """A generated test case: a model, its kind of input, options of `GPipe`, and steps to run."""
 
     kinds: tuple[str, ...]
     balance: tuple[int, ...]
@@ -171,7 +170,7 @@ class Case:
     seed: int = 0
 
     def build(self) -> nn.Sequential:
-        """Build the layers, with the same parameters at every call."""
+        """Build the layers, with equal parameters in each call."""
         torch.manual_seed(self.seed)
         parts = shared_parts().double()
         several = self.input in ("with integers", "twice")
@@ -201,7 +200,7 @@ class Case:
         return stashes, pops
 
     def _returns_a_skip(self, k: int) -> bool:
-        """Return whether layer `k` returns a popped skip in addition to its output."""
+        """Return whether layer `k` returns a skip beside its output."""
         for skip in self.skips:
             if skip.target == k and skip.pop == "return both" and skip.stash != "nothing":
                 return True
@@ -218,9 +217,9 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Return whether the case contains any of the given kinds of layers, runs or modes.
+        """Return whether the case has any of these kinds of layers, ways to run a step, or modes.
 
-        "in place" matches all kinds of layers and all uses of skips that change a tensor in place.
+        "in place" stands for all kinds of layers, and uses of skips, that change tensors in place.
         """
         there = {*self.kinds}
         for step in self.steps:
@@ -232,9 +231,9 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether a pipeline can add numbers in another order than plain layers.
+        """Whether a pipeline may add up numbers in another order than plain layers.
 
-        This can happen if a tensor has more than two gradients to add up, and in batch statistics.
+        This is so if a tensor has more than two gradients to add up, and in deferred batch norm.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -1,4 +1,4 @@
-"""`cases()`, the hypothesis strategy that draws test models and the ways to run the models."""
+"""`cases`, the hypothesis strategy that draws test models and the steps to run with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +92,7 @@ so that layers must not depend on `backward()`.
 
 
 def _lists_of_kinds(ranks: int | None) -> Any:
-    """Return the hypothesis strategy for the kinds of layers in a model."""
+    """Return a hypothesis strategy for the kinds of a model's layers."""
     # Draw few in-place layers, because PyTorch raises errors for many uses of such layers.
     apart = [kind for kind in KINDS if "in place" not in kind]
     strategies = []
@@ -104,7 +104,7 @@ def _lists_of_kinds(ranks: int | None) -> Any:
 
 
 def _skips(n: int) -> Any:
-    """Return the hypothesis strategy for skip connections between `n` layers."""
+    """Return a hypothesis strategy for skip connections between `n` layers."""
     pairs: list[tuple[int, int]] = []
     for target in range(n):
         for source in range(target):
@@ -121,7 +121,7 @@ def _skips(n: int) -> Any:
 
 
 def _steps(kinds: list[str]) -> Any:
-    """Return the hypothesis strategy for the steps of a model with these kinds of layers."""
+    """Return a hypothesis strategy for steps of a model with these kinds of layers."""
     runs = ["backward", "backward"]
     runs += [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
     modes = [""] * 6
@@ -137,7 +137,7 @@ def _steps(kinds: list[str]) -> Any:
 
 @st.composite
 def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a test case for one process, or for a pipeline over `ranks` processes."""
+    """Draw a test case for one process, or for a pipeline over `ranks` ranks."""
     kinds = draw(_lists_of_kinds(ranks))
     n = len(kinds)
     cuts: set[int] = set()
@@ -155,8 +155,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # If a norm normalizes by the statistics of its input, the bias of the previous layer has a
-    # gradient of zero, up to rounding. Deferred batch norm changes the rounding.
+    # These norms subtract the mean of their input. So the bias of the layer before has a gradient
+    # of zero, up to rounding, which deferred batch norm would change.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

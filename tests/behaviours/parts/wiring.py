@@ -1,6 +1,6 @@
 """Connections between the layers of test models: skips, and tuples of tensors.
 
-A layer that gets a tuple uses only the first tensor.
+Of a tuple, a layer uses only the first tensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Reduce a tuple to one tensor: the first, plus the means over samples of later tensors."""
+    """Return the first tensor of a tuple, plus the means of the others over their features."""
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -89,7 +89,7 @@ def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_skip(y: Tensor, skip: Tensor) -> Tensor:
-    """Return the skip if it has the shape of the output `y`. Otherwise return `y`."""
+    """Return the skip if its shape is that of the output `y`, else `y`."""
     return skip if skip.shape == y.shape else y
 
 
@@ -107,7 +107,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """Run a layer on the first tensor of a tuple, and return the other tensors unchanged."""
+    """Applies a layer to the first tensor of a tuple, and leaves the others unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -118,10 +118,12 @@ class OnFirst(nn.Module):
 
 
 def with_skips(layer: nn.Module, stashes: Stashes, pops: Pops) -> Any:
-    """Make a layer stash (store) and pop (take) skips.
+    """Make a layer that also stashes (stores) and pops (takes) skips.
 
-    Both `stashes` and `pops` map the name of a skip to a function, which is a value of `STASHES` or
-    of `POPS`.
+    Args:
+        layer: The layer.
+        stashes: Maps the name of a skip to a function of `STASHES`, which says what to store.
+        pops: Maps the name of a skip to a function of `POPS`, which says how to use the skip.
     """
 
     @skippable(stash=stashes, pop=pops)
@@ -149,7 +151,7 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
-    """Return `value` with its first tensor replaced by `y`, a tensor or a tuple of tensors."""
+    """Return a tuple whose first tensor is replaced by `y` (a tensor or a tuple of tensors)."""
     if isinstance(value, Tensor):
         return y
     first = (y,) if isinstance(y, Tensor) else y

@@ -1,6 +1,6 @@
-"""Rows (test cases) with several pipelines or threads at once.
+"""Test cases with several pipelines or threads at once.
 
-Each pipeline computes the same results as it does alone, or raises an error.
+Each pipeline must compute the same results as alone, or raise an error.
 """
 
 import copy
@@ -35,7 +35,7 @@ TURNS = 12
 
 
 def pause(x: Tensor) -> Tensor:
-    """Return the input after a random pause, so that threads run in a different order each time."""
+    """Return the input after a random pause, which changes the order of threads."""
     time.sleep(3e-3 * random.random())
     return x
 
@@ -45,12 +45,12 @@ def draw_after_pause(x: Tensor) -> Tensor:
 
 
 def norm() -> nn.Module:
-    """Return a batch norm with momentum 0, so that the order of threads changes no statistics."""
+    """Return a batch norm that keeps its statistics, so that they do not depend on timing."""
     return nn.BatchNorm1d(4, momentum=0.0)
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers with a batch norm."""
+    """Return a factory of layers with a batch norm."""
     return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 
@@ -62,7 +62,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. Before that, in the first forward pass, draw numbers in another thread."""
+    """Apply dropout. A first pass (not a recomputation) lets another thread draw numbers before."""
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -92,9 +92,9 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train the models `run` and `also(run)` at the same time, each in its own thread.
+    """Train the models `run` and `also(run)` at once, each in its own thread.
 
-    The reference is a run without a pipeline: it trains `run` first, and then `also(run)`.
+    If `run` is the reference (plain layers), train them one after the other.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
@@ -114,7 +114,7 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
 
 
 def sharing_layers(run: Any) -> Any:
-    """Return a second pipeline with the layers of `run`, on the engine "graph"."""
+    """Return another pipeline with the layers of `run`."""
     if isinstance(run, Plain):
         return run
     return GPipe(
@@ -132,9 +132,10 @@ def evaluating_copy(run: nn.Module) -> nn.Module:
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """Train a model that draws random numbers, while another thread runs a copy in eval mode.
+    """Train a model that draws random numbers, while another thread runs a copy of it in eval mode.
 
-    Threads that share a generator can disturb each other. The pipeline must then raise an error.
+    If both use one generator, the threads can disturb each other. The pipeline must then raise an
+    error.
     """
     try:
         in_threads(run, x, evaluating_copy)
@@ -146,10 +147,10 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 
 
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
-    """Run steps with the same seed, and return the differences between their results.
+    """Run steps after the same seed. Return the differences between their results.
 
-    The random numbers of layers, and the next random numbers of the caller, must not depend on the
-    order in which threads run.
+    The order in which threads run must change neither the random numbers of the layers, nor those
+    that the caller draws afterwards.
     """
     found = []
     for _ in range(10):
@@ -162,10 +163,10 @@ def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """Draw random numbers in hooks and in the caller, and return whether all numbers are different.
+    """Draw random numbers in hooks and in the caller. Return whether all of them are different.
 
-    If no layer draws random numbers, a recomputation does not restore the state of a generator. So
-    the caller's thread does not draw the same numbers again.
+    If a recomputation restored the state of the caller's generator, some numbers would come twice.
+    It must not do so for layers that draw no random numbers.
     """
     drawn: list[float] = []
 
@@ -182,7 +183,7 @@ def hooks_draw(run: Any, x: Tensor) -> bool:
 
 
 def two_backwards(run: Any, x: Tensor) -> None:
-    """Run a backward while another thread is in the middle of a backward of the same mini-batch."""
+    """Run a backward during another thread's backward of the same mini-batch."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -215,8 +216,9 @@ NOTICED_IN_RECOMPUTATION = {
     "ranks except_last": NOTICED,
 }
 
-# The loss uses a copy of the model twice. With plain layers, autograd adds up the gradients of both
-# uses before it writes to `.grad`. A pipeline adds the gradient of each use to `.grad` separately.
+# The loss calls the model once, and a copy of the model twice. With plain layers, autograd adds up
+# the gradients of both calls of the copy, and then adds the sum to `.grad`. A pipeline adds the
+# gradient of each call to `.grad`.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
 # Both engines run backward for each inner micro-batch, so gradients are added in another order.
 for engine in ("graph", "workers"):

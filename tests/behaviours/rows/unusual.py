@@ -1,6 +1,6 @@
-"""Rows (test cases) with layers that do more than compute an output.
+"""Test cases with layers that do more than compute an output.
 
-In a pipeline, such layers do what they do without a pipeline, or the pipeline raises an error.
+With a pipeline, they must do what they do without one, or the pipeline must raise an error.
 """
 
 import copy
@@ -49,7 +49,7 @@ def encode_masked(self: Any, x: Tensor) -> Tensor:
 def padded() -> nn.Module:
     """Return a transformer encoder whose attention ignores padding at the ends of sequences.
 
-    PyTorch uses a different implementation if there are no gradients.
+    Without gradients, PyTorch runs another implementation of it.
     """
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
     return Do(encode_masked, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
@@ -100,7 +100,7 @@ def write_on_weight(layer: Any) -> None:
 
 
 def penalized(self: Any, x: Tensor) -> Tensor:
-    """Scale the input, and keep an auxiliary loss with its autograd graph in `self.penalty`."""
+    """Scale the input, and keep an auxiliary loss in `self.penalty`, with its graph."""
     y = x * self.weight
     values = y if self.of_output else self.weight
     self.penalty = values.square().mean()
@@ -128,10 +128,10 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 
 
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """Return whether the dropout mask in backward is equal to the mask in forward.
+    """Return whether dropout has the same mask in backward as in forward.
 
-    The layer restores the state of the global generator itself. This does not work if a pipeline
-    uses private generators.
+    The layer restores the state of the global generator itself. This fails if a pipeline lets it
+    draw from another generator.
     """
     given = x.detach().requires_grad_()
     y = run(given)
@@ -148,7 +148,7 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 def threads_of(run: Any, x: Tensor) -> list[Any]:
     """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    Each value must be equal to the value in the caller's thread.
+    Each must equal the value in the caller's thread.
     """
     seen: set[int] = set()
 
@@ -169,7 +169,7 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
 
 
 def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
-    """Run backward from the output and from the auxiliary loss that the first layer keeps."""
+    """Run backward from the output and from the auxiliary loss of the first layer."""
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own
     try:
@@ -198,7 +198,7 @@ def pickled(model: Any) -> Any:
 
 
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """Train a copy of the model, and then the model. The two models must not share any state."""
+    """Train a copy of the model, and then the model. They must not share any state."""
     if used:
         step(run, x)
     twin = duplicate(run)
@@ -218,7 +218,7 @@ def with_a_skip() -> nn.Sequential:
 
 
 def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row:
-    """Return a test case with a layer that applies dropout, and whose masks are compared."""
+    """Return a test case that compares the dropout masks of forward and backward."""
     layers = made(layer, nn.Identity)
     return Row(name, layers, long, (1, 1), use=masks_are_alike, refused=refused)
 

@@ -1,6 +1,6 @@
-"""Tests of the gate (check) of counts, such as the number of operators in a training step.
+"""Tests of the gate of counts, which checks that the counts of a training step have not changed.
 
-The counts have to be equal to the counts in the committed file.
+The counts are, for example, how many operators run. The expected counts are in a committed file.
 """
 
 import json
@@ -49,7 +49,7 @@ def test_what_differs_is_told() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the command use a new file, and one configuration with made-up counts."""
+    """Let the gate use a new file, and a single configuration with made-up counts."""
     path = tmp_path / "counts.json"
     monkeypatch.setattr(counts, "FILE", path)
     monkeypatch.setattr(counts, "CONFIGURATIONS", {HERE: ()})
@@ -80,9 +80,9 @@ def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -
 
 
 def test_an_event_counts_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait for an event in a task is counted.
+    """If a task waits for an event, the gate counts this wait.
 
-    No task of the library waits for an event, so `test_the_gate` does not test this.
+    No task of the library waits for an event, so `test_the_gate` does not show this.
     """
     backward = TaskGraph.backward
     configuration = CONFIGURATIONS[HERE]

@@ -1,7 +1,7 @@
 """Tests of `benchmarks.gates.machinery`, which measures the overhead of the pipeline's machinery.
 
-A plain loop computes what the pipeline computes. The program also compares this library with
-another version, which is a git revision or a folder.
+The program compares a plain loop with the engines of this library, and with the engines of another
+version of it (a git revision or a folder).
 """
 
 from pathlib import Path
@@ -40,9 +40,9 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program runs each case in each of several ways, and records the results.
+    """The program runs each case with the plain loop and with engines, and records the results.
 
-    With 16 partitions, only the plain loop runs, because AmoebaNet-D has too few layers.
+    With 16 partitions, only the plain loop runs: AmoebaNet-D has too few layers for a pipeline.
     """
     file = tmp_path / "machinery.json"
     what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]

@@ -1,6 +1,6 @@
-"""Tests of the gate (check) of overlap: tasks that can run at the same time do so.
+"""Tests of the gate of overlap, which checks that tasks run at the same time if they can.
 
-If a planted fault prevents overlap, the gate names the tasks.
+The tests plant faults that prevent this. The error of the gate must then name the tasks.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate passes. The test runs the gate in another process, because the gate forks."""
+    """The gate passes. It runs in another process, because it forks."""
     command = [sys.executable, "-m", "benchmarks.gates.meeting"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -50,7 +50,7 @@ METHODS = {
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Return a function that plants a fault: tasks run under locks that partitions share."""
+    """Return a fault: tasks run under locks, and several partitions share a lock."""
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault in the pipeline: a recomputation starts only after the gradient has arrived."""
+    """Plant a fault: a recomputation waits for the gradient."""
     run = Program.run
 
     def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
@@ -80,7 +80,7 @@ def late(patch: pytest.MonkeyPatch) -> None:
 
 
 def sends_wait(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault in the pipeline: a sender waits until the receiver has taken the tensors."""
+    """Plant a fault: a sender waits until the receiver has taken its tensors."""
     give = Relay.give
 
     def sent(self: Relay, action: Action, item: Any) -> None:
@@ -94,7 +94,7 @@ def sends_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def synchronous(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault in the pipeline: the host waits for each copy between GPUs."""
+    """Plant a fault: the host waits for each copy between GPUs."""
     move = CopyPath.move
 
     def moved(self: CopyPath, *given: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def synchronous(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_streams(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault in the pipeline: copies run on the CUDA streams of the computation."""
+    """Plant a fault: copies run on the streams of the computation."""
     patch.setattr(graph, "CopyPath", lambda *given, own: CopyPath(*given, own=False))
 
 
@@ -121,9 +121,9 @@ LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# Each entry is a fault that stops tasks from overlapping. An entry holds four things: the function
-# that runs a scene (a set of tasks that must overlap); the scene; a function that plants the fault;
-# and words that must be in the gate's error message.
+# Faults that prevent overlap. A scene is a set of tasks that must overlap. The values are: the
+# function that runs a scene; the scene; a function that plants the fault; and words that the error
+# must have.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
@@ -158,7 +158,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate ignores an overlap that is missing once, and reports one that never occurs."""
+    """An overlap that is missing once is ignored. One that is always missing is reported."""
 
     class Slow:
         def run(self, scene: Scene, looks: int) -> str | None:

@@ -1,6 +1,6 @@
 """Test that `balance_by_time` and `balance_by_size` accept all models and leave them unchanged.
 
-Wrong arguments raise errors.
+The tests also check that wrong arguments raise errors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[M
 
 
 def skips() -> Sequential:
-    """Return layers with three skips: over four layers, within one layer, and of `None`."""
     outer_stash, outer_pop = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     inner = pair(Linear(4, 4), lambda x, skip: x + skip.relu_())
     none_stash, none_pop = pair(lambda x: None, lambda x, none: x)
@@ -54,7 +53,7 @@ def skips() -> Sequential:
 
 
 def last(kind: str) -> Callable[[], Sequential]:
-    """Return a function that makes a model whose last layer is of this kind."""
+    """Return a factory of models that end with this kind of layer."""
     return lambda: Sequential(Linear(4, 4), Linear(4, 4), KINDS[kind](shared_parts()))
 
 
@@ -78,11 +77,11 @@ def swapping() -> Sequential:
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
 INTEGERS = torch.randint(5, (6,))
-# PyTorch itself refuses these kinds of layers, because they change in place a tensor that their
-# backward needs.
+# PyTorch itself raises an error for these kinds of layers: they change a tensor in place that their
+# own backward needs.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Each value holds a function that makes a model, and a sample. For each kind of layer, there is a
-# model whose last layer is of this kind.
+# The values are pairs: a function that makes a model, and a sample input. For each kind of layer,
+# there is a model that ends with a layer of this kind.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
@@ -100,7 +99,7 @@ MODELS |= {
 
 
 def state(module: Module, sample: Any) -> list[object]:
-    """Return copies of everything that profiling may change by mistake."""
+    """Return copies of everything that profiling must not change."""
     parameters = [*module.parameters()]
     samples = [sample] if isinstance(sample, Tensor) else [*sample]
     random = [torch.get_rng_state()]
@@ -148,7 +147,10 @@ def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
 
 
 class Look(Module):
-    """A layer that records its training and grad modes. Only one copy may be alive at a time."""
+    """A layer that records its training mode and its grad mode.
+
+    It also checks that only one copy of the layer is alive at a time.
+    """
 
     def __init__(self, copies: weakref.WeakSet[Module]) -> None:
         super().__init__()
@@ -169,8 +171,8 @@ class Look(Module):
         return twin
 
 
-# Each row holds two things: a function that sets the modes of two layers; and for each layer,
-# whether profiling then runs the layer in training mode.
+# Each row has a function that sets the training modes of two layers, and the modes in which
+# profiling then has to run these layers (`True` is training mode).
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -243,8 +245,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# Each row holds four things: a function, a sample, options, and a part of the error message. Only
-# this function raises an error for these arguments.
+# Only one function, the first item of a row, raises an error for these arguments. The other items
+# are the sample, the options, and a part of the error message.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),
@@ -263,7 +265,7 @@ COSTS = [
 
 
 def misuses() -> list[tuple[Any, Any, Any, type[Exception], str]]:
-    """Return rows. A row holds a function, wrong arguments and options, and the expected error."""
+    """Return rows of: function, arguments, options, expected exception, pattern of its message."""
     rows: list[tuple[Any, Any, Any, type[Exception], str]] = []
     on_cpu = {"device": "cpu"}
     for arguments, error, message in MISUSE:

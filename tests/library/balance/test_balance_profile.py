@@ -1,4 +1,4 @@
-"""Test profiles: what counts as a layer's time, and what counts as its bytes.
+"""Test what profiles count as a layer's time and as a layer's bytes.
 
 The tests also compare `minimise_heaviest` with all possible balances. test_balance.py tests wrong
 arguments.
@@ -44,8 +44,8 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
-    # A run of `a` takes 3 seconds, and a run of `b` takes 7 seconds. The timeout ends the second
-    # round after the first timed run of `b`.
+    # A run of `a` takes 3 seconds, and a run of `b` takes 7 seconds. Profiling runs both layers in
+    # rounds. The timeout ends the second round after the first timed run of `b`.
     assert clock.history == runs * a + runs * b + runs * a + 2 * b
     assert clock.now == 66.0
 
@@ -70,7 +70,6 @@ def test_one_disturbed_run_does_not_count(clock: Clock, monkeypatch: pytest.Monk
 
 
 def expand(numbers: int) -> Module:
-    """Return a layer that saves this many numbers per sample for its backward."""
     return Lambda(lambda x: x.repeat(1, numbers).square().mean(1, keepdim=True))
 
 
@@ -106,9 +105,8 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# Each value holds three things: a layer that takes a (4, 8) input; a flag that says whether the
-# input requires grad; and the number of bytes that forward keeps, as a multiple of the input's
-# bytes.
+# The values are: a layer that takes a (4, 8) input; whether this input requires grad; and the bytes
+# that forward keeps, as a multiple of the input's bytes.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -119,8 +117,8 @@ KEPT: dict[str, tuple[Module, bool, float]] = {
     "input saved twice": (Lambda(lambda x: x * x), True, 1),
     "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
-    # The kept bytes include the outputs of both layers, and the mean and the deviation of each
-    # channel. They do not include the weights and the running statistics.
+    # Forward keeps the outputs of both layers, and the mean and the deviation of each channel.
+    # Weights and running statistics do not count.
     "no parameters, no buffers": (LINEAR_AND_NORM, False, 2 + 2 / 4),
     "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
@@ -154,12 +152,10 @@ def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records calls of `synchronize`, of the clock and of layers, in order."""
+    """Record the calls of `synchronize`, of the clock and of layers."""
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:
-        """Return a function that records its name on each call and returns `answer`."""
-
         def noted(*args: Any) -> Any:
             calls.append(name)
             return answer
@@ -188,7 +184,7 @@ def test_the_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
 
 
 def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
-    """Return the exact cost of the partition with the highest cost."""
+    """Return the exact cost of the most expensive partition."""
     assert sum(balance) == len(costs)
     partitions = []
     begin = 0
@@ -200,7 +196,7 @@ def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fract
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
-    """Return the cost of the heaviest partition in the best balance, by trying all balances."""
+    """Return the lowest possible cost of the most expensive partition, by trying all balances."""
     found = []
     for cuts in combinations(range(1, len(costs)), partitions - 1):
         bounds = [0, *cuts, len(costs)]
@@ -221,8 +217,9 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost is 1.5. The cut that comes nearest has a cost of 2 before it. If 1.5
-    # was rounded down to 1, the cut with a cost of 0 before it would be equally near.
+    # Half of the total cost is 1.5. A cut after the second layer has a cost of 2 before it, which
+    # is nearest to 1.5. If 1.5 was rounded down to 1, a cut with a cost of 0 before it would be as
+    # near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),
@@ -258,10 +255,10 @@ def test_no_balance_is_lighter(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
 def test_thousands_of_layers(decades: int) -> None:
-    """Balance 5000 layers over 64 partitions.
+    """Balance 5000 layers over 64 partitions, and prove that no balance has a smaller highest cost.
 
-    The test proves that no balance is lighter: if partitions are filled up to just below the cost
-    of the heaviest partition, more than 64 partitions are needed.
+    The proof fills partitions one after another, each to just below the highest cost that was
+    found. This takes more than 64 partitions.
     """
     generator = random.Random(decades)
     costs = []

@@ -1,7 +1,6 @@
 """Test calls of a pipeline over processes: their order, their checks and their errors.
 
-Ranks may make calls in any order, if the order is the same on all ranks. Each error message is a
-single line.
+Calls can come in any order, if it is the same order on all ranks. Each error message is one line.
 """
 
 import gc
@@ -35,7 +34,7 @@ def linears(
 
 
 def small(**options: Any) -> Any:
-    """Return a pipeline over ranks, and a pipeline over threads with the same parameters."""
+    """Return a pipeline over ranks, and an equal pipeline over threads."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
@@ -59,7 +58,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Interleave calls of two pipelines: losses, evaluation, an unused loss, repeated backwards."""
+    """Mix calls of two pipelines: training, evaluation, a loss without backward, two backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -77,9 +76,9 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
-    """Raise an error in a parameter's hook, which a step calls at its end.
+    """Raise an error in a hook of a parameter, which a step calls at its end.
 
-    At that time, other ranks may have ended their steps already.
+    Other ranks may have finished their step already. They then raise the error in the next step.
     """
     model, _ = small(schedule="1F1B")
 
@@ -153,7 +152,7 @@ def assert_an_error_of_the_criterion_is_told(ours: Any) -> None:
 
 
 def assert_mini_batches_are_compared(ours: Any) -> None:
-    """Let one rank begin one more mini-batch than the other ranks."""
+    """Let rank 1 be one mini-batch ahead of the others, which is an error on all ranks."""
     if ours.rank == 1:
         ours._serial += 1
     refusal = r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"
@@ -201,7 +200,6 @@ def assert_settings_are_compared(ours: Any) -> None:
 
 
 def test_errors_between_calls() -> None:
-    """Check that a wrong call raises the same error on all ranks at once."""
     rank = dist.get_rank()
     ours, threads = small()
     assert_refused_after_close(ours)

@@ -1,8 +1,8 @@
 """Test ranks on simulated GPUs: results, failures, and what is submitted to streams and to NCCL.
 
-No GPU is needed: simulated.py simulates streams, and threads.py simulates NCCL and processes. The
-GPUs are named `cpu:0`, `cpu:1` and so on. tests/library/test_simulated.py tests times, and
-tests/test_cuda.py runs on real GPUs.
+No GPU is needed: the devices are `cpu:0`, `cpu:1` and so on. Streams are simulated in
+benchmarks/simulated.py, and NCCL and processes in threads.py. Times are tested in
+tests/library/test_simulated.py, and real GPUs in tests/test_cuda.py.
 """
 
 import threading
@@ -40,7 +40,7 @@ WAYS = {
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
-    """Return four layers with these skips, and the balance that puts one layer on each rank."""
+    """Return four partitions with these skips between them, and their balance."""
     torch.manual_seed(0)
     each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]
     return partitions(each, skips, torch.cos)
@@ -73,7 +73,6 @@ LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
 def test_results_are_those_of_one_process(
     way: str, name: str, n: int, skips: Any, checkpoint: Any, streams: Any
 ) -> None:
-    """Compare results of ranks with results of one process, for several schedules and skips."""
     x = torch.rand(7, 3)
     target = torch.rand(7, 3)
     options = {"chunks": 4, "checkpoint": checkpoint, "schedule": name}
@@ -153,8 +152,8 @@ def test_a_failure_ends_all_that_streams_wait_for(
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # Keep no reference to the error. The frames of its traceback hold a loss, and the loss's graph
-    # holds all tensors that were sent or expected.
+    # The program above keeps no reference to the error. The error's traceback would keep the loss
+    # alive, and with it the loss's graph and all tensors that were sent or awaited.
     assert_gone(lost)
 
 
@@ -193,7 +192,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
-    """Return the sender's end and the receiver's end of the connection from rank 0 to rank 1."""
+    """Return the two ends of the connection from rank 0 to rank 1: the sender's, the receiver's."""
     world = simulate_ranks(streams, GPUS[:2])
     here: Any = None
     there: Any = None
@@ -281,9 +280,9 @@ def test_where_the_host_would_wait_for_nccl_it_is_not_used(
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
     streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate that Gloo loses a message while the connection breaks.
+    """Simulate a message that Gloo loses, because the receiver has just closed the connection.
 
-    The sender's wait for such a message may never end.
+    Such a send may never end. The sender has to raise an error nevertheless.
     """
     world = simulate_ranks(streams, GPUS[:2])
     closed = threading.Event()

@@ -1,7 +1,7 @@
 """Test that a pipeline over processes gives the same bits as a pipeline over threads.
 
-Ranks send no more data than necessary, and free their connections when the pipeline is closed.
-test_cuda.py and tests/failures test what other ranks see when one rank fails.
+The tests also check that ranks send only what is needed, and that closed pipelines free their
+connections. What happens when a rank fails is tested in test_cuda.py and in tests/failures.
 """
 
 import gc
@@ -43,9 +43,10 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """Return layers on `meta`, with a skip past a rank, dropout, batch norm and a pair of tensors.
+    """Return layers on `meta`, with dropout, batch norm, a pair of tensors, and a skip over a rank.
 
-    `times` scales the width.
+    Args:
+        times: A factor for the number of features.
     """
     torch.manual_seed(3)
     width = 6 * times
@@ -69,7 +70,7 @@ def reset(k: int, layer: nn.Module) -> None:
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
-    """Train on mini-batches of these sizes; return all results, including the generator's state."""
+    """Train on mini-batches of these sizes. Return all results and the random generator's state."""
     torch.manual_seed(3)
     results = trained(model, adam(model), 5, sizes)
     results["generator"] = torch.get_rng_state()
@@ -81,7 +82,7 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
-    """Evaluate, step and call `loss` with a criterion that uses dropout; return all results."""
+    """Call `evaluate`, `step` and `loss` with a criterion that uses dropout. Return all results."""
     more: dict[str, Any] = {}
 
     def loss_of(x: Tensor, target: Tensor) -> Tensor:
@@ -105,8 +106,9 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 
 def test_equal_to_threads() -> None:
     cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
-    # In these cases, some tensors are so large that they are sent separately from their
-    # description. A rank receives a large tensor into memory that an earlier large tensor has used.
+    # Here, some tensors are too large to be sent in one buffer with the message's description, so
+    # they are sent separately. A rank receives each of them into memory that an earlier one has
+    # used.
     cases += product([4], MODES, [False], [3_000], ["GPipe"])
     for chunks in (5, 1):
         for name, mode in zip(NAMED, 2 * MODES, strict=True):
@@ -159,9 +161,9 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each boundary tensor and each skip is sent once in each direction.
+    """Check that each tensor between two ranks is sent once in each direction, and so is each skip.
 
-    Ranks send the shapes of tensors only when the shapes are new.
+    Ranks send the shapes of tensors only if the shapes are new.
     """
     give = Sender.give
     counted = Counter[tuple[str, int]]()
@@ -197,9 +199,9 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_last_ranks_end_first() -> None:
-    """Close the last ranks' connections while the first rank still runs its backward.
+    """Close the connections of the last ranks while the first rank still runs its backward.
 
-    The last ranks need nothing from earlier ranks any more. Closed connections are freed.
+    At this time, the last ranks need nothing more from other ranks. Closed connections are freed.
     """
     rank = dist.get_rank()
     layer = Fails()
@@ -240,7 +242,7 @@ def test_a_process_forks_after_connections_were_closed() -> None:
 def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
     """Close the pipeline in a forked process, such as a worker of a data loader.
 
-    The parent process keeps its connections.
+    The connections must stay open in the parent process.
     """
     gc.collect()
     model, _ = small()
@@ -261,12 +263,14 @@ SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", SPREAD)
 def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> None:
-    """Compare a pipeline over 2 x 2 ranks with plain layers that are spread by the same function.
+    """Compare a pipeline over 2 x 2 ranks with plain layers that are sharded or replicated equally.
 
-    The plain layers run forward on each micro-batch, and backward in the opposite order. FSDP adds
-    up the replicas' gradients after the backward of each micro-batch, so the sharded plain layers
-    run one backward for each micro-batch. `replicate` adds up the replicas' gradients once at the
-    end, so the replicated plain layers run a single backward.
+    The plain layers run forward on each micro-batch, and then backward in one of two ways:
+
+    - Sharded by FSDP: one backward for each micro-batch, the last micro-batch first, because FSDP
+      reduces gradients over the replicas in each backward.
+    - Replicated by `replicate`: one backward for all micro-batches, because `replicate` reduces
+      gradients only once, at the end.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh["dp"].get_local_rank()
@@ -294,8 +298,8 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
 
-    # The results of a step are equal up to rounding, because the schedule adds up the gradients of
-    # micro-batches in its own order.
+    # A step's results are equal only up to rounding: this schedule adds up the gradients of
+    # micro-batches in another order.
     model = DistributedGPipe(training.layers(), [1, 2, 2, 3], schedule="ZBVZeroBubble", **over)
     if how == "sharded":
         for partition in model.partitions:

@@ -1,6 +1,6 @@
 """Test how ranks notice that other ranks are missing, idle or hanging.
 
-The tests set the clocks that measure idleness. tests/failures tests real processes.
+In these tests, simulated clocks say how long a rank is idle. tests/failures tests real processes.
 """
 
 import re
@@ -77,10 +77,14 @@ def test_a_rank_says_what_it_waits_for_and_ends() -> None:
 
 
 class Look(NamedTuple):
-    """A simulated look at a rank, and the idle seconds that `Idle.look` has to return for it.
+    """One check of a rank's process, and the idle seconds that `Idle.look` must return for it.
 
-    `seconds` is the time since the last look. `cpu` and `descendants` are the CPU times of the
-    process and of its child processes since then.
+    Attributes:
+        seconds: The time since the last check.
+        cpu: The CPU time of the process since the last check.
+        task: The task that the rank runs.
+        idle: The expected number of idle seconds.
+        descendants: The CPU time of the child processes since the last check.
     """
 
     seconds: float
@@ -94,7 +98,12 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return simulated looks at one task, a second apart, with these CPU and idle seconds."""
+    """Return checks one second apart, during one task.
+
+    Args:
+        cpu: The CPU time of the process between two checks.
+        idle: The expected idle seconds, one number for each check.
+    """
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 
 
@@ -123,7 +132,7 @@ LOOKS: dict[str, list[Look]] = {
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Replace clocks: real time, and CPU time of the process, of one thread and of descendants."""
+    """Replace the clocks of real time, and of CPU time (process, one thread, children)."""
     now = SimpleNamespace(time=1000.0, process=1000.0, thread=0.0, descendants=1000.0)
     monkeypatch.setattr(time, "process_time", lambda: now.process)
     monkeypatch.setattr(time, "thread_time", lambda: now.thread)
@@ -138,8 +147,8 @@ def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> No
     for look in LOOKS[name]:
         clocks.time += look.seconds
         clocks.process += look.cpu
-        # The CPU time of a look itself does not count. In this test, each of two pipelines has a
-        # thread that looks, and each look takes half a second.
+        # The CPU time that a check itself takes must not count as activity. Here, two pipelines
+        # each have a thread that checks, and a check takes half a second of CPU time.
         clocks.thread += 0.5
         clocks.descendants += look.descendants
         for each in both:
@@ -153,8 +162,7 @@ def test_cpu_time_counts_who_works_and_still_does_when_they_have_ended() -> None
         assert child.stdout is not None
         child.stdout.readline()
         meanwhile = cpu_time_of_descendants()
-        assert meanwhile - before >= 0.3 - 0.05  # CPU time counts hundredths of a second.
-    # Sums of CPU times may differ in their last bit.
+        assert meanwhile - before >= 0.3 - 0.05  # the clock of CPU time is coarse
     assert cpu_time_of_descendants() > meanwhile - 0.005
 
 
@@ -170,7 +178,6 @@ REACH = r"reach of Fails, parts.py:\d+"
 
 
 def hooked(wait: Callable[[], object]) -> nn.Module:
-    """Return layers with a forward hook that calls `wait`."""
     layer = nn.Tanh()
     layer.register_forward_hook(lambda *_: wait())
     return nn.Sequential(layer)
@@ -209,7 +216,7 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
 def monitoring(
     timeout: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
 ) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
-    """Let rank 0 monitor three other ranks. Messages of the ranks in `heard` keep arriving."""
+    """Let rank 0 monitor three other ranks, of which only those in `heard` send messages."""
     wrong = SimpleQueue[str]()
     activity = Activity(wrong.put, [])
     label = Label(1, waits, "at home")
@@ -253,7 +260,7 @@ def test_who_may_be_silent(
 ) -> None:
     """Check that a rank may be silent if it has ended, has no timeout, or runs sharded layers.
 
-    A task of sharded layers may wait for a slow rank of another pipeline.
+    A task of sharded layers may have to wait for a slow rank in another pipeline.
     """
     # The processes of other tests' ranks use CPU time now and then.
     monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)

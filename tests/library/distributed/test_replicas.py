@@ -1,4 +1,4 @@
-"""Test that a pipeline over ranks refuses data parallelism that does not average its gradients."""
+"""Test that a pipeline over ranks refuses data parallelism that would not average its gradients."""
 
 import gc
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Test that the last rank warns once if ranks are given different samples.
+"""Test that the last rank warns once if ranks get different samples.
 
-The tests also check what docs/data.md says on data for ranks.
+The tests also check the statements of docs/data.md about data for ranks.
 """
 
 import warnings
@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Yield a list. When the context exits, add the messages of all warnings to the list."""
+    """Collect the messages of warnings in a list, which is complete when the context exits."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Check that a loss is computed from rank 0's input and the last rank's target."""
+    """Check that the loss is that of rank 0's input and the last rank's target."""
     rank = dist.get_rank()
     model = made()
     with warned() as said:
@@ -91,9 +91,9 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
 
 
 def test_an_input_alone_may_differ() -> None:
-    """Check that inputs are compared if a rank has no target.
+    """Check that ranks compare their inputs if they have no targets.
 
-    A rank has no target in `model(x)`, or if it gives `None` as its target.
+    This is so in `model(x)`, and if a rank passes `None` as its target.
     """
     rank = dist.get_rank()
     x, _ = batch(rank)
@@ -138,7 +138,7 @@ def test_placeholders_are_no_other_data(name: str) -> None:
 
 
 def test_inputs_may_be_augmented_on_each_rank() -> None:
-    """Check that there is no warning if targets are equal, and inputs differ from rank to rank."""
+    """Check that different inputs cause no warning if all ranks have the same target."""
     x, target = batch(0)
     with warned() as said:
         by_step(made(), x + dist.get_rank(), target)
@@ -146,7 +146,7 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Check that a rank with both the first and the last stage uses its own input and target."""
+    """Rank 0 has both the first and the last stage, and uses only its own data."""
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))
@@ -181,9 +181,10 @@ def test_ranks_that_need_no_data_load_none() -> None:
 
 
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
-    """Add a penalty on all parameters after the step, and compare with a penalty in the criterion.
+    """Add a penalty on the parameters of all ranks, by a backward after the step.
 
-    A penalty that the criterion computes includes only the last rank's parameters.
+    A penalty in the criterion would include only the last rank's parameters, because only this rank
+    calls the criterion. The test compares both.
     """
 
     def penalty(model: nn.Module) -> Tensor:

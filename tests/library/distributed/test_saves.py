@@ -1,7 +1,7 @@
-"""Test training states that ranks save: training continues with the same numbers.
+"""Test that ranks can save the state of a training, and continue from it with the same numbers.
 
-The state is loaded on the same ranks, on fewer ranks, and in one process. If one rank fails, all
-ranks raise.
+A state is loaded on the same number of ranks, on fewer ranks, and in one process. If one rank fails
+to save, all ranks raise an error.
 """
 
 import tempfile
@@ -39,7 +39,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Load a state on the same number of ranks. Check that dropout and training go on equally."""
+    """Load a state on the same number of ranks. Training and dropout must continue unchanged."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
@@ -73,9 +73,9 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Save on four ranks. Continue the training over two ranks, and in one process.
+    """Save a state on four ranks, then continue over two ranks, and in one process.
 
-    The layers draw no random numbers, because random numbers depend on the balance.
+    This model has no dropout, because dropout masks depend on the balance.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))["pp"]
     model = DistributedGPipe(layers(), [2, 2, 2, 2], chunks=3)
@@ -97,7 +97,7 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """Check that all ranks raise if one rank sees another folder or saves different values."""
+    """Check that all ranks raise if one rank sees another folder, or saves different values."""
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])

@@ -1,6 +1,6 @@
-"""Test that messages arrive as they were sent, and that each tensor gets memory of the right size.
+"""Test that messages between ranks arrive unchanged, and that tensors get memory of the right size.
 
-threads.py replaces Gloo. A message also carries plain values, which arrive unchanged.
+A message holds tensors and plain values. threads.py replaces Gloo.
 """
 
 import random
@@ -33,8 +33,9 @@ def wire() -> Iterator[Wire]:
         raise error
 
     world: Any = World(2, None)
-    here = WireAddress(Group(world, "", 0), 1, 0, broken)  # type: ignore[arg-type]
-    there = WireAddress(Group(world, "", 1), 0, 0, broken)  # type: ignore[arg-type]
+    groups: list[Any] = [Group(world, "", own) for own in range(2)]
+    here = WireAddress(groups[0], 1, 0, broken)
+    there = WireAddress(groups[1], 0, 0, broken)
     sender = Sender(here)
     yield sender, Receiver(there)
     sender.stop()
@@ -113,9 +114,9 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """Send a last message that nobody receives. The sender's thread ends without waiting.
+    """Send a last message that nobody receives. The sender's thread must end nevertheless.
 
-    With Gloo, such a wait never ends if the connection closes before the sending begins.
+    If it waited for the message to be sent, Gloo could let it wait for ever.
     """
     sender, _ = wire
     sender.give_last(Message(0, None, ()))

@@ -1,8 +1,8 @@
 """Simulate ranks as threads of this process, so that tests need no other processes and no GPUs.
 
-Queues in memory replace Gloo. Operations that take time on simulated streams (simulated.py) replace
-NCCL. The pipeline, its connections and their threads are real. Only tests on GPUs can show how the
-real NCCL behaves.
+The pipeline, its connections and its threads are real. Two things are replaced: Gloo by queues in
+memory, and NCCL by operations that take time on simulated streams (benchmarks/simulated.py). Only
+tests on GPUs can show how the real NCCL behaves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GPUS = ["one", "two", "three", "four"]
 
 @dataclass(eq=False)
 class Parcel:
-    """A tensor that was posted to be sent or received."""
+    """A tensor to be sent or received."""
 
     tensor: Tensor
     taken: bool = False
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """One rank's handle of a gloo process group."""
+    """One rank's object for a Gloo process group."""
 
     world: World
     name: str
@@ -85,7 +85,7 @@ class Group:
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Post a send or a receive, and match sends with receives in the order of posting."""
+        """Add a send or a receive to its queue, and match sends with receives in their order."""
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
@@ -110,8 +110,9 @@ class Group:
 class Move(Parcel):
     """A tensor that NCCL transfers.
 
-    `ready` is the time at which the sender's stream reaches the transfer, and `end` is the time at
-    which the tensor arrives.
+    Attributes:
+        ready: The time at which the sender's stream reaches the transfer.
+        end: The time at which the tensor has arrived.
     """
 
     pair: Pair | None = None
@@ -120,7 +121,6 @@ class Move(Parcel):
     end: float = 0.0
 
     def wait(self) -> None:
-        """Wait on the host until the transfer is done."""
         thread = threading.current_thread().name
         assert thread.startswith("gpipe-to-"), "a program waits for a stream"
         assert self.pair is not None
@@ -131,7 +131,7 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """One rank's handle of an NCCL group that has one sender and one receiver.
+    """One rank's object for an NCCL group that has one sender and one receiver.
 
     The first transfer of a group takes no time.
     """
@@ -197,11 +197,13 @@ class Pair:
 
 @dataclass
 class World:
-    """All simulated ranks, with their connections.
+    """All simulated ranks, and their connections.
 
-    `streams` has the seconds of NCCL transfers between ranks. `issued` lists the operations that
-    each rank has submitted. `sent` counts the gloo messages of each sender and receiver, and
-    `bytes` is the sum of the messages' sizes.
+    Attributes:
+        streams: The simulated streams, with the seconds of transfers between ranks.
+        issued: The operations that each rank has submitted.
+        sent: The number of Gloo messages by kind, sender and receiver.
+        bytes: The total size of these messages.
     """
 
     n: int
@@ -218,18 +220,17 @@ class World:
         self.issued: list[list[tuple[Any, ...]]] = [[] for _ in range(self.n)]
 
     def box(self, *key: Any) -> deque[Any]:
-        """Return the queue of this key. Make the queue if there is none yet."""
+        """Return the queue of this key."""
         return self.boxes.setdefault(key, deque())
 
     def pair(self, store: str, own: int, *_: Any) -> Pair:
-        """Return a new handle of an NCCL group."""
         pair = Pair(self, store)
         self.pairs.append(pair)
         assert own == (self.here.rank == pair.target)
         return pair
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on every rank; return a list with each rank's result or exception."""
+        """Run a program on all ranks. Return a list with each rank's result or exception."""
 
         def rank(index: int) -> Any:
             self.here.rank = index
@@ -239,14 +240,14 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """Counts of how often ranks have connected, separately for each rank (a thread)."""
+    """A counter for each thread, that is, for each simulated rank."""
 
     def __missing__(self, key: Any) -> int:
         return 0
 
 
 def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
-    """Patch torch.distributed so that threads act as ranks, with GPUs of these names."""
+    """Patch torch.distributed so that threads are its ranks, with these names of GPUs."""
     world = World(len(gpus), streams)
     patch = streams.patch
     of_distributed: dict[str, Callable[..., Any]] = {
@@ -265,7 +266,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_made", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
-        """Leave out `distributed`, because the simulated ranks share one default generator."""
+        """Leave out `distributed`, because all simulated ranks share one default generator."""
         return Seeds(*given, **options)
 
     patch.setattr(batch, "Seeds", seeds_of_one_generator)

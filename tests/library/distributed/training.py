@@ -1,4 +1,4 @@
-"""Build a model for ranks, train it and return all results, and check saved states."""
+"""A small model for ranks, functions that train it and return the results, and checks of saves."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from ...behaviours.compare import differences
 
 
 def layers(seed: int = 4, *, draws: bool = False) -> Sequential:
-    """Return eight layers, with dropout if `draws` is true."""
+    """Return eight layers, with dropout if `draws` is true, else without."""
     torch.manual_seed(seed)
     between = partial(Dropout, 0.3) if draws else Tanh
     return Sequential(
@@ -41,10 +41,17 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train on mini-batches of these sizes, drawn from the seed `data`; return all results by name.
+    """Train, and return all results by name.
 
-    The results are losses, gradient norms, gradients, and the states of the optimizer and the
-    model. `loss_of` takes an input and a target, runs backward and returns the loss.
+    The results are losses, gradient norms, gradients, and the final states of optimizer and model.
+
+    Args:
+        model: A pipeline, or plain layers.
+        optimizer: The optimizer of the model.
+        data: The seed of the mini-batches.
+        sizes: The sizes of the mini-batches.
+        loss_of: A function that runs forward and backward and returns the loss, given an input and
+            a target. By default, `model.loss` and `backward` do this.
     """
     draw = torch.Generator().manual_seed(data)
     seen: dict[str, Any] = {}
@@ -77,7 +84,10 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
-    """Assert that one rank's results with this prefix equal the whole model's results."""
+    """Assert that one rank's results are equal to the same results of the whole model.
+
+    Only results with this prefix are compared.
+    """
     differ = []
     for name, x in found.items():
         if name.startswith(prefix) and not torch.equal(x, expected[name]):
@@ -86,9 +96,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "
 
 
 def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Optimizer]]) -> None:
-    """Assert that a new pipeline that loads a saved state goes on to the same results.
+    """Assert that training from a saved state gives the same results as an undisturbed training.
 
-    The first pipelines are made with seed 1, and the pipeline that loads the state with seed 2.
+    The undisturbed pipeline and the saved one are made with seed 1, and the one that loads the
+    state with seed 2.
     """
     given = {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
     seen = []
@@ -96,8 +107,8 @@ def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Op
         saves = Saves(folder)
         model, optimizer = make(2 if run == "loaded" else 1)
         if run == "loaded":
-            # Loading must replace the optimizer's own settings and drop the gradients of an earlier
-            # mini-batch.
+            # Loading must undo these two changes: another learning rate, and gradients of an
+            # earlier mini-batch.
             optimizer.param_groups[0]["lr"] *= 3
             x = torch.ones(8, 5, dtype=next(model.parameters()).dtype)
             model.loss(lambda y, _: y.sum(), x, None).backward()

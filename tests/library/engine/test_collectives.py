@@ -1,4 +1,4 @@
-"""Test layers with collectives: one thread and ranks run such layers, and workers refuse them."""
+"""Test layers that call collectives: one thread and ranks run them, and workers refuse them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 
 def reduced(x: Tensor, *, later: bool = False) -> Tensor:
-    """Return x minus its mean over processes and samples, like a synchronized batch norm."""
+    """Subtract the mean over samples and processes, like a synchronized batch norm."""
     mean = x.detach().mean(0)
     work = dist.all_reduce(mean, async_op=later)
     if work is not None:
@@ -38,7 +38,7 @@ def reduced(x: Tensor, *, later: bool = False) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Return x plus the x of the other process, after two processes exchange their x."""
+    """Exchange `x` between two processes, and return the sum of both."""
     other = 1 - dist.get_rank()
     received = torch.empty_like(x)
     sends = dist.P2POp(dist.isend, x.detach().contiguous(), other)
@@ -49,13 +49,13 @@ def swapped(x: Tensor) -> Tensor:
 
 
 def functionally(x: Tensor) -> Tensor:
-    """Return x plus its sum over processes, by a collective that `torch.compile` supports."""
+    """Call a functional collective, which `torch.compile` supports."""
     world: Any = dist.group.WORLD
     return x + functional.all_reduce(x.detach(), "sum", world)
 
 
 def summed(x: Tensor) -> Tensor:
-    """Return x plus the result of a DTensor operator that exchanges data between processes."""
+    """Call an operator of a DTensor that communicates."""
     world: Any = dist.group.WORLD
     mesh = DeviceMesh.from_group(world, "cpu")
     part: Any = DTensor.from_local(x.detach(), mesh, [Partial()])
@@ -87,7 +87,7 @@ def piped(made: nn.Sequential, engine: Any = "workers", **options: Any) -> GPipe
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return an input and a target that only this process gets."""
+    """Draw this process's own input and target."""
     drawn = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(8, 6, generator=drawn)
     target = torch.randn(8, 3, generator=drawn)
@@ -95,7 +95,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Run a step of plain layers, one micro-batch after another; return the loss."""
+    """Run a step of plain layers, one micro-batch after another. Return the loss."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -133,7 +133,7 @@ def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_workers_allow_what_one_thread_calls() -> None:
-    """Call collectives in the criterion and in parameters' hooks, which run in one thread only."""
+    """Call collectives in the criterion and in hooks of parameters, which one thread calls."""
 
     def contrasting(y: Tensor, target: Tensor) -> Tensor:
         samples = torch.cat(all_gather(y))
@@ -156,7 +156,7 @@ def test_workers_allow_what_one_thread_calls() -> None:
 
 @pytest.mark.ranks(1)
 def test_workers_allow_collectives_of_a_process_alone() -> None:
-    """Run a layer with a collective in one process, like a trial run of a distributed script."""
+    """Call a collective in a group of one process, as a trial run of a distributed script does."""
     model = piped(layers(reduced))
     x, target = batch()
     plain = layers(reduced)
@@ -165,7 +165,7 @@ def test_workers_allow_collectives_of_a_process_alone() -> None:
 
 
 class Block(nn.Module):
-    """Two linear layers. With tensor parallelism, each process has a half of their weights."""
+    """Two linear layers that tensor parallelism can split over processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def parallelize(block: nn.Module, mesh: Any) -> None:
 
 
 def blocks(mesh: DeviceMesh | None = None) -> nn.Sequential:
-    """Return blocks that may be parallelized, and a last layer that every process holds in full."""
+    """Return three blocks, parallelized if `mesh` is given, and a last layer that is not."""
     torch.manual_seed(0)
     parts = [Block(), Block(), Block()]
     made = nn.Sequential(*parts, nn.Linear(6, 3))
@@ -198,7 +198,7 @@ def whole(x: Any) -> Tensor:
 
 
 def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
-    """Assert that steps with gradient clipping equal steps of plain layers, up to rounding."""
+    """Assert that two steps with gradient clipping match steps of plain layers, up to rounding."""
     x = torch.randn(8, 6)
     target = torch.randn(8, 3)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
@@ -220,7 +220,7 @@ def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(2)
 def test_tensor_parallelism_in_one_thread() -> None:
-    """Clip gradients that are DTensors together with plain gradients."""
+    """Clip gradients that are DTensors together with ordinary gradients."""
     layers = blocks(init_device_mesh("cpu", (2,)))
     model = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1F1B", engine="graph")
     assert_trains_as_plain(model, blocks())
@@ -229,7 +229,7 @@ def test_tensor_parallelism_in_one_thread() -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
-    """Parallelize layers over 2 x 2 ranks, before they are in a pipeline and afterwards."""
+    """Use 2 x 2 ranks. Parallelize the layers before the pipeline is made, then afterwards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     balance = [1] * 4 if twice else [2, 2]
@@ -249,7 +249,7 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """Give each rank its own pipeline, and a criterion that is wrapped by FSDP or DDP."""
+    """Wrap the criterion in FSDP or DDP. Each rank has a whole pipeline of its own."""
 
     class Head(nn.Module):
         def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Test engines: which engine runs a pipeline, its threads, and that no task starts too early.
+"""Test the engines: which engine is used, its threads, and that no task starts too early.
 
-tests/benchmarks/gates/test_meeting.py tests that tasks overlap. tests/failures tests errors,
-tests/library/test_leaks.py tests that threads end, and tests/behaviours/rows/tools tests forks.
+Tests in other places: overlap of tasks (tests/benchmarks/gates/test_meeting.py), errors
+(tests/failures), the end of threads (tests/library/test_leaks.py), and forks
+(tests/behaviours/rows/tools).
 """
 
 import pickle
@@ -39,7 +40,7 @@ def pipeline(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
     """Run forward and backward of a mini-batch with one sample in each micro-batch.
 
-    The observer may return a context, in which the task then runs.
+    `observer` is called for each task. It may return a context, in which the task then runs.
     """
     model.observer = lambda task: observer(task) or nullcontext()
     model(torch.ones(model.chunks, 2)).sum().backward()
@@ -47,10 +48,10 @@ def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object]
 
 @pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])
 def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
-    """Check that each partition always runs in the same thread.
+    """Check that a partition always runs in the same thread.
 
-    The calling thread would otherwise only wait, so it runs the last partition. If no tasks can
-    overlap, the calling thread runs all partitions.
+    The calling thread would only wait, so it runs the last partition. If no tasks can overlap, it
+    runs all partitions.
     """
     before = set(threading.enumerate())
     threads = [set[threading.Thread]() for _ in range(n)]
@@ -66,9 +67,9 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
 
 
 def test_no_partition_is_far_ahead_of_the_next() -> None:
-    """Check that no partition runs far ahead of the next one.
+    """Check that a partition pauses when two of its outputs wait for the next partition.
 
-    Outputs that are computed long before the next partition needs the outputs only waste memory.
+    More waiting outputs would only take memory.
     """
     seen: list[Task] = []
     ahead = threading.Event()
@@ -86,7 +87,7 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
 
 
 class Slow(SimpleQueue[Any]):
-    """A queue that pauses after each put, so that callers can overtake each other."""
+    """A queue with a pause after each put, in which another caller can put its items."""
 
     def put(self, *item: Any) -> None:
         super().put(*item)
@@ -96,8 +97,8 @@ class Slow(SimpleQueue[Any]):
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call a pipeline from four threads at once.
 
-    Each worker thread receives programs, which are lists of tasks. To avoid a deadlock, all workers
-    have to receive one caller's programs before the programs of the next caller.
+    Each call gives every worker a list of tasks. All workers must get these lists in the same order
+    of calls, because otherwise two workers could wait for each other for ever.
     """
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model = pipeline(3, chunks=3)

@@ -1,4 +1,4 @@
-"""Measure the peaks of a real pipeline on `meta`, by the live bytes of its tensors."""
+"""Measure the memory peaks of a real pipeline on `meta`, by the bytes of its live tensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """A count of live bytes that leaves out the host's tensors, such as optimizers' step counts."""
+    """Counts live bytes on `meta`, but none on the host, where optimizers have step counts."""
 
     last = 0
     """The device of the latest tensor, and of new tensors that are made from no known tensor."""
@@ -35,7 +35,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A mode that counts the bytes of each copy on the copy's target device."""
+    """A mode that counts the bytes of a copy for the device that receives the copy."""
 
     counter: OnMeta
 
@@ -60,14 +60,13 @@ def real_peaks(
     make: Any,
     zeroed: bool = False,
 ) -> list[int]:
-    """Return each device's peak of live bytes in the second of two steps with the optimizer.
+    """Run two steps with an optimizer. Return each device's peak of live bytes in the second step.
 
-    The mini-batch stays alive on the first device. The output stays alive until the update of
-    parameters has ended.
+    The mini-batch stays alive on the first device, and the output until after the update.
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Clone micro-batches, but copy nothing between devices, as all tensors are on `meta`."""
+        """Clone micro-batches, but skip the copies between devices: all tensors are on `meta`."""
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)

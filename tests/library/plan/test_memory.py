@@ -1,7 +1,4 @@
-"""Test that predicted bytes equal the live bytes of a real pipeline on `meta`.
-
-Many models, balances, optimizers and settings are compared.
-"""
+"""Test that the predicted bytes equal the live bytes of a real pipeline on `meta`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,10 +62,7 @@ def mixed() -> Sequential:
 
 
 def wide() -> Sequential:
-    """Return layers with parameters of many sizes.
-
-    The largest parameter comes after a small one, in the middle, or before a large one.
-    """
+    """Return layers whose parameters have many different sizes."""
     return Sequential(
         Linear(8, 200, bias=False),
         Linear(200, 100),
@@ -81,9 +75,9 @@ def wide() -> Sequential:
 
 
 def twice() -> Sequential:
-    """Return two layers of each of four kinds, one after the other.
+    """Return layers of four kinds, each kind twice in a row.
 
-    For its backward, a layer saves its output, its input, or nothing.
+    The kinds differ in what they save for backward: their output, their input, or nothing.
     """
     layers: list[Module] = []
     for kind in (ReLU, Sigmoid, Identity, lambda: BatchNorm1d(8)):
@@ -103,34 +97,34 @@ def in_place() -> Sequential:
 
 
 def pairs() -> Sequential:
-    """Return layers that pass pairs of tensors to each other."""
+    """Return layers that pass pairs of tensors on."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
     return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
-    """Return a function that makes three layers; the middle one applies this function to its input.
+    """Return a factory of three layers, of which the middle one is `function(layer, input)`.
 
-    The function uses a parameter, `w`. Whether autograd copies the gradient of `w` depends on
-    whether anything else refers to that gradient.
+    The function uses the parameter `w` of its layer. Autograd either keeps the gradient of `w` or
+    copies it. It copies the gradient if something else refers to it.
     """
     return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
 def by_a_view(it: Any, x: Tensor) -> Tensor:
-    """Use the parameter in such a way that its gradient is a view."""
+    """Use `w` in such a way that its gradient is a view."""
     return (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x
 
 
 def by_a_copy(it: Any, x: Tensor) -> Tensor:
-    """Use the parameter in such a way that autograd copies its gradient."""
+    """Use `w` in such a way that autograd copies its gradient."""
     return (x.sin().sum(0) + it.w).cos() + x
 
 
 # In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
-# Each row holds three things: a function that makes a model; the shape of the model's input; and
-# balances. In rows with few samples, the peak of memory is in the update of parameters.
+# Each row has: a function that makes a model; the shape of its input; and a list of balances. With
+# few samples, the memory peak is in the update of the parameters.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
@@ -179,10 +173,10 @@ def test_as_counted_on_a_real_run(
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
-    """Predict a model whose last layer saves its output for the backward.
+    """Predict the memory of a model whose last layer saves its output for backward.
 
-    The caller's output and the saved tensor share one storage. The prediction counts the output
-    twice, as if each task had a separate copy.
+    The saved tensor and the output share one storage. The prediction counts both, as if the saved
+    tensor was a copy.
     """
     model = Sequential(Linear(6, 6), ReLU())
     x = torch.empty(12, 6)
@@ -212,9 +206,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# Each row holds two things: the name of an optimizer; and the bytes of its state, as a multiple of
-# the bytes of 16-bit parameters. The state includes a copy of the parameters in float32, which has
-# twice as many bytes.
+# Each row has the name of an optimizer, and the bytes of the optimizer's state divided by the bytes
+# of the 16-bit parameters. The state includes a copy of the parameters in 32 bits, which adds 2.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
@@ -230,7 +223,7 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """Compare a predicted peak with a real run on a CPU, with PyTorch's fused attention kernel."""
+    """Compare a predicted peak with a real run on the CPU, with its fused attention kernel."""
     block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
     model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)
@@ -253,7 +246,7 @@ STAGE_LAYERS = 3
 
 
 def stages(count: int) -> Sequential:
-    """Return the layers of `count` stages, which have small outputs."""
+    """Return layers for `count` stages. The stages have small outputs."""
     layers: list[Module] = []
     for _ in range(count):
         layers += [Linear(8, 256), GELU(), Linear(256, 8)]
@@ -262,11 +255,10 @@ def stages(count: int) -> Sequential:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
-    """Compare the live memory of a step with the number of micro-batches that its schedule keeps.
+    """Check that a device keeps as many micro-batches in memory as its schedule says.
 
-    Some schedules split a backward into two halves: the gradients of inputs, and later the
-    gradients of weights. Between the halves, a task keeps no more memory than its layers saved in
-    forward.
+    In some schedules, a backward has two halves: the gradients of inputs, and later those of
+    weights. Between the halves, a task must not keep more than its layers saved in forward.
     """
     n, m, samples = 4, 16, 512
     v = NAMED[name][1] or 2

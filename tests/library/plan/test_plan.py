@@ -1,4 +1,4 @@
-"""Test the planner: plans fit in memory and describe themselves, and errors say why none fits."""
+"""Test the planner: plans fit in memory and describe themselves. Errors say why no plan fits."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
 def out_of_memory(x: Tensor) -> Tensor:
-    """Return `x` if it is on `meta`; on any other device, run out of memory."""
+    """Raise OutOfMemoryError if `x` is not on `meta`."""
     if not x.is_meta:
         explode(torch.OutOfMemoryError())
     return x
@@ -43,7 +43,7 @@ def model() -> Sequential:
 
 
 def on_cpus(found: Plan) -> GPipe:
-    """Return the pipeline of a plan, with all partitions on the CPU."""
+    """Make the pipeline of a plan on CPUs."""
     return found.gpipe(devices=["cpu"] * len(found.balance))
 
 
@@ -109,9 +109,10 @@ def test_describes_a_pipeline_and_itself() -> None:
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
-    """Give a plan so little memory that it chooses the 1F1B schedule.
+    """Give only as much memory as a plan with the 1F1B schedule needs.
 
-    With 1F1B, devices keep fewer micro-batches than with GPipe, so no forward has to be recomputed.
+    With this schedule, devices keep fewer micro-batches in memory than with GPipe's schedule, which
+    does not fit.
     """
     how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE}
     how["chunks"] = 16
@@ -133,10 +134,11 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
-    """Plan a layer with P bytes of parameters on a device with 2.5 P bytes.
+    """Plan a layer with P bytes of parameters for a device with 2.5 P bytes.
 
-    Parameters and gradients take 2 P bytes, so the layer fits with one micro-batch. It does not fit
-    with two, because the second micro-batch's gradients take P more bytes until they are added.
+    With one micro-batch, parameters and gradients take 2 P bytes, so the layer fits. With two, it
+    does not fit: the gradients of the second micro-batch take another P bytes until they are added
+    to the gradients of the first.
     """
     layer = Sequential(Linear(4096, 4096))
     sample = torch.empty(1, 4096)

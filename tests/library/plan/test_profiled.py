@@ -1,6 +1,7 @@
-"""Test profiles: lines are fitted to the measured seconds of layers, and plans use these lines.
+"""Test plans from profiles: a curve is fitted to the measured seconds of each layer.
 
-The clock advances only when layers run.
+The curve gives a layer's seconds by the number of samples. A simulated clock advances only when
+layers run.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ CPU = torch.device("cpu")
 
 
 class Layer(Module):
-    """A layer that takes `fixed` seconds for a micro-batch and `each` seconds for each sample.
+    """A layer whose forward takes `fixed + each * samples` seconds.
 
-    Its backward takes twice as long as its forward.
+    Its backward takes twice as long.
     """
 
     def __init__(self, fixed: float, each: float) -> None:
@@ -46,22 +47,25 @@ class Layer(Module):
 @pytest.fixture(autouse=True)
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
-    # All threads share one simulated clock, so parallel work would seem to take the sum of its
-    # times.
+    # All threads advance the same simulated clock. So layers that run in parallel would seem to
+    # slow each other down, and the planner would take this into account.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
-# Each row holds two things: the measured seconds for 2, 4, 8, … samples; and a dictionary that maps
-# numbers of samples to the seconds of the fitted curve.
+# Each row has the measured seconds for 2, 4, 8, … samples, and the seconds of the fitted curve as a
+# dictionary: number of samples -> seconds.
 @pytest.mark.parametrize(
     ("seconds", "at"),
     [
         ([3.0, 5.0], {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 8: 9.0}),
-        ([2.0, 4.0], {1: 1.0, 8: 8.0}),  # There is no fixed time for a micro-batch.
-        ([3.0, 3.0], {1: 3.0, 8: 3.0}),  # There is only a fixed time for a micro-batch.
-        ([5.0, 3.0], {1: 4.0, 8: 4.0}),  # The smaller time for more samples is noise.
-        # Outside of the measured numbers of samples, the curve's seconds are never negative, and
-        # grow at most in proportion to the number of samples.
+        # The time is proportional to the number of samples.
+        ([2.0, 4.0], {1: 1.0, 8: 8.0}),
+        # The time does not depend on the number of samples.
+        ([3.0, 3.0], {1: 3.0, 8: 3.0}),
+        # More samples cannot take less time, so the difference is noise.
+        ([5.0, 3.0], {1: 4.0, 8: 4.0}),
+        # Beyond the measured numbers of samples, the curve must not become negative, and must not
+        # grow faster than the number of samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),
         (
             [2.0, 3.0, 7.0, 8.0],
@@ -103,7 +107,7 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
 
 
 class Wide(Layer):
-    """A layer that raises OutOfMemoryError when two copies of it exist at once."""
+    """A layer that runs out of memory if two of its copies exist at once."""
 
     alive = 0
 
@@ -132,9 +136,9 @@ class Wide(Layer):
 def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
     layer: type[Layer], memory: str, how: str
 ) -> None:
-    """Check that layers are timed one by one if a step of the whole model does not fit in memory.
+    """Check that each layer is timed alone if a step of the whole model does not fit in memory.
 
-    Either the prediction says that the step does not fit, or the step runs out of memory.
+    This is so if a step is predicted not to fit, and if a step runs out of memory.
     """
     layers = [layer(0, 1) for _ in range(4)]
     model = Sequential(*layers)
@@ -144,8 +148,8 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
-    # These are the seconds for a micro-batch of two samples. Three recomputations run while a
-    # device waits for gradients, so these recomputations cost no time.
+    # These are the seconds of a micro-batch of two samples. Three of the recomputations run while
+    # their device would wait for a gradient anyway, so they add no time.
     forward, recomputation, backward = 2, 2, 4
     cycle = forward + recomputation + backward
     expected = cycle * (4 + 4 - 1) - 3 * recomputation
@@ -163,8 +167,8 @@ def test_a_plan_from_a_profile() -> None:
 
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Two partitions take equal time for each of four micro-batches, which have 16 samples each. The
-    # tolerance allows for adding up gradients and for the optimizer.
+    # Both partitions take equal times for each of the four micro-batches of 16 samples. The
+    # tolerance covers the time to add up gradients and to update the parameters.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     text = str(found)
     one_line = text.replace("\n" + " " * 12, " ")

@@ -1,6 +1,6 @@
-"""Test the replay of a schedule against its rules, and predictions for a CPU and for GPUs.
+"""Test `replay`, which works out when tasks start from the seconds of all tasks and copies.
 
-A replay works out when each task starts, given the seconds of all tasks and copies.
+`replay` is tested against its rules, and predicted seconds are tested for a CPU and for GPUs.
 """
 
 from collections import defaultdict
@@ -45,9 +45,9 @@ def any_costs(draw: st.DrawFn) -> Costs:
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
-    """List the forward copies of a micro-batch, as source partition, target partition and seconds.
+    """List the copies of one micro-batch in forward, as (source, target, seconds).
 
-    The copies to the next partition come first.
+    Source and target are partitions. Copies to the next partition come before copies of skips.
     """
     n = len(costs.forward[0])
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
@@ -70,7 +70,7 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """The times when devices become free and when tasks' inputs arrive, updated after each task."""
+    """The times when devices become free and when the inputs of tasks arrive, by the rules."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -81,7 +81,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Let the backward begin: all devices are free as soon as the loss is computed."""
+        """Begin the backward. All devices are free when the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)
@@ -89,7 +89,7 @@ class Progress:
         self.there = defaultdict(lambda: begin)
 
     def copy(self, e: Event) -> None:
-        """Copy the outputs of a task to the partitions that need them, and update the times."""
+        """Copy a task's outputs to the partitions that need them."""
         for a, b, seconds in self.routes:
             source, target = (b, a) if self.backward else (a, b)
             if source != e.partition:
@@ -160,10 +160,10 @@ def of_partition(j: int, tasks: Sequence[tuple[str, int, int]]) -> list[tuple[st
 def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
     balance: tuple[int, ...], chunks: int
 ) -> None:
-    """Compare the predicted order of tasks with the order on a CPU.
+    """Compare the predicted order of tasks with a real run on the CPU.
 
-    In one thread, a recomputation comes just before its backward. With several threads, a
-    recomputation may come earlier.
+    In one thread, each recomputation comes right before its backward. With several threads, it can
+    come earlier.
     """
     n = len(balance)
     ran: list[tuple[str, int, int]] = []
@@ -198,8 +198,10 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
 @pytest.mark.parametrize(
     ("node", "balance", "name", "zeroed", "times"),
     [
-        (GPU, (4,), "sgd", False, 3),  # This reads two tensors and writes one.
-        (GPU, (4,), "sgd", True, 3 + 1),  # To zero gradients writes one more tensor.
+        # The update reads parameters and gradients, and writes parameters.
+        (GPU, (4,), "sgd", False, 3),
+        # Setting gradients to zero writes another tensor.
+        (GPU, (4,), "sgd", True, 3 + 1),
         (GPU, (4,), "none", False, 0),
         (GPU, (4,), "adam", False, 3 + 4),
         (GPU, (2, 2), "adam", False, (3 + 4) / 2),
@@ -218,9 +220,9 @@ def test_seconds_of_an_update(
 
 
 def test_gradients_that_stay_are_added_to_by_every_micro_batch() -> None:
-    """Compare a step that adds to zeroed gradients with a step that creates the gradients anew.
+    """Compare steps with and without existing gradients.
 
-    The addition reads two tensors and writes one.
+    If gradients exist, a step has one addition more, which reads two tensors and writes one.
     """
     predictor = Predictor(count(model(), X), replace(GPU, launch=0.0))
     optimizer = optimizer_named("sgd", foreach=False)

@@ -1,7 +1,8 @@
-"""Test the search for a setup against all possible setups of small models.
+"""Compare the search for the best setup with a trial of all setups of small models.
 
-A setup is a balance, a number of micro-batches and a checkpoint mode. No setup is faster than the
-computed lower bound, and the result of the search is near the best setup.
+A setup is a balance, a number of micro-batches, and a mode of checkpointing. The search must find a
+nearly best setup. It also computes a lower bound of the seconds, and no setup may be faster than
+this bound.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def features() -> tuple[nn.Sequential, Tensor]:
 
 
 def images() -> tuple[nn.Sequential, Tensor]:
-    """Return layers with a skip over several layers, and with outputs that get smaller."""
+    """Return layers for images, with a skip and with outputs that get smaller."""
     layers = (
         nn.Conv2d(3, 16, 3, padding=1),
         Stash(),
@@ -54,14 +55,14 @@ def images() -> tuple[nn.Sequential, Tensor]:
 def balance_between(cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
     """Return the number of layers of each partition.
 
-    `cuts` are the indices at which the second and all later partitions begin.
+    `cuts` are the indices of the first layers of all partitions except the first one.
     """
     bounds = (0, *cuts, layers)
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def every(predictor: Predictor, name: str) -> list[Candidate]:
-    """Return a prediction for every possible setup of the model."""
+    """Predict the seconds and the memory of every setup."""
     layers = len(predictor.counts)
     optimizer = optimizer_named(name, foreach=True)
     found = []
@@ -75,14 +76,14 @@ def every(predictor: Predictor, name: str) -> list[Candidate]:
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
-    """Return the balance whose slowest partition has the shortest forward and backward."""
+    """Return the balance whose slowest partition takes the least time."""
     seconds = predictor.layers(setup.sizes[0])
     costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     return tuple(minimise_heaviest(costs, len(setup.balance)))
 
 
 def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
-    """Assert that the seconds and the peak of a setup on `n` devices are not below the bounds."""
+    """Assert that the seconds and the peak memory of a setup are not below the lower bounds."""
     assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
     lightest = work.balance(n, 1.0)
     assert heaviest(work.held, lightest) <= found.peak
@@ -98,10 +99,10 @@ def test_against_every_setup(
     device: str,
     optimizer: str,
 ) -> None:
-    """Search with enough memory for all setups, for half of the setups, and for few setups.
+    """Search with memory for all setups, for half of the setups, and for few setups.
 
-    If few setups fit in memory, moving one layer to another partition seldom gives a setup that
-    fits.
+    Few setups are the hardest case: moving one layer to the next partition seldom leads from one
+    setup that fits to another one that fits.
     """
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))
@@ -139,8 +140,8 @@ def test_against_every_setup(
                 assert each.best.peak <= memory
             least = min(least, each.limit)
         assert fastest <= least <= fastest * near
-        # For any number of micro-batches and any checkpoint mode, the result is no slower than the
-        # setup that is balanced by time.
+        # The result is no slower than the balance that gives all partitions equal times, with any
+        # number of micro-batches and any mode of checkpointing.
         for x in time_balanced:
             if x.peak <= memory:
                 assert least <= x.seconds * (1 + 1e-9)

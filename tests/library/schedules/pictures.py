@@ -1,7 +1,4 @@
-"""Read a schedule from a text picture, so that tests can show schedules as pictures.
-
-`torchgpipe.schedules.texts` describes the format of a picture.
-"""
+"""Read schedules from text pictures, which `torchgpipe.schedules.texts` describes."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +12,12 @@ ENTRY = re.compile(r"([RBIW]?)(\d+)([a-z]?)")
 def pictured(
     picture: str, placement: Sequence[int] | None = None, name: str = "picture"
 ) -> Schedule:
-    """Return the schedule that a picture shows. The heading of a row may be left out.
+    """Return the schedule that a picture shows.
 
-    By default each row is a device with one stage.
+    Args:
+        picture: A line for each device. The heading of a line may be left out.
+        placement: The device of each stage. By default, each device has one stage.
+        name: The name of the schedule.
     """
     rows = picture.strip().splitlines()
     placement = range(len(rows)) if placement is None else placement

@@ -1,7 +1,7 @@
-"""Test every named schedule, for many numbers of devices, micro-batches and stages.
+"""Test every named schedule for many numbers of devices, micro-batches and stages.
 
-The bubbles (shares of idle time), the memory and the buffers are compared with published values, or
-with formulas that are derived here.
+The expected bubbles (shares of idle time) and numbers of micro-batches in memory come from papers,
+or from formulas in the tests.
 """
 
 from collections.abc import Iterable
@@ -105,9 +105,9 @@ def starts(spans: Iterable[Event]) -> list[float]:
 
 
 def test_what_finds_no_room_waits() -> None:
-    """Limit the outputs that may wait for the second device, which takes 3 seconds for a forward.
+    """Let the second device be slow, and limit the number of outputs that may wait for it.
 
-    The first device stops if it has another output and the buffer is full.
+    If that many outputs wait, the first device pauses.
     """
     schedule = make("GPipe", 2, 4)
 
@@ -133,10 +133,10 @@ PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()
 
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_bubbles(line: str) -> None:
-    """Compare bubbles with three columns of table 5 of the Zero Bubble paper (arXiv:2401.10241).
+    """Compare bubbles with table 5 of the Zero Bubble paper (arXiv:2401.10241).
 
-    A bubble is the share of time in which a device is idle. The bubbles are computed from the times
-    in table 9 of that paper.
+    A bubble is the share of time in which devices are idle. The times of tasks are from table 9 of
+    the paper.
     """
     _, n_text, m_text, *numbers = line.split()
     n, m = int(n_text), int(m_text)

@@ -1,4 +1,4 @@
-"""Test schedules as pictures and as files in PyTorch's format, changes of order, and errors."""
+"""Test schedules as pictures and as files in PyTorch's format, and errors of impossible orders."""
 
 import csv
 import graphlib
@@ -89,7 +89,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """For each pair of neighbouring actions, yield the schedule's lists with this pair swapped."""
+    """Yield copies of the schedule's lists, each with two neighbouring actions exchanged."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]
@@ -100,9 +100,9 @@ def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_order(name: str) -> None:
-    """Exchange two neighbouring actions; expect an error if, and only if, the order deadlocks.
+    """Exchange two neighbouring actions. This must raise an error exactly if the order deadlocks.
 
-    All other orders can be replayed, so that each action comes after the actions that it needs.
+    Any other order can be replayed: then each action comes after those that it needs.
     """
     schedule = make(name, 3, 4)
     verdicts = set()

@@ -1,7 +1,7 @@
 """Test `@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their copies, and misuse.
 
 A skip is a tensor that one layer stashes and a later layer pops. tests/behaviours tests that skips
-reach their layers, in partitions and in a plain sequence.
+arrive, in pipelines and in a plain `nn.Sequential`.
 """
 
 import pickle
@@ -53,7 +53,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """Isolate single skips of a layer. A pickled copy of the layer keeps the same skips."""
+    """Isolate two skips of a layer one after the other. A pickled copy must keep both."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
@@ -66,7 +66,7 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that runs a layer with these declared skips and these yielded objects."""
+    """Return a function that runs a layer which declares `names` and yields `steps`."""
 
     def forward(self: Module, x: Tensor) -> Any:
         yield from steps
@@ -158,7 +158,7 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
 
 
 def layer(word: str) -> Module:
-    """Make a layer that stashes ("+ab") or pops ("-a") skips of one letter, or neither (".")."""
+    """Make a layer from a word: "+ab" stashes the skips a and b, "-a" pops a, "." does neither."""
     if word == ".":
         return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
@@ -168,10 +168,10 @@ def layer(word: str) -> Module:
     return made
 
 
-# Each value holds three lists. The first list has the layers of each partition, as a string. The
-# second list has the copies of skips with portals, where a copy goes straight to its target. The
-# third list has the copies without portals, where a copy goes from a partition to the next. "a03"
-# is a copy of the skip "a" from partition 0 to partition 3.
+# Each value has three lists. The first has a string for each partition, with a word for each layer
+# (see `layer`). The second has the expected copies of skips with portals, which copy straight to
+# the target partition. The third has those without portals, from each partition to the next. "a03"
+# is a copy of the skip a from partition 0 to partition 3.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),

@@ -1,4 +1,4 @@
-"""Test that a saved state is complete or absent after a crash, and that one job saves at a time."""
+"""Test that a save is complete or absent after a crash, and that only one job saves at a time."""
 
 import os
 import shutil
@@ -22,10 +22,9 @@ PATIENCE = 300  # seconds; a test takes as long only if it hangs
 
 
 def forked(run: Callable[[], object]) -> int:
-    """Run a function in a forked process; return its exit code, or -n if signal n ended it."""
+    """Run a function in a forked process. Return the exit code, or -n after signal n."""
     with warnings.catch_warnings():
-        # Python warns about forks in processes with threads. The threads of this process do no
-        # harm.
+        # Python warns about a fork if the process has other threads. Here these threads do no harm.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -80,7 +79,7 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process before file operation number `operation` (counted from 0) in a folder."""
+    """Kill this process right before file operation number `operation` (from 0) in a folder."""
     left = operation
 
     def count(name: str, *_: object) -> None:
@@ -107,7 +106,7 @@ def dies_at(operation: int, folder: Path) -> None:
 
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Kill a process at each step of a save. Either the earlier or the new state is complete."""
+    """Kill a process at each file operation of a save. The old or new state must be complete."""
     os.fsync = lambda fd: None  # only matters if the machine crashes
     saved = []
     for seed in (1, 2):
@@ -144,10 +143,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """Run the test in a new process, where forks are safe.
-
-    In this process, threads of other tests may hold locks while it forks.
-    """
+    """Run a test in a new process, because a fork is only safe if there are no other threads."""
     process = get_context("spawn").Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

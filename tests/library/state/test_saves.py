@@ -1,4 +1,4 @@
-"""Test training states that one process saves: training goes on unchanged, and misuse raises."""
+"""Test states of a training that one process saves: training continues unchanged, misuse raises."""
 
 import json
 import math
@@ -71,8 +71,6 @@ def in_groups(model: GPipe) -> torch.optim.Optimizer:
     ids=["adam", "groups", "nadam, whose state is of float32"],
 )
 def test_going_on(make: Optimizers, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Check that training from a loaded state gives the same numbers as without an interruption."""
-
     def make_both(seed: int) -> tuple[GPipe, torch.optim.Optimizer]:
         model = piped(seed, dtype=dtype, balance=(2, 4))
         return model, make(model)
@@ -94,7 +92,7 @@ NOT_ITS_OWN = {
 def test_the_newest_stay(tmp_path: Path) -> None:
     """Check that only the newest states are kept, and that PyTorch's own functions can load them.
 
-    The newest states are the states that were saved last, even if their step numbers are smaller.
+    The newest states are the ones that were saved last, whatever their step numbers are.
     """
     model = piped(1)
     optimizer = adam(model)
@@ -167,8 +165,8 @@ def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
 
 ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
 ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
-# Each row holds four things: the optimizer of the saved state; a model and an optimizer that cannot
-# load the state; and a part of the error message.
+# Each row has: the optimizer whose state is saved; functions that make the model and the optimizer
+# that cannot load this state; and a pattern of the error.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),
@@ -200,7 +198,7 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
 def test_refused(
     saved_with: Optimizers, make: Callable[[], GPipe], optimizers: Any, message: str, tmp_path: Path
 ) -> None:
-    """Check that an error has one line and is raised before anything is changed."""
+    """Check that the error is one line, and that it is raised before anything is changed."""
     saved = piped(0)
     Saves(tmp_path).save(0, saved, saved_with(saved))
     model = make()
@@ -249,8 +247,8 @@ def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
     gone = r"rank 0 does not see .*000001-step-1, which was there just now"
     with pytest.raises(RuntimeError, match=gone):
         Saves(tmp_path).load(piped(0), None)
-    # A process that pretends to be rank 0 must not make other ranks unpickle files from another
-    # folder.
+    # If a process pretends to be rank 0 and names another folder, other ranks must not unpickle
+    # files from that folder.
     for elsewhere in ("..", "/tmp"):
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
         meeting = Meeting(1, partial(lambda told, own: [told, own], told))

@@ -1,4 +1,4 @@
-"""Test how `step` splits targets, and what a criterion may do with targets and outputs."""
+"""Test how `step` splits targets, and what criteria may do with targets and outputs."""
 
 from collections import UserDict
 from collections.abc import Callable
@@ -36,9 +36,10 @@ def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None
 
 
 def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
-    """Split a list of three images by its entries, as two images and one image.
+    """Split a list of three images into two images and one image.
 
-    Each image has three boxes. So the length of each tensor also equals the length of the list.
+    Each image has three boxes. So the list and each of its tensors have the length 3, but the list
+    must be split.
     """
     images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
     first, last = parted(images, [2, 1])
@@ -48,7 +49,7 @@ def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
 
 
 def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
-    """Its length may happen to be the batch size, as in the last mini-batch of an epoch."""
+    """Split a list of two tensors for two samples: the tensors must be split, not the list."""
     x = torch.arange(2)
     for other in (x + 2, None, 0.1):
         first, last = parted([x, other], [1, 1])
@@ -79,7 +80,7 @@ def assert_gradients_are_close(parameters: list[nn.Parameter], expected: list[Te
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engine: str) -> None:
-    """Use a target that a second trained network computes."""
+    """Use targets that another network computes, which is trained with the same loss."""
     module, tower = layers(), nn.Linear(6, 5)
     parameters = [*module.parameters(), *tower.parameters()]
     x = torch.randn(8, 6)

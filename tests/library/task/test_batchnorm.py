@@ -1,4 +1,4 @@
-"""Test deferred batch norm: its statistics equal those of `nn.BatchNorm` for the mini-batch."""
+"""Test deferred batch norm: its statistics equal those of `nn.BatchNorm` for whole mini-batches."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 def batch(
     *shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draw a mini-batch of drifting samples, so that micro-batches differ in mean and variance."""
+    """Draw a mini-batch whose samples grow, so that micro-batches differ in mean and variance."""
     generator = torch.Generator().manual_seed(seed)
     samples, *others = shape
     drift = torch.linspace(0.5, 2, samples, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """Compare running statistics, also for means so large that sums of squares lose precision."""
+    """Compare with plain batch norm, also for means whose squares would lose precision."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -88,8 +88,8 @@ def test_statistics_of_the_mini_batch(
         x = batch(sum(sizes), 3, *shape, mean=mean, seed=seed, dtype=torch.double).to(device)
         before = statistics(deferred)
         for part in x.split(sizes):
-            # Each micro-batch is normalized by its own statistics. Running statistics stay
-            # unchanged until `commit`.
+            # In training, a micro-batch is normalized by its own statistics. The running statistics
+            # change only in `commit`.
             assert_close(deferred(part), fresh(part))
             with CheckpointPhase(recomputing=True):
                 assert_close(deferred(part), fresh(part))
@@ -100,18 +100,15 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Each row describes a layer: its momentum; its dtype; whether it counts mini-batches; and the sizes
-# of its micro-batches.
+# Each row describes a layer: its momentum; its dtype; whether it has a `num_batches_tracked`; and
+# the sizes of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]
 TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """Commit layers of several dtypes together; each layer keeps its own precision.
-
-    Layers that share their statistics are updated one after another.
-    """
+    """Commit layers of several dtypes at once: each keeps its precision. Some share statistics."""
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
         layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
@@ -146,28 +143,28 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches except the first micro-batch; return the layer."""
+    """Run a layer on all micro-batches but the first. Return the layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
 def evaluated(layer: Any) -> Any:
-    """Run all micro-batches but the first in evaluation mode, and then again in training mode."""
+    """Run all micro-batches but the first in eval mode, and then again in training mode."""
     rest(layer.eval())
     return rest(layer.train())
 
 
 def switched_off(layer: Any) -> Any:
-    """Run all micro-batches but the first without tracking statistics, then again with tracking."""
+    """Run all micro-batches but the first without `track_running_stats`, and then again with it."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
     return rest(layer)
 
 
-# Each value holds two things: a function that runs a layer on all micro-batches but the first, in
-# an unusual way; and the tolerance of the comparison.
+# The values are: a function that runs a layer on all micro-batches but the first, in an unusual
+# way; and the tolerance of the comparison.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),
@@ -197,16 +194,16 @@ def test_what_was_tracked_stays_and_nothing_twice(
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Commit each mini-batch three times. 14 samples make 7 micro-batches, even with 8 chunks."""
+    """Only the first `commit` after a mini-batch has an effect."""
     plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])
-    deferred(torch.empty(0, 3))  # An empty micro-batch does not count.
-    deferred.commit()  # If no micro-batch has run, `commit` changes nothing.
+    deferred(torch.empty(0, 3))
+    deferred.commit()  # changes nothing, because only an empty micro-batch has run
     assert_same_statistics(deferred, plain)
     for seed in range(3):
         x = batch(14, 3, seed=seed)
-        run(deferred, x.chunk(2 if chunks == 2 else 8))
+        run(deferred, x.chunk(2 if chunks == 2 else 8))  # `chunk(8)` makes 7 parts of 2 samples
         plain(x)
         for again in range(3):
             if again or chunks not in (2, 7):  # otherwise the last chunk has committed
@@ -215,7 +212,7 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """A count of kernel launches: of all operators except those that only make views."""
+    """Counts kernel launches, that is, all operators except those that only make views."""
 
     count = 0
 
@@ -232,7 +229,10 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """Count kernels. On `meta` and in CUDA's sync debug mode, a wait for the device raises."""
+    """Check that 100 layers launch as many kernels as 1 layer.
+
+    A wait for the device would raise an error on `meta`, and in CUDA's sync debug mode.
+    """
     dtype = arguments.get("dtype")
     counts = []
     for number in (1, 10, 100):
@@ -254,11 +254,7 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    """Convert layers. A converted layer shares tensors, hooks and mode with the original layer.
-
-    The two layers have separate dictionaries of tensors. A layer that occurs twice is converted to
-    one layer.
-    """
+    """Check that a converted layer shares tensors, hooks and mode with its original."""
     seen: list[type] = []
     first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)
     first.weight.requires_grad_(False)

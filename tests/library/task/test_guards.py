@@ -1,6 +1,6 @@
-"""Test that docs/how-it-works.md lists all guards, and the methods that each guard overrides.
+"""Test that docs/how-it-works.md lists all guards, and which methods each guard overrides.
 
-A guard keeps one thing equal in a forward and in its recomputation, such as random numbers.
+A guard keeps one thing the same for a forward and its recomputation, such as random numbers.
 """
 
 import importlib
@@ -28,7 +28,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the cells of each guard's row in the page's table, by the name of the guard's file."""
+    """Return the rows of the table of guards in docs/how-it-works.md, by file name."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():
@@ -39,7 +39,6 @@ def rows() -> dict[str, list[str]]:
 
 
 def guard_of(file: str) -> type[Guard]:
-    """Return the only guard that a file defines."""
     module = importlib.import_module(f"torchgpipe.task.guards.{file}")
     guards = []
     for value in vars(module).values():

@@ -1,7 +1,8 @@
 """Test that a backward in two halves gives the same bits as a whole backward.
 
-Between its two halves, a task keeps only what the second half needs. A stage describes which
-weights it leaves for the second half.
+The first half computes the gradients of inputs, and the second half those of weights. Between the
+halves, a task must keep only what the second half needs. A stage describes which weights it leaves
+to the second half.
 """
 
 import copy
@@ -135,9 +136,8 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# Each value holds three things: layers; their input; and the stage's description of its backward.
-# If the description is a number, it is the number of matrix products that compute the gradients of
-# their weights in the second half of the backward.
+# The values are: layers; their input; and how the stage describes its backward. A number stands for
+# the usual description, with so many matrix products of weights in the second half.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
@@ -201,7 +201,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
 
 
 class Tasks:
-    """Forward and backward of two micro-batches on one stage, which has a copy of the layers."""
+    """A stage with a copy of the layers, and two tasks that have run forward on it."""
 
     def __init__(
         self,
@@ -229,8 +229,8 @@ class Tasks:
                 outputs, _ = task.forward((given,), Tensor, ())
             grads: list[Tensor | None] = []
             for k, y in enumerate(outputs):
-                # If the second micro-batch has several outputs, only the first output gets a
-                # gradient.
+                # If there are several outputs, the second micro-batch has a gradient for the first
+                # output only.
                 without = i > 0 and k > 0
                 if y is None or not y.requires_grad or without:
                     grads.append(None)
@@ -239,7 +239,7 @@ class Tasks:
             self.each.append((task, tuple(grads)))
 
     def backward(self, *, split: bool, keep: bool = False) -> list[Tensor | None]:
-        """Return all gradients: first those of the inputs, then those of the parameters."""
+        """Run both tasks backward. Return the gradients of the inputs, then of the parameters."""
         kind: Kind = "backward_inputs" if split else "backward"
         found: list[Tensor | None] = []
         for task, grads in self.each:
@@ -251,7 +251,7 @@ class Tasks:
 
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Return whether all gradients are equal to the bit and have equal strides."""
+    """Return whether gradients have equal bits and equal strides."""
     for x, y in zip(found, expected, strict=True):
         if x is None or y is None:
             if x is not y:
@@ -290,8 +290,8 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
     linear_grads = (16 + 1) * vector_bytes
 
     task.backward(grads, kind="backward_inputs")
-    # The task keeps an input of a layer, the gradients of two outputs, and the norm's finished
-    # gradients.
+    # The task keeps the input of the second linear layer, the gradients of the outputs of both
+    # linear layers, and the gradients of the norm's two parameters, which are complete.
     ledger.assert_comes_to(3 * 50 * vector_bytes + norm_grads)
 
     task.backward_weights()
@@ -299,7 +299,7 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
 
 
 def once_or_twice(module: Any, x: Tensor) -> Tensor:
-    """Apply a layer once, or twice if the first number of the input is not 0.
+    """Apply a layer twice if the input's first number is not 0, and else once.
 
     In the tests, only the second micro-batch has such a number.
     """

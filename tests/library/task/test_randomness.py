@@ -1,7 +1,7 @@
 """Test the random generators of tasks, and their seeds.
 
 A task is a forward or a recomputation of one partition on one micro-batch. tests/behaviours tests
-what layers draw.
+the numbers that layers draw.
 """
 
 import threading
@@ -83,7 +83,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
     set_state = seeded._set_default
 
     def set_and_wait(state: Any) -> None:
-        """Set the state of the default generator, and wait so that another thread can run."""
+        """Set the generator's state, and let other threads run."""
         set_state(state)
         time.sleep(1e-3)
 
@@ -96,9 +96,9 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """Draw in another thread while a recomputation waits for that thread.
+    """Draw random numbers in another thread during a recomputation, which waits for this thread.
 
-    A pipeline inside a layer of another pipeline does this with its workers.
+    This happens if a layer of a pipeline calls another pipeline, whose workers draw numbers.
     """
     randomness = Randomness([torch.default_generator])
     drawn: list[Tensor] = []
@@ -121,9 +121,9 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
 def numbers(
     meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False
 ) -> list[list[float]]:
-    """Return the numbers that the tasks of a mini-batch draw.
+    """Return the random numbers of a mini-batch with two partitions.
 
-    Of the two partitions, only the first partition draws numbers.
+    Only the first partition draws numbers.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []
@@ -157,10 +157,10 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """Run inner mini-batches within a task of an outer pipeline, and within its recomputation.
+    """Run two mini-batches of an inner pipeline in a task of an outer one, and repeat the task.
 
-    The outer task draws one seed for each inner mini-batch, and no other number. So a recomputation
-    of the outer task draws the same numbers in the inner mini-batches.
+    The outer task draws one seed for each inner mini-batch, and nothing else. When it is
+    recomputed, it draws these seeds again, so the inner mini-batches draw the same numbers.
     """
     before = torch.get_rng_state()
     found = []

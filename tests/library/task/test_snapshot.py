@@ -1,4 +1,4 @@
-"""Test that other threads see the current buffers while a recomputation uses earlier values."""
+"""Test that a recomputation sees earlier buffers, while other threads see the current buffers."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from ...behaviours.parts.layers import Do
 
 
 def look(layer: Any) -> tuple[dict[str, float], float, bool]:
-    """Return a layer's state dict as numbers, its count, and its training mode."""
+    """Return a layer's state dict as numbers, its `count`, and its training mode."""
     state = {name: float(x) for name, x in layer.state_dict().items()}
     return state, float(layer.count), layer.training
 
@@ -37,8 +37,8 @@ def test_other_threads_find_the_real_buffers(engine: Any) -> None:
     with ThreadPoolExecutor(1) as counting.elsewhere:
         model = GPipe(layers, [2, 1], devices=["cpu"] * 2, **options)
         model(torch.rand(6, 2)).sum().backward()
-    # The last micro-batch is recomputed first. A recomputation starts from the buffers that the
-    # first pass of its micro-batch started from.
+    # Micro-batches are recomputed from the last to the first. Each recomputation gets the buffers
+    # as they were before the first forward of its micro-batch.
     for (here, there), n in zip(counting.seen, (3.0, 2.0, 1.0), strict=True):
         assert here == ({"count": n}, n, True)
         assert there == ({"count": 3.0}, 3.0, True)
@@ -70,7 +70,7 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
 
 
 class Elsewhere:
-    """A handle of another thread for a layer. Copies of the layer share this handle."""
+    """Runs functions in another thread. Copies of a layer share this object."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.submit = pool.submit

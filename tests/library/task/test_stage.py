@@ -62,9 +62,9 @@ def test_which_partitions_run_one_at_a_time(
 
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
-    """Check that autograd's accumulation nodes exist before threads run in anomaly mode.
+    """Check that autograd's accumulation nodes exist before threads run.
 
-    Two threads that create such a node at the same time can deadlock.
+    In anomaly mode, two threads that create the same node at the same time can deadlock.
     """
     assert StandInParameters(0, [LAYER])._nodes == []
     with torch.autograd.set_detect_anomaly(True):
@@ -76,7 +76,7 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 
 
 class Place(dict[str, Any]):
-    """A dictionary of attributes. The `count`-th assignment from now raises KeyboardInterrupt."""
+    """A dictionary whose `count`-th assignment from now on raises KeyboardInterrupt."""
 
     count = 0
 
@@ -112,9 +112,9 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """Check that a context undoes its changes to layers only when the last thread leaves it.
+    """Enter a context in two threads. Changes must stay until both threads have left it.
 
-    After a second Ctrl-C, the caller leaves while a program still runs in another thread.
+    The caller leaves first after a second Ctrl-C, while another thread still runs its tasks.
     """
     place = {"held": "parameter"}
     change = Change(place, "held", "stand-in")
@@ -187,9 +187,9 @@ def test_autocast_of_each_kind_of_device_is_seen(kind: str) -> None:
 
 
 def test_autocast_keeps_no_casts_of_weights_in_other_threads_and_recomputations() -> None:
-    """Check that autocast does not cache casts of weights in other threads and in recomputations.
+    """Check that autocast's cache of cast weights is off in other threads and in recomputations.
 
-    If several tasks used the same cast, they would share one autograd graph.
+    Two tasks that use the same cast would share a part of their autograd graphs.
     """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = AmbientModes(DEVICES)

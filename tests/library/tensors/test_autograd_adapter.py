@@ -1,7 +1,7 @@
-"""Test that PyTorch still has the private API that the library uses.
+"""Test that PyTorch still has the private names that the library uses.
 
-An error names what is missing. This file imports torchgpipe only within tests, so that it works
-even if torchgpipe cannot be imported.
+If a name is missing, the error says which. Only the tests import torchgpipe, not the file's top: so
+the tests also run if torchgpipe cannot be imported.
 """
 
 import ast
@@ -82,7 +82,7 @@ def test_still_there(name: str) -> None:
 
 
 def names_in(node: ast.AST) -> list[str]:
-    """Return the names that a syntax node imports, or the dotted name that the node stands for."""
+    """Return the names that an import statement imports, or the name of an attribute, with dots."""
     if isinstance(node, ast.ImportFrom) and node.module:
         return [f"{node.module}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is of torch and has a part that begins with a single underscore."""
+    """Return whether a name is of torch and private: a part of it begins with one underscore."""
     parts = name.split(".")
     if parts[0] != "torch" or not all(map(str.isidentifier, parts)):
         return False
@@ -101,10 +101,9 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private names of torch in a source text.
+    """Return the private names of torch in some source code.
 
-    If a name is the beginning of another name, such as `torch._C` of `torch._C._nn`, only the
-    longer name is returned.
+    Of `torch._C` and `torch._C._nn`, only the longer one is returned.
     """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

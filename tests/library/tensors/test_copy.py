@@ -1,7 +1,7 @@
-"""Test copies between devices: which stream waits for which stream, in forward and in backward.
+"""Test copies between devices: which streams wait for each other, in forward and in backward.
 
-The streams are simulated and log their calls (simulated.py). The devices are `cpu:0` and `cpu:1`,
-so no GPU is needed. test_simulated.py tests whole steps, and tests/test_cuda.py runs on real GPUs.
+The streams of the devices `cpu:0` and `cpu:1` are simulated and keep a log, so no GPU is needed.
+Whole steps are tested in test_simulated.py, and real GPUs in tests/test_cuda.py.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
-    """The copy of tensors between two tasks on two devices, without the tasks themselves."""
+    """Copies tensors from one device to the other, as between two tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
@@ -44,7 +44,7 @@ class Passage:
 
 
 def log_of_a_copy(source: str, target: str) -> list[str]:
-    """Return the expected log of a copy that runs on copy streams."""
+    """Return the log that a copy on copy streams must have."""
     return [
         f"{source} copies waits for {source} compute",
         f"memory is used by {source} copies",
@@ -82,9 +82,9 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """Copy several tensors of a task, which have one autograd node in common.
+    """Copy several tensors of a task at once. All copies have one autograd node.
 
-    So the backward sends all gradients before a stream waits for one of these gradients.
+    Therefore the backward starts to copy all gradients before any stream waits for one of them.
     """
     first = torch.rand(3, requires_grad=True)
     last = torch.rand(2, requires_grad=True)
@@ -164,7 +164,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
-    """Train plain layers and a pipeline with skips between devices, and compare all gradients."""
+    """Train a pipeline with skips between devices, and compare it with plain layers."""
     layers = partial(paired, PATTERN)
     row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []

@@ -1,4 +1,4 @@
-"""Test recordings of pipelines: mini-batches, synchronized clocks, bubbles, Perfetto files."""
+"""Test timelines of pipelines: mini-batches, synchronized clocks, bubbles, and Perfetto files."""
 
 import json
 import time
@@ -26,9 +26,9 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record steps with a clock that advances by a second whenever it is read.
+    """Record steps with a clock that advances by one second whenever it is read.
 
-    So each of the 8 tasks takes a second, and there is a second between two tasks.
+    A step has 8 tasks. Each takes one second, and one second passes between two tasks.
     """
     model = pipeline(2)
     ticks = count()
@@ -86,9 +86,9 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# Each row holds three things: the seconds by which rank 1's clock is ahead of rank 0's clock; a
-# list of rounds; and the expected error. A round holds the times when both ranks send a message,
-# and the delays of both messages.
+# Each row has three items. The first is how many seconds rank 1's clock is ahead of rank 0's clock.
+# The second is a list of exchanges: the times when both ranks send a message, and the seconds that
+# both messages take. The third is the expected bound of the error.
 
 
 @pytest.mark.parametrize(

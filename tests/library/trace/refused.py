@@ -1,4 +1,4 @@
-"""List modules that `sequential` refuses, and what the error message about each module says."""
+"""Modules that `sequential` refuses, and what the error message says about each module."""
 
 import random
 from collections.abc import Callable
@@ -73,8 +73,9 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# These forwards cannot be recorded. The expected texts of the error messages are in `SAID` and not
-# here: a message may quote a whole line of this table, and so contain every text in that line.
+# These forwards cannot be recorded. `SAID` has the expected texts of the errors. The texts are not
+# here, because an error can quote a whole line of this table: it would then contain any text in
+# that line.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
@@ -128,9 +129,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# The keys are names in `FORWARDS`. Each value holds two things: whether the error message quotes
-# the line of the forward; and other texts in the message. If a name is missing in `SAID`, the
-# message quotes the line and contains `asks_for(name)`.
+# The values, by names in `FORWARDS`: whether the error quotes the line of the forward, and other
+# texts in the error. For names that are not in `SAID`, the error quotes the line and contains
+# `asks_for(name)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),
@@ -185,7 +186,7 @@ class WithExtraState(traced.Residual):
 
 
 def recurrent() -> Module:
-    """Return a module with an LSTM, whose first dimension is time and not the batch."""
+    """Return a module with an LSTM whose first dimension is time, not the batch."""
 
     def forward(net: Any, x: Tensor) -> Any:
         output, _ = net.recurrent(x.unsqueeze(1))
@@ -203,8 +204,8 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# Each value holds three things: a function that makes a module; whether the error message quotes
-# the module's line in `FORWARDS`; and other texts in the message.
+# The values are: a function that makes a module; whether the error quotes a line of `FORWARDS`; and
+# other texts in the error.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

@@ -1,4 +1,4 @@
-"""Test errors of `sequential`, which quote a line that cannot be converted, and give advice."""
+"""Test errors of `sequential`: they quote the line that cannot be converted, and give advice."""
 
 import weakref
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_refused(name: str) -> None:
 
 
 def each_with_each(net: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return a matrix of scores: of each row of `x` (an image) with each row of `y` (a text)."""
+    """Return the scores of all pairs of a row of `x` (an image) and a row of `y` (a text)."""
     return net.a(x) @ net.b(y).t()
 
 
@@ -53,8 +53,8 @@ class Pairs(traced.Net):
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
     """Trace a module that scores all pairs of rows of `x` and `y`.
 
-    If `y` is split into micro-batches like `x`, the result lacks scores. So `y` has to be shared:
-    each micro-batch needs the whole `y`.
+    Each micro-batch needs a part of `x` and the whole `y`, so `y` must be given as shared. If `y`
+    was split too, pairs from different micro-batches would be missing.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
@@ -69,7 +69,7 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with one expert, which changes only a limited number of the rows of the input."""
+    """A mixture of experts with one expert, which changes a limited number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
 
 
 def masked(**given: Any) -> dict[str, Any]:
-    """Return arguments of `traced.Masked`, where `given` replaces some of the defaults."""
+    """Return arguments of `traced.Masked`: the defaults, replaced by `given`."""
     mask = torch.arange(WIDTH) > 2
     return {"x": rows(), "mask": mask, "double": True, **given}
 
@@ -160,7 +160,11 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Record layers that cast to a fixed dtype, without autocast. Run them under autocast."""
+    """Record layers without autocast, and run them under autocast.
+
+    The module casts to the dtype of a linear layer's output. The recorded layers would cast to a
+    constant dtype, that of the output without autocast.
+    """
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())
     with AUTOCAST:

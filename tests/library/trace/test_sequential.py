@@ -1,7 +1,7 @@
-"""Test where `sequential` cuts a module into layers, and that the module itself stays unchanged.
+"""Test where `sequential` cuts a module into layers, and that the module itself is not changed.
 
-The tests also turn a module into a planned pipeline with `pipeline`.
-tests/behaviours/test_any_model.py tests that the layers compute the same as the module.
+The tests also plan pipelines of modules by `pipeline`. tests/behaviours/test_any_model.py tests
+that the layers compute the same as the module.
 """
 
 import copy
@@ -43,9 +43,8 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# Each value holds a module and a text for each of its layers. The text names the first submodule in
-# the layer, followed by a + for each skip that the layer stashes, and a - for each skip that the
-# layer pops.
+# Each value has a module, and a text for each of its layers: the layer's first submodule, then a +
+# for each skip that the layer stashes and a - for each skip that it pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
@@ -146,8 +145,8 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-# torch.compile reads all attributes of a layer's input, also `.grad`. So it warns also when plain
-# layers run.
+# torch.compile reads all attributes of a layer's input, even `.grad`. The warning also comes
+# without a pipeline.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_in_place, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
@@ -227,7 +226,7 @@ def test_deferred_batch_norm() -> None:
 
 
 class Mixed(Module):
-    """A module that uses its parameters in another order than the order of their names."""
+    """A module that does not use its parameters in alphabetical order."""
 
     ORDER = "chafdbge"
 
@@ -243,9 +242,10 @@ class Mixed(Module):
 
 
 def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
-    """Check that parameters are in the order of their use, and that the sample does not change.
+    """Check the order of parameters, and that the sample does not change.
 
-    The order has to be the same in every process, because an optimizer's state depends on it.
+    Parameters are in the order in which the module uses them. This order is the same in every
+    process. An optimizer's state depends on it.
     """
     sample = -torch.ones(5, traced.WIDTH)
     changing = Sequential(ReLU(inplace=True), Mixed())

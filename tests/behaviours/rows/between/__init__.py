@@ -1,7 +1,7 @@
-"""Rows (test cases) with PyTorch modes around a pipeline, or changes between forward and backward.
+"""Test cases with PyTorch modes around a pipeline, or with changes between forward and backward.
 
-Modes take effect in the layers. A recomputation runs under the conditions of the first forward
-pass, or raises an error.
+Layers must see the modes. A recomputation must run under the same conditions as the first forward
+pass, or raise an error.
 """
 
 from . import changes, modes, passes

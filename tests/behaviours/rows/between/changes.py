@@ -1,6 +1,6 @@
-"""Rows (test cases) with a change between forward and backward.
+"""Test cases with a change between forward and backward.
 
-Some changes are harmless. For other changes, the pipeline must raise an error.
+Some changes do no harm. For others, the pipeline must raise an error.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def norm_then_linear(self: Any, x: Tensor) -> Tensor:
 
 
 def block() -> nn.Module:
-    """Return a layer with a norm and a linear layer inside, which a test can replace."""
+    """Return a layer of a norm and a linear layer, which tests replace."""
     return Do(norm_then_linear, norm=nn.LayerNorm(WIDTH), linear=linear())
 
 
@@ -53,7 +53,6 @@ def times_constant(self: Any, x: Tensor) -> Tensor:
 
 
 def scale() -> nn.Module:
-    """Return a layer that multiplies its input by a constant buffer."""
     return Do(times_constant, by=torch.full((1,), 2.0))
 
 

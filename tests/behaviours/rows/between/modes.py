@@ -1,4 +1,4 @@
-"""Rows (test cases) with modes of PyTorch that change the results of functions and operators."""
+"""Test cases with PyTorch modes that change the results of functions and operators."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ one_at_a_time = threading.Lock()
 
 
 class Functions(TorchFunctionMode):
-    """A `TorchFunctionMode` that multiplies the result of tanh by `by(calls)`, by default 2."""
+    """A `TorchFunctionMode` that multiplies results of tanh by `by(calls)`, by default 2."""
 
     only_watches = False
 
@@ -34,7 +34,7 @@ class Functions(TorchFunctionMode):
 
 
 def once(calls: list[int]) -> int:
-    """Increment the counter of calls, and return 1."""
+    """Count a call, and return 1."""
     with one_at_a_time:
         calls[0] += 1
     return 1
@@ -45,7 +45,7 @@ def as_often_as_called(calls: list[int]) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """A `TorchDispatchMode` that doubles the result of tanh."""
+    """A mode that doubles results of tanh."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Return a value that depends on the active modes and on the default dtype."""
+    """Return a value that depends on the default dtype, and on modes that change tanh."""
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits
 
@@ -79,9 +79,9 @@ def met() -> nn.Sequential:
 def within(
     forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext
 ) -> Callable[[nn.Module, Tensor], Any]:
-    """Return a use (a function of a model and an input) that runs passes within context managers.
+    """Return a function that runs two steps of a model with context managers around the passes.
 
-    The use runs two steps: each forward within `forward()`, and each backward within `backward()`.
+    Each forward runs within `forward()`, and each backward within `backward()`.
     """
 
     def use(run: nn.Module, x: Tensor) -> Any:
@@ -101,7 +101,7 @@ def within(
 
 
 def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) -> list[int]:
-    """Run a step, with the forward within a mode that counts calls of tanh. Return the count."""
+    """Run the forward of a step under a mode that counts calls of tanh. Return the count."""
     mode = Functions(by)
     mode.only_watches = safe
     with mode:

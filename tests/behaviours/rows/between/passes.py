@@ -1,4 +1,4 @@
-"""Rows (test cases) with context managers around forward, backward, or whole steps."""
+"""Test cases with context managers around forward, around backward, or around whole steps."""
 
 import contextvars
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ ON_META = partial(torch.device, "meta")
 
 
 class Loss(Tensor):
-    """A tensor subclass. PyTorch disables `__torch_function__` during this tensor's backward."""
+    """A tensor subclass. In its `backward()`, PyTorch disables `__torch_function__`."""
 
 
 def scale_by_subclasses(_: Any, x: Tensor) -> Tensor:

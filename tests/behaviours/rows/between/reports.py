@@ -1,4 +1,4 @@
-"""`Report`, a layer that records the PyTorch modes in which it runs."""
+"""`Report`, a layer that records in which PyTorch modes it runs."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,6 @@ from torchgpipe import is_checkpointing, is_recomputing
 
 
 class Report(nn.Module):
-    """A layer that records in `seen` the PyTorch modes in which it runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
@@ -25,7 +23,7 @@ class Report(nn.Module):
 
 
 def seen(run: nn.Module) -> list[str]:
-    """Return the modes that all `Report` layers of a model have recorded."""
+    """Return what all `Report` layers have recorded."""
     found: set[str] = set()
     for module in run.modules():
         if isinstance(module, Report):

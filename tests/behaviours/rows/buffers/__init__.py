@@ -1,4 +1,4 @@
-"""Rows (test cases) where a pass changes or replaces buffers, parameters, inputs or outputs."""
+"""Test cases in which a pass changes or replaces buffers, parameters, inputs or outputs."""
 
 from . import held, in_place, parameters
 

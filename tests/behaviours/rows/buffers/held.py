@@ -1,4 +1,4 @@
-"""Rows (test cases) with buffers that layers read and change in forward."""
+"""Test cases with buffers that layers read and change in forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ LARGE = buffers.SMALL // 4 + 1
 
 
 class Holds(nn.Module):
-    """A layer that scales its input by buffers, and changes the buffers in training."""
+    """A layer that scales by its buffers, and changes them in training."""
 
     def __init__(self, change: Callable[[Any], object], size: int = 2) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def register_late(layer: Any) -> None:
 
 
 def once(layer: Any) -> None:
-    """Replace a layer's buffer at the first call only, like a cache that grows once."""
+    """Replace a layer's buffer in the first call, like a cache that grows."""
     if "grown" not in vars(layer):
         layer.grown, layer.buffer = True, layer.buffer + 1
 
@@ -109,7 +109,7 @@ def adapt_then_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def adapts() -> nn.Module:
-    """Return a layer that changes the running statistics of a batch norm that is in eval mode."""
+    """Return a layer with a batch norm in eval mode, whose running statistics the layer changes."""
     norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
     return Do(adapt_then_norm, norm=norm)
 
@@ -119,7 +119,7 @@ def count_and_scale(layer: Any, _: Any, y: Tensor) -> Tensor:
 
 
 def counts() -> nn.Module:
-    """Return a batch norm with an additional buffer, which a forward hook of the norm changes."""
+    """Return a batch norm with a forward hook that changes one more buffer."""
     norm = nn.BatchNorm1d(WIDTH)
     norm.register_buffer("seen", torch.ones(()))
     norm.register_forward_hook(count_and_scale)
@@ -131,7 +131,7 @@ def times_attribute(self: Any, x: Tensor) -> Tensor:
 
 
 def marked() -> nn.Module:
-    """Return a layer with a buffer that has a Python attribute."""
+    """Return a layer whose buffer has a Python attribute."""
     layer = Do(times_attribute, buffer=torch.ones(WIDTH))
     vars(layer.buffer)["scale"] = 3.0
     return layer
@@ -152,7 +152,7 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Return layers where two layers, in two partitions, have views of the same buffer."""
+    """Build layers where two partitions have views of the same buffer."""
     buffer = torch.ones(WIDTH)
     one = Do(add_and_scale, buffer=buffer)
     other = Do(add_and_scale, buffer=buffer.view(1, -1))
@@ -165,12 +165,12 @@ def norm_by_function(self: Any, x: Tensor) -> Tensor:
 
 
 def own_norm() -> nn.Module:
-    """Return a custom norm (not a class of PyTorch) that reads its running statistics."""
+    """Return a norm that is not of a class of PyTorch, with running statistics."""
     return Do(norm_by_function, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
 
 
 def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
-    """Return layers where the first and the last layer, in different partitions, share a norm."""
+    """Build layers where the first and the last partition share a norm."""
     norm = make()
     return nn.Sequential(nn.Sequential(norm), linear(), linear(), nn.Sequential(norm))
 

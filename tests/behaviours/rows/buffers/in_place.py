@@ -1,4 +1,4 @@
-"""Rows (test cases) with inputs and outputs that layers or the caller change in place."""
+"""Test cases in which layers or the caller change inputs or outputs in place."""
 
 from functools import partial
 from typing import Any
@@ -20,13 +20,13 @@ def relu() -> nn.Module:
 
 
 def relu_within() -> nn.Module:
-    """Return a layer with an in-place ReLU deep inside, which changes the layer's input."""
+    """Return nested layers, where an in-place ReLU changes the outermost input."""
     inner = nn.Sequential(nn.Flatten(), relu())
     return nn.Sequential(nn.Identity(), inner, linear())
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Add 1 to the input in place. A layer of this function has no attribute `inplace`."""
+    """Add 1 in place. Unlike ReLU, this function makes a layer without the attribute `inplace`."""
     return x.add_(1)
 
 
@@ -44,7 +44,7 @@ def times_weight(self: Any, x: Tensor) -> Tensor:
 def weighted() -> nn.Module:
     """Return a layer that multiplies its input by a parameter in place.
 
-    In a pipeline, the layer changes a copy. The copy can require grad although the input does not.
+    A pipeline lets the layer change a copy. The copy requires grad, even if the input does not.
     """
     return Do(times_weight, weight=nn.Parameter(torch.ones(WIDTH)))
 
@@ -69,11 +69,10 @@ def summed() -> nn.Module:
 
 
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
-    """Run a step with an in-place first layer, and return the input, which must be unchanged.
+    """Run a step whose first layer works in place. Return the input, which must not change.
 
-    Without a pipeline, a ReLU that does not work in place replaces the first layer. There,
-    micro-batches are views of a split tensor, and PyTorch does not allow to change these views in
-    place.
+    For plain layers, the first layer does not work in place: their micro-batches are views of one
+    tensor, and PyTorch raises an error if such a view is changed in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()
@@ -91,7 +90,7 @@ def changed_after(run: Any, x: Tensor) -> list[Tensor]:
 
 
 def changed_before_backward(run: Any, x: Tensor) -> None:
-    """Change an output in place although the backward of sigmoid needs the output."""
+    """Change an output in place that is needed by the backward of sigmoid."""
     y = run(x)
     y.mul_(2)
     y.sum().backward()
@@ -110,9 +109,9 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # A pipeline copies the input of a layer with the attribute `inplace` if this input is the
-    # partition's input. It is the partition's input if the layer is the first layer, or if all
-    # previous layers return their inputs.
+    # A pipeline copies a partition's input for an in-place layer (one with the attribute
+    # `inplace`). The layer gets this input if it is the partition's first layer, or if all layers
+    # before it return their inputs.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

@@ -1,4 +1,4 @@
-"""Rows (test cases) with parameters that layers inspect, replace or freeze in their forward."""
+"""Test cases with layers that inspect, replace or freeze their parameters in forward."""
 
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from .held import holding
 
 
 class Kind(Parameter):
-    """A subclass of `Parameter`, for a layer that checks the types of its parameters."""
+    """A subclass of `Parameter`."""
 
 
 class Looks(nn.Module):
-    """A layer that checks its parameters: their types, their attributes, and which are tied."""
+    """A layer that checks its parameters in forward: their types, attributes and ties."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows (test cases) about gradients: frozen layers, hooks, and unusual backward passes."""
+"""Test cases about gradients: frozen layers, hooks, and unusual backward passes."""
 
 from . import backwards, layers
 

@@ -1,7 +1,7 @@
-"""Rows (test cases) with unusual backward passes.
+"""Test cases with unusual backward passes.
 
-For example, a backward starts from only one of two outputs, or runs twice, or accumulates
-gradients. Or several backwards run in another order than their forwards.
+Examples: a backward of one of two outputs, a second backward, gradients that accumulate, and
+backwards in another order than their forwards.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def both(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_outputs() -> nn.Module:
-    """Return a layer with two outputs, which are computed with different parameters."""
+    """Return a layer that computes two outputs with separate parameters."""
     return Do(both, one=linear(), other=nn.Linear(WIDTH, 3))
 
 
@@ -109,9 +109,9 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 
 
 def gradients_that_are_views(run: nn.Module, x: Tensor) -> list[bool]:
-    """Make each `.grad` a view of one tensor, like some optimizers do, and run two steps.
+    """Set each `.grad` to a view of one tensor, like some optimizers do, and run two steps.
 
-    Return for each parameter whether `.grad` is still the view.
+    Return whether each `.grad` is still its view.
     """
     parameters = [*run.parameters()]
     memory = torch.zeros(len(parameters), WIDTH * WIDTH)
@@ -181,7 +181,7 @@ def one_after_itself(run: nn.Module, x: Tensor) -> None:
 def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
     """Run backward twice without `retain_graph`, so that the pipeline must raise an error.
 
-    The backward of a sum does not need saved tensors. So PyTorch itself does not raise.
+    PyTorch itself does not raise: the backward of a sum needs no saved tensors.
     """
     loss = run(x).sum()
     loss.backward()
@@ -190,9 +190,9 @@ def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
 
 
 def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
-    """Run a backward with `create_graph=True`, which the pipeline refuses.
+    """Run a backward with `create_graph=True`, for which the pipeline must raise an error.
 
-    After the error, no parameter has a gradient, and a backward without the option works.
+    Then no parameter may have a gradient, and a backward without this option must work.
     """
     loss = loss_of(run, x)
     try:
@@ -219,9 +219,9 @@ OF_ONE: dict[str, Use] = {
     "`torch.autograd.grad`": grad_of_one,
     "`backward(inputs=…)`": backward_of_one,
 }
-# Gradients are equal up to rounding. With plain layers, autograd adds up the gradients of all
-# micro-batches before it adds them to `.grad`. A pipeline adds up the gradients of each mini-batch
-# and of each backward separately.
+# Gradients are equal only up to rounding. With plain layers, autograd adds up the gradients of all
+# micro-batches and then adds the sum to `.grad`. A pipeline does so for each mini-batch and for
+# each backward separately.
 SUMS: dict[str, Use] = {
     "retain_graph, twice": retained,
     "several mini-batches before a backward": several_mini_batches,

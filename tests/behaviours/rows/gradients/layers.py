@@ -1,4 +1,4 @@
-"""Rows (test cases) with layers that are frozen, have hooks, or compute gradients in forward."""
+"""Test cases with layers that are frozen, have hooks, or compute gradients in forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ def doubled(grad: Tensor) -> Tensor:
 
 
 def double_all(_: nn.Module, grads: Any, __: Any) -> tuple[Tensor, ...]:
-    """Double the gradients of a layer's inputs. (This function is a full backward hook.)"""
+    """Double the gradients of inputs, as a full backward hook."""
     return tuple(2 * grad for grad in grads)
 
 
@@ -39,7 +39,7 @@ def hook_gradients(run: Any, _: Tensor) -> None:
 
 
 def hooked_once(run: Any, x: Tensor) -> None:
-    """Run steps with a forward hook that removes itself at its first call."""
+    """Run steps with a forward hook that removes itself when it is called."""
 
     def triple_once(*args: Any) -> Any:
         handle.remove()
@@ -54,7 +54,7 @@ def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
 
 
 def hooked_all(run: nn.Module, x: Tensor) -> None:
-    """Run a forward with a global hook for all modules, and the backward without the hook."""
+    """Run forward with a global hook for all modules, and backward without it."""
     handle = register_module_forward_hook(double_of_linear)
     amid(lambda *_: handle.remove())(run, x)
 
@@ -69,7 +69,7 @@ def always_hooked(_: Any, x: Tensor) -> Tensor:
 
 
 def gradients_of_samples(x: Tensor) -> Tensor:
-    """Return the gradient of a loss by each sample, computed with `torch.func.vmap` and `grad`."""
+    """Return the gradient of each sample's loss, by `torch.func.vmap` and `grad`."""
 
     def loss(sample: Tensor) -> Tensor:
         return sample.tanh().square().sum()
@@ -134,7 +134,7 @@ def thaw(run: nn.Module, _: Tensor) -> None:
 
 
 def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
-    """Run two steps. Before each step, compute a layer's buffer from a parameter of the layer."""
+    """Run two steps. Before each, compute a layer's buffer from one of its parameters."""
     found = []
     for _ in range(2):
         run[1].by = run[1].scale.exp()
@@ -143,7 +143,7 @@ def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
 
 
 def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
-    """Run steps, and then delete the autograd graph that the layer keeps."""
+    """Run steps, and then delete the graph that a layer keeps."""
     seen = steps(run, x)
     run[1].kept = None
     return seen

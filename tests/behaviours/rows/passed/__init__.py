@@ -1,7 +1,7 @@
-"""Rows (test cases) about tensors that enter a pipeline, pass between partitions, or leave it.
+"""Test cases about tensors that enter a pipeline, pass between partitions, or leave it.
 
-The rows vary the tensors, the attributes of tensors, the sizes of batches and partitions, and the
-skip connections.
+They vary the tensors, the attributes of tensors, the sizes of batches and partitions, and the skip
+connections.
 """
 
 from . import attributes, sizes, skips, tensors

@@ -1,4 +1,4 @@
-"""Rows (test cases) with tensors that have Python attributes, and with named tuples."""
+"""Test cases with tensors that have Python attributes, and with named tuples."""
 
 from fractions import Fraction
 from functools import partial
@@ -20,7 +20,7 @@ HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
-    """Return tanh of a tensor, with the given Python attributes or some default attributes."""
+    """Return tanh of a tensor, and give it these Python attributes (or default ones)."""
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
     y = x.tanh()
@@ -29,7 +29,7 @@ def marked(x: Tensor, **attributes: Any) -> Tensor:
 
 
 def scaled(x: Any) -> Tensor:
-    """Return a value that depends on the Python attributes of a tensor."""
+    """Return a value that depends on a tensor's Python attributes."""
     scale = float(getattr(x, "scale", 1.0))
     names = getattr(x, "names", "x")
     return x * scale * len(names)
@@ -61,9 +61,11 @@ def with_a_marked_skip() -> nn.Sequential:
 
 
 def handing_on(make: Any, take: Any) -> Any:
-    """Return a function that builds a model in which layers pass a named tuple on.
+    """Return a factory of layers that pass a named tuple on.
 
-    `make` builds the named tuple from two tensors. `take` computes a tensor from the named tuple.
+    Args:
+        make: Makes the named tuple from a tuple of two tensors.
+        take: Computes a tensor from the named tuple.
     """
 
     def hand_on(_: Any, x: Tensor) -> Any:
@@ -91,7 +93,7 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return whether the output is a `Pair` (a named tuple), and the first tensor of the output."""
+    """Return whether the output is a named tuple of type `Pair`, and the first tensor in it."""
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

@@ -1,4 +1,4 @@
-"""Rows (test cases) about dtypes, batch sizes, sizes of partitions, and options turned off."""
+"""Test cases about dtypes, sizes of batches and partitions, and options that are turned off."""
 
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ def batch(size: int) -> Tensor:
 
 
 def cast(x: Tensor, to: torch.dtype) -> Tensor:
-    """Cast a tensor to a dtype. If complex numbers become real numbers, keep the real part."""
+    """Cast a tensor. Complex numbers become real by dropping the imaginary part."""
     if x.is_complex() and not to.is_complex:
         x = x.real
     return x.to(to)
 
 
 def typed(*types: torch.dtype) -> Any:
-    """Return a function that builds a model with layers of the given dtypes, one after another."""
+    """Return a factory of layers, with one linear layer for each of these dtypes."""
     factories: list[Any] = []
     for dtype in types:
         to_dtype = partial(cast, to=dtype)

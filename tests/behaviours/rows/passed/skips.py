@@ -1,4 +1,4 @@
-"""Rows (test cases) with skip connections, over other layers and to other partitions."""
+"""Test cases with skip connections, over other layers and between partitions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,9 +56,12 @@ def constant(x: Tensor, _: Tensor) -> Tensor:
 
 
 def stashing(names: str = "a", stashed: Stashed = of_input, *, pops: str = "") -> Any:
-    """Return a linear layer that stashes (stores) the skips `names` and pops the skips `pops`.
+    """Return a linear layer that also stashes (stores) and pops (takes) skips.
 
-    Each letter is the name of a skip.
+    Args:
+        names: The skips to stash. Each letter is the name of a skip.
+        stashed: What to store.
+        pops: The skips to pop. Each letter is the name of a skip.
     """
     return with_skips(linear(), dict.fromkeys(names, stashed), dict.fromkeys(pops, torch.mul))
 
@@ -68,10 +71,12 @@ def popping(names: str = "a") -> Any:
 
 
 def paired(pattern: str, stashed: Stashed = of_input) -> nn.Sequential:
-    """Build a model with one layer for each symbol in `pattern`.
+    """Build a model with one layer for each symbol of `pattern`.
 
-    `[` stashes (stores) a skip. `]` pops the latest skip that is open, and `)` pops the earliest
-    skip that is open. `-` is a linear layer.
+    - `[` stashes (stores) a skip.
+    - `]` pops (takes) the latest skip that no layer has popped.
+    - `)` pops the earliest such skip.
+    - `-` is a linear layer.
     """
     open: list[Namespace] = []
     layers: list[Any] = []
@@ -97,7 +102,7 @@ def popped_and_stashed() -> nn.Sequential:
 
 
 def output_changed(*between: nn.Module) -> nn.Sequential:
-    """Build layers that stash an output as a skip, and later change the output in place."""
+    """Build layers that stash an output, and then change this output in place."""
     stashes = stashing("a", the_output)
     return nn.Sequential(stashes, *between, nn.ReLU(inplace=True), linear(), popping())
 

@@ -1,4 +1,4 @@
-"""Rows (test cases) about tensors that layers receive and return, and outputs that are refused."""
+"""Test cases about tensors that layers take and return, and about outputs that are refused."""
 
 from functools import partial
 from typing import Any
@@ -22,10 +22,9 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a function that builds a model of the given layers.
+    """Return a factory of these layers.
 
-    `linear` and `first` are functions that build a layer. Any other function is used as the forward
-    of a layer.
+    `linear` and `first` build layers. Any other function is itself the forward of a layer.
     """
     factories = []
     for given in layers:
@@ -38,7 +37,7 @@ def of(*layers: Any) -> Any:
 
 
 def ids() -> Tensor:
-    """Return an input with one integer for each sample."""
+    """Return an integer for each sample."""
     return torch.arange(8).remainder(5)
 
 
@@ -179,7 +178,7 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple for the last micro-batch, which is smaller. Otherwise return a tensor."""
+    """Return a tuple for the last micro-batch, which is smaller, and else a tensor."""
     if len(a) > 2:
         return a
     return (a,)
@@ -192,7 +191,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Return a value that depends on which of the inputs require grad."""
+    """Return a value that depends on which inputs require grad."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:
@@ -211,7 +210,7 @@ ask_of_detached = made(
 def undivided(run: Any, x: Tensor) -> Any:
     """Run backward from the output of a single micro-batch, which is a scalar loss.
 
-    Plain layers must not concatenate the output, because a scalar cannot be concatenated.
+    `Plain` would concatenate outputs, which fails for a scalar. So call its layers directly.
     """
     y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
     y.backward()
@@ -221,8 +220,8 @@ def undivided(run: Any, x: Tensor) -> Any:
 def at_last(run: Any, x: Tensor) -> Any:
     """Run three steps, and return the outputs of the third step.
 
-    From the second step on, a layer detaches its output. In a pipeline, the next partition does
-    not see this change before the third step.
+    From the second step on, a layer detaches its output. The next partition of a pipeline does not
+    notice this before the third step.
     """
     for number in range(3):
         run[1].detach = number > 0

@@ -1,8 +1,9 @@
-"""Rows (test cases) about random numbers and norms.
+"""Test cases about random numbers and norms.
 
-A recomputation draws the random numbers of its forward, and does not update running statistics
-again. The layer `Draw` (../../parts/draw.py) records the random numbers of first forward passes,
-and the plain layers (the same layers without a pipeline) use these numbers.
+A recomputation must draw the random numbers of its forward again, and must not update running
+statistics a second time. The plain layers, which run without a pipeline, cannot draw the same
+numbers as a pipeline. Instead, they use the numbers that `Draw` layers (../../parts/draw.py) have
+recorded in the pipeline.
 """
 
 from . import draws, norms

@@ -1,4 +1,4 @@
-"""Rows (test cases) with layers that draw random numbers."""
+"""Test cases with layers that draw random numbers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -125,7 +125,7 @@ DRAWS: dict[str, Drawn] = {
 
 
 def set_back(x: Tensor) -> Tensor:
-    """Draw numbers. Check that a layer can set and restore the generator's state and seed."""
+    """Draw numbers. Check that a layer can change and restore the generator's state and seed."""
     state = torch.get_rng_state()
     first = torch.rand_like(x)
     torch.set_rng_state(state)
@@ -141,8 +141,8 @@ def set_back(x: Tensor) -> Tensor:
 def sometimes(x: Tensor) -> Tensor:
     """Draw random numbers, but only in some micro-batches.
 
-    A worker thread learns from the first micro-batch whether its layers draw random numbers. If
-    a later micro-batch does not agree, the worker raises an error.
+    A worker thread learns from the first micro-batch whether its layers draw random numbers. If a
+    later micro-batch differs in this, the worker raises an error.
     """
     if x.detach()[0, 0] > 5:
         return torch.rand_like(x)
@@ -181,10 +181,7 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers, where only `layer` can draw random numbers.
-
-    `layer` is in the second partition.
-    """
+    """Return a factory of layers, where only `layer`, in the second partition, may draw."""
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 
@@ -201,7 +198,7 @@ def rising() -> Tensor:
 
 
 def assert_apart(run: nn.Module) -> None:
-    """Assert that no two tasks of a pipeline have drawn the same random numbers."""
+    """Assert that all tasks of a pipeline drew different random numbers."""
     drawn: list[Tensor] = []
     for layer in drawing(run):
         if layer.recorded:
@@ -212,14 +209,14 @@ def assert_apart(run: nn.Module) -> None:
 
 
 def all_differ(run: nn.Module, x: Tensor) -> Any:
-    """Run a step, and assert that micro-batches and partitions drew different random numbers."""
+    """Run a step. All micro-batches and partitions must draw different random numbers."""
     shown = step(run, x)
     assert_apart(run)
     return shown
 
 
 def under_way(run: nn.Module, x: Tensor) -> Any:
-    """Run two forwards, then both backwards, and assert that all tasks drew different numbers."""
+    """Run two forwards and then their backwards. All tasks must draw different numbers."""
     outputs = [run(x), run(x)]
     for y in outputs:
         y.sum().backward()
@@ -228,7 +225,7 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
 
 
 def takes_nothing(act: Callable[[], object]) -> bool:
-    """Call `act`, and return whether the state of the caller's random generator is unchanged."""
+    """Return whether `act` leaves the caller's random generator unchanged."""
     before = torch.get_rng_state()
     act()
     return torch.equal(torch.get_rng_state(), before)

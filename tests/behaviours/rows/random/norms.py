@@ -1,6 +1,6 @@
-"""Rows (test cases) with norms, where a recomputation must not update running statistics again.
+"""Test cases with norms, where a recomputation must not update running statistics again.
 
-With deferred batch norm, running statistics are updated once for each mini-batch.
+Deferred batch norm updates running statistics only once for each mini-batch.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def given(size: int = 14) -> Tensor:
 
 
 def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds layers with a norm, for inputs of the shape (N, 2, 3, 3)."""
+    """Return a factory of layers with a norm, for inputs of shape (N, 2, 3, 3)."""
     conv, head = partial(nn.Conv2d, 2, 4, 1), partial(nn.Linear, 36, 3)
     return made(conv, norm, nn.ReLU, nn.Flatten, head)
 
 
 class Shifted(nn.BatchNorm2d):
-    """A batch norm whose output depends on the running statistics even in training."""
+    """A batch norm whose output in training also depends on its running statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None
@@ -87,7 +87,7 @@ def failing() -> nn.Sequential:
 
 
 def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
-    """Return a use (a function of a model and an input) that lets a pass fail, then runs a step.
+    """Return a function that lets a forward, recomputation or backward fail, and then runs a step.
 
     The failed pass must leave no trace in buffers or in `track_running_stats`.
     """

@@ -1,8 +1,7 @@
-"""Rows (test cases) with PyTorch's tools for training, such as `DistributedDataParallel`.
+"""Test cases with PyTorch's tools for training, such as `DistributedDataParallel`.
 
-With a pipeline, a tool works like without a pipeline, or the pipeline raises an error.
-
-docs/works-with.md shows these rows with their notes. Most of the code that uses the tools is in
+With a pipeline, a tool must work as it does without one, or the pipeline must raise an error.
+docs/works-with.md has a table of these test cases. Most of the code that uses the tools is in
 examples/works_with.py.
 """
 

@@ -1,4 +1,4 @@
-"""Rows (test cases) with layers that are adapted or parametrized, and with gradient transforms."""
+"""Test cases with layers that are adapted or parametrized, and with gradient transforms."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def base_and_adapter(self: Any, x: Tensor) -> Tensor:
 
 
 def adapted(base: nn.Linear) -> nn.Module:
-    """Freeze a linear layer, and return a layer that adds a trainable adapter to it (LoRA)."""
+    """Freeze a linear layer, and add a trainable adapter to it (LoRA)."""
     down = nn.Linear(base.in_features, 2, bias=False)
     up = nn.Linear(2, base.out_features, bias=False)
     base.requires_grad_(False)

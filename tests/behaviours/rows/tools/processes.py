@@ -1,4 +1,4 @@
-"""Rows (test cases) with saved states, the device `meta`, other processes, and the profiler."""
+"""Test cases with saved states, the device `meta`, other processes, and the profiler."""
 
 from typing import Any
 

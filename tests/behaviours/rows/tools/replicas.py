@@ -1,4 +1,4 @@
-"""Rows (test cases) with data parallelism: two processes have replicas or shards of a pipeline."""
+"""Test cases with data parallelism, where two processes have replicas or shards of a pipeline."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def of_this_rank() -> Batches:
 def replicated(
     name: str, use: Use = train, note: str = "", change: Change = unchanged, **options: Any
 ) -> Row:
-    """Return a row (test case) that trains with `DistributedDataParallel` over two ranks.
+    """Return a test case that trains with `DistributedDataParallel` over two ranks.
 
     Each rank has its own mini-batches.
     """
@@ -61,7 +61,7 @@ def taken_branch(self: Any, x: Tensor) -> Tensor:
 
 
 def put_two_branches(layers: Any) -> None:
-    """Replace a layer by a layer with two branches. It uses the branch with the number `taken`."""
+    """Replace a layer by two branches. The attribute `taken` says which one runs."""
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(taken_branch, branches=branches, taken=0)
 
@@ -96,7 +96,7 @@ def parallelize(layers: Any) -> None:
 
 
 class Synchronized(nn.Module):
-    """A norm that subtracts the mean over the samples of all processes."""
+    """Subtracts the mean over the samples of all processes."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)

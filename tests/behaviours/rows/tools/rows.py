@@ -1,4 +1,4 @@
-"""The model, the mini-batches and helper functions for all rows (test cases) in this folder."""
+"""The model, the mini-batches and the functions that all test cases of this folder share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ ALONE: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """A residual layer with a linear layer inside, which tools change.
+    """A residual layer. Tools change the linear layer in it.
 
     The class is at the top of a module, so that other processes can import it.
     """
@@ -39,16 +39,16 @@ def unchanged(_: Any) -> None:
 
 
 def layers(change: Change = unchanged) -> nn.Sequential:
-    """Build the model, and apply `change` to it before it becomes a pipeline."""
+    """Build the model, and apply `change` to it."""
     made = nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
     change(made)
     return made
 
 
 def batches(rank: int = 0) -> Batches:
-    """Return three mini-batches, which differ from rank to rank.
+    """Return three mini-batches of a rank, different on each rank.
 
-    A mini-batch has 10 samples, so that the last of four micro-batches is smaller.
+    A mini-batch has 10 samples, so the last of its four micro-batches is smaller.
     """
     drawn: Batches = []
     for _ in range(3 * rank + 3):
@@ -70,11 +70,11 @@ def then(change: Change) -> Use:
 
 
 def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
-    """Return a row (test case) with the model and the mini-batches that all tools share."""
+    """Return a test case with the common model and mini-batches."""
     given: dict[str, Any] = {"layers": layers, "given": batches, "balance": (2, 2), "chunks": 4}
     return Row(name, use=use, note=note, **given | options)
 
 
 def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
-    """Return a row (test case) that changes the layers before they become a pipeline."""
+    """Return a test case in which `change` changes the layers before they become a pipeline."""
     return tool(name, note=note, layers=partial(layers, change), **options)

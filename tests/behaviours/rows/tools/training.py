@@ -1,4 +1,4 @@
-"""Rows (test cases) with tools around a training step, with compilers, and with exporters."""
+"""Test cases with tools around a training step, with compilers, and with exporters."""
 
 from functools import partial
 from typing import Any
@@ -30,15 +30,15 @@ graphs: list[object] = []
 
 
 def backend(graph: Any, inputs: object) -> Any:
-    """Record a graph that `torch.compile` compiles, and return the graph unchanged."""
+    """Record the graph, and return it unchanged."""
     graphs.append(graph)
     return graph
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and assert that `torch.compile` has compiled something exactly if `compiled` is true.
+    """Train, and assert that `torch.compile` compiled something if, and only if, `compiled`.
 
-    Workers that compile a layer at the same time can compile it more than once.
+    How often it compiled is not checked: several workers can compile the same layer at once.
     """
     graphs.clear()
     torch.compiler.reset()

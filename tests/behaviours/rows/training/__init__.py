@@ -1,4 +1,4 @@
-"""Rows (test cases) of training, which benchmarks/conformance.py also runs on other projects."""
+"""Test cases of training, which benchmarks/conformance.py also runs on other projects."""
 
 from . import gradients, passed, states
 

@@ -1,4 +1,4 @@
-"""Rows (test cases) about random numbers, batch norm, gradients, criteria and optimizers."""
+"""Test cases about random numbers, batch norm, gradients, criteria and optimizers."""
 
 from functools import partial
 

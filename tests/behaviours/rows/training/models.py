@@ -1,4 +1,4 @@
-"""Layers and optimizers for the rows (test cases) of several files."""
+"""Layers and optimizers that test cases of several files use."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds the usual model, with functions as layers in the middle."""
+    """Return a factory of the usual model, with functions as its middle layers."""
     return lambda: mlp(*map(layer, functions))
 
 
 def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds the usual model, with the given layers in the middle."""
+    """Return a factory of the usual model, with these middle layers."""
     return lambda: mlp(*(layer() for layer in layers))
 
 

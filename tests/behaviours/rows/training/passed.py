@@ -1,4 +1,4 @@
-"""Rows (test cases) about the split into micro-batches, and about tensors between partitions."""
+"""Test cases about the split into micro-batches, and about tensors between partitions."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ Two = tuple[Tensor, Tensor]
 
 
 class Residual(nn.Module):
-    """A module whose last layer also uses the output of the first layer."""
+    """A module whose last layer also uses the first layer's output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows (test cases) about saved states, evaluation, and exceptions."""
+"""Test cases about saved states, evaluation, and exceptions."""
 
 from functools import partial
 
@@ -29,14 +29,14 @@ RAISES = "Every rank raises, and none hangs or is killed."
 
 
 def raising_in(phase: str) -> nn.Sequential:
-    """Return layers with a layer in the middle that raises once, in forward or in backward."""
+    """Build layers, of which the middle one raises once in forward or in backward."""
     fails = Fails()
     fails.fail(phase, ValueError(ON_PURPOSE))
     return mlp(fails)
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
-    """Compute the squared error, or raise an error if the target is all zeros."""
+    """Return the squared error. If the target is all zeros, raise an error."""
     if not target.any():
         raise ValueError(ON_PURPOSE)
     return squares(output, target)

@@ -1,4 +1,4 @@
-"""Test counted operators under autocast: they have autocast's dtypes, and casts are counted."""
+"""Test the count of operators under autocast: it must use autocast's dtypes, and include casts."""
 
 import re
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-# Each value holds three things: an operator; the dtype of its input; and the dtype of its output on
-# a GPU under autocast to float16.
+# The values are: an operator; the dtype of its input; and the dtype of its output on a GPU, under
+# autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), FLOAT32, FLOAT16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FLOAT32, FLOAT16),
@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare counted dtypes with a real run on a CPU, and with the table `OPERATORS` for a GPU."""
+    """Compare the counted dtypes with a real run on the CPU, and for a GPU with `OPERATORS`."""
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
@@ -54,7 +54,12 @@ NAME = re.compile(r'^ +\("(\w+)"', re.MULTILINE)
 
 
 def names_in(source: str, *lists: str) -> set[str]:
-    """Return the names of the operators in the given lists. `source` is code of PyTorch."""
+    """Return the names of the operators in some lists of PyTorch's source code.
+
+    Args:
+        source: The source code.
+        lists: The names of the lists.
+    """
     names: set[str] = set()
     for list_name, rows in LIST.findall(source):
         if list_name in lists:
@@ -63,9 +68,9 @@ def names_in(source: str, *lists: str) -> set[str]:
 
 
 def test_lists_are_those_of_pytorch() -> None:
-    """Compare the library's lists of autocast operators with the lists in PyTorch's own tests.
+    """Compare the library's lists of autocast operators with the lists in PyTorch's tests.
 
-    PyTorch's file is parsed and not imported, because the modules that it imports may be missing.
+    PyTorch's file is parsed. It cannot be imported if modules that it imports are missing.
     """
     file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     cuda, cpu = file.read_text().split("class AutocastCPUTestLists")

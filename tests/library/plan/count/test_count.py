@@ -1,6 +1,6 @@
-"""Test the counts of layers' operators against real steps, and against another batch size.
+"""Compare the counted operators of layers with real steps, and with a count at another batch size.
 
-If a layer cannot be counted, the error names the layer in one line.
+If a layer cannot be counted, the error message is one line that names the layer.
 """
 
 import warnings
@@ -51,7 +51,7 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def of(*kinds: str) -> Callable[[], Sequential]:
-    """Return a function that makes a model with layers of these kinds between two linear layers."""
+    """Return a factory of models: these kinds of layers, between two linear layers."""
 
     def build() -> Sequential:
         layers = [KINDS[kind](None) for kind in kinds]
@@ -65,8 +65,8 @@ def of(*kinds: str) -> Callable[[], Sequential]:
     [
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
-        # Layers are counted as if all their outputs were used. AmoebaNet-D's classifier ignores one
-        # of its two inputs.
+        # A count assumes that all outputs of a layer are used. The classifier of AmoebaNet-D
+        # ignores one of its two inputs, so the count has one operator more than a real step.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -79,8 +79,8 @@ def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
 ) -> None:
     """Compare the counts of all layers with the operators that a step of GPipe runs.
 
-    The order of operators in backward may differ, because PyTorch does not specify when autograd
-    adds up the gradients of a tensor that is used twice.
+    Operators of the backward are compared without their order. PyTorch does not specify when
+    autograd adds up the gradients of a tensor that is used twice.
     """
     with torch.device("meta"):
         model = build()

@@ -1,4 +1,4 @@
-"""Test the counted flops and bytes of single operators against numbers worked out by hand."""
+"""Compare counted flops and bytes of single operators with numbers that are worked out by hand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def test_operators(run: Callable[[], object], expected: list[tuple[str, float, f
 
 
 def test_bytes_of_expanded_and_sparse_tensors() -> None:
-    """An expanded dimension counts once, and a sparse tensor has no bytes of its own."""
+    """Expanded dimensions take no bytes, and sparse tensors count as 0 bytes."""
     assert bytes_of(torch.zeros(1, 4).expand(3, 4)) == 4 * 4
     assert bytes_of(torch.eye(3).to_sparse()) == 0
     assert bytes_of(torch.eye(3).to_mkldnn()) == 0
@@ -111,7 +111,7 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 def test_attention(
     device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
 ) -> None:
-    """Check that the device's fused attention kernel is counted, with the right flops and bytes."""
+    """Check that the count has the device's fused attention kernel, with its flops and bytes."""
     samples, heads, tokens, channels = 2, 4, 64, 32
     x = meta(samples, heads, tokens, channels, dtype=dtype, grad=True)
     results: list[Tensor] = []
@@ -145,7 +145,7 @@ def test_attention(
     assert of_forward.dtype == dtype_name
     assert of_backward.dtype == dtype_name
     if kernel == FLASH:
-        log_sums = 4 * samples * heads * tokens  # The bytes of a log-sum-exp for each row.
+        log_sums = 4 * samples * heads * tokens
         # The kernel also reads and writes the state of the random number generator.
         assert of_forward.bytes == pytest.approx(4 * x.nbytes + log_sums, abs=64)
         assert of_backward.bytes == pytest.approx(8 * x.nbytes + log_sums, abs=64)
@@ -190,8 +190,8 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# Each row holds five things: a type of convolution; the side of its images; its options; whether
-# Winograd's algorithm applies; and whether the convolution is a single matrix product.
+# Each row has: the type of a convolution; the height and width of its images; its options; whether
+# Winograd's algorithm applies; and whether the convolution is one matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (Conv2d, 6, {"kernel_size": 3}, True, True),
@@ -210,7 +210,7 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 def test_convolutions(
     kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool
 ) -> None:
-    """Check the flops and the matrix sizes of a convolution's forward and of its two gradients."""
+    """Check the flops and the sizes of the matrix products, in forward and for both gradients."""
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
 

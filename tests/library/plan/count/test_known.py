@@ -1,4 +1,4 @@
-"""Test caches of counts: equal layers run only once, and so do equal operators."""
+"""Test the caches of the count: layers that are equal run only once, and so do equal operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """A module with two parameters of one shape, which are views of one or of two storages."""
+    """A module with two parameters of the same shape. Both can be views of one storage."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -91,8 +91,6 @@ def test_unknown_for_skips_and_what_cannot_be_pickled() -> None:
 
 
 class Copied(Linear):
-    """A linear layer that counts how often it is copied."""
-
     copies = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
@@ -108,10 +106,9 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # Counting copies a layer twice for each of two batch sizes: once to count operators, and once
-    # to count bytes. It makes no copies if it has counted an equal layer before. The first layer
-    # never counts as equal to another layer. When bytes are counted, the last layer never does,
-    # either.
+    # A layer is copied for each of two batch sizes, and for each of two counts (operators and
+    # bytes). Of equal layers, only one is copied. But two layers never count as equal to others:
+    # the first layer, and in the count of bytes the last layer.
     assert Copied.copies == 2 * (2 * different + 3)
 
 

@@ -54,7 +54,7 @@ def elementwise(moved: float) -> Operator:
 
 
 def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator:
-    """Return a convolution that takes a second at the peak rate of the P40."""
+    """Return a convolution that takes one second at the peak rate of a P40."""
     return Operator("conv", "float32", 12e12, 0, other, grid)
 
 
@@ -77,9 +77,12 @@ READ = winograd(0, 346e8)
         (P40, Operator("conv", "float32", 1, 346e9), 1 / COPY),
         # A matrix product is computed in whole tiles, in whole rounds of 30 processors.
         (P40, tiled(128, 128 * 30), 1 / CONV),
-        (P40, tiled(64, 128 * 30), 1 / CONV),  # The GPU computes tiles of 64 x 128.
-        (FOUR_PROCESSORS, tiled(128, 128), 1 / CONV),  # It computes four tiles of 32 x 128.
-        (P40, tiled(32, 128), 30 / CONV),  # There is one tile, so 29 of 30 processors wait.
+        # These are 30 tiles of 64 x 128.
+        (P40, tiled(64, 128 * 30), 1 / CONV),
+        # These are four tiles of 32 x 128.
+        (FOUR_PROCESSORS, tiled(128, 128), 1 / CONV),
+        # There is one tile, so 29 of 30 processors wait.
+        (P40, tiled(32, 128), 30 / CONV),
         (P40, tiled(32, 128, divisible=True), 1 / CONV),
         (P40, tiled(32, 128, 60), 1 / CONV),
         (P40, tiled(3, 128, divisible=True), 32 / 3 / CONV),  # 29 of 32 rows are padding

@@ -92,7 +92,6 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` and a tensor that does not require a gradient."""
     return x, torch.ones(1)
 
 
@@ -108,8 +107,8 @@ STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
 TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
 FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
-# Each value holds three things: layers; the seconds of each layer's forward; and the seconds of
-# each layer's backward if the sample does not require a gradient.
+# The values are: layers; the seconds of each layer's forward; and the seconds of each layer's
+# backward if the sample requires no gradient.
 CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
@@ -142,7 +141,7 @@ def test_each_layer_has_its_own_seconds(
 
 
 class Cold(Spend):
-    """A layer whose copies take another time in their first run than in later runs."""
+    """A layer whose copy is slow in its first run, and faster in all later runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.seconds
@@ -158,10 +157,10 @@ def test_the_first_run_of_a_copy_does_not_count() -> None:
 
 
 def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
-    """Check that the measured backward of an identity takes no negative time.
+    """Check that the backward of an identity does not get a negative time.
 
-    An identity returns its input, so its gradient may arrive after the gradient of the layer before
-    it.
+    The output of an identity is its input, the same tensor. So the gradients of both can arrive in
+    either order, and the time between them could be negative.
     """
 
     def ticking() -> float:
