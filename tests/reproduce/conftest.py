@@ -21,7 +21,7 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a made-up machine and a terminal of a fixed width, because the output depends on them.
 
-    The load by other programs is unknown, and no other run is under way.
+    On the made-up machine, the load by other programs is unknown, and no other run is found.
     """
     monkeypatch.setattr("reproduce.machine.load.PROC", Path("/nowhere"))
     monkeypatch.setattr("reproduce.run.recorder.machine", lambda: RUN.machine)

@@ -23,9 +23,10 @@ UNDECIDED = "no row could be decided, so nothing shows that there is no regressi
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two measured results.
+    """Make two measured results that reproduce two rows of a published table.
 
-    In the published table, the second row is 1.54 times as fast as the first.
+    In the published table, the second row is 1.54 times as fast as the first row. In the measured
+    results, it is `1 / seconds` times as fast.
     """
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
@@ -171,7 +172,7 @@ def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
     ],
 )
 def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
-    """The table is printed whether or not `--fail-on-regression` fails."""
+    """`--fail-on-regression` changes the exit code of `compare`, but not the printed table."""
     arguments = shlex.split(sides)
     code, said = 0, ""
     if complaint is not None:

@@ -23,7 +23,7 @@ def own() -> nn.Module:
 
 
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a model and a sample input, in which the mask has no batch dimension."""
+    """Return a model, and a sample input with a mask that has no batch dimension."""
     mask = torch.rand(6) > 0.5
     return Masked(), {"mask": mask, "x": rows()}
 

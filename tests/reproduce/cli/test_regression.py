@@ -37,13 +37,13 @@ def made_up(
     ends: BaseException | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace the two trees, the job that measures them, and the bisection by fakes.
+    """Replace the measuring of two revisions, the base and the head, by made-up samples.
 
     Args:
         monkeypatch: The fixture that replaces the functions.
-        slower: For each case that is slower, the factor.
-        ends: The error with which the job ends.
-        unable: For each side, the cases that cannot run on that side.
+        slower: For each case in which the head is slower, the factor.
+        ends: The error that ends the measuring.
+        unable: For each revision (`base` or `head`), the cases that it cannot run.
     """
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ def test_exit_code_and_verdict(
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """In each output format, the table says that a delay was planted.
+    """With `--slow-down`, the table in each output format says that a delay was planted.
 
     `--markdown` writes its file even if a case is slower.
     """

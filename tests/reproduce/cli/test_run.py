@@ -211,7 +211,7 @@ def test_a_failed_row_is_told_at_the_end(
 def test_ctrl_c_keeps_what_was_finished(
     start: Any, broken_modules: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """After Ctrl-C, `run` keeps the finished results. It does not need optional packages."""
+    """After Ctrl-C, `run` keeps the finished results, also if optional packages are missing."""
     others = {}
     for name in ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest"):
         others[name] = f"raise ImportError('{name} is not needed')"

@@ -31,7 +31,7 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Published configurations have these fields, and the rows of speed experiments do not: units of
+# Fields that published configurations have, but rows of speed experiments do not have: units of
 # measurement, and fields that follow from other fields.
 NOT_OURS = {
     "n",
@@ -118,9 +118,10 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """The rows that are not from papers are equal at both scales, except for sizes.
+    """The rows that are not from papers are equal at both scales (`paper` and `small`).
 
-    The largest number of micro-batches is 32 at the scale `paper`, and 8 at the scale `small`.
+    They differ only in sizes. The largest number of micro-batches is 32 at the scale `paper`, and 8
+    at the scale `small`.
     """
 
     def ours(scale: str) -> list[Row]:

@@ -65,13 +65,13 @@ def test_what_others_have_of_the_machine(
     have: int, others: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def at(seconds: float, stat: str, own: int, waited: int) -> None:
-        """Write fake files of /proc, for the time `seconds`.
+        """Set the clock to `seconds`, and write the fake files of /proc for this time.
 
         Args:
             seconds: The time of the clock.
-            stat: The ticks of each of three cores. This program is allowed to use two cores.
-            own: The ticks of CPU time of this process, and of its child.
-            waited: The microseconds in which a process waited for a core.
+            stat: The numbers of one core in `/proc/stat`; all three cores have the same numbers.
+            own: The CPU time (in ticks) of this process, and the same for its child.
+            waited: The microseconds in which some process waited for a core.
         """
         clock = SimpleNamespace(monotonic=lambda: seconds)
         monkeypatch.setattr("reproduce.machine.load.time", clock)
@@ -113,9 +113,9 @@ def test_what_others_have_of_the_machine(
 
 
 def told(answer: object) -> Callable[..., object]:
-    """Make a fake function of the GPU driver.
+    """Return a fake function of the GPU driver.
 
-    It returns `answer` for the first GPU. For the second GPU, it raises an error.
+    The function returns `answer` for the first GPU, and raises an error for the second GPU.
     """
 
     def ask(gpu: str = "", which: object = None) -> object:

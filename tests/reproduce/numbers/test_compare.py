@@ -1,6 +1,7 @@
-"""Tests of the comparison of benchmark results: absolute numbers if that is fair, else ratios.
+"""Tests of the comparison of benchmark results.
 
-A comparison also names the results that only some of the compared records have.
+Absolute numbers are compared if they come from the same machine, and ratios otherwise. A comparison
+also names the results that only some of the compared records have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return the ratio and the verdict of each line; `None` for a line that is not decided."""
+    """Return each line's ratio and verdict, or `None` if the line has no decision."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -69,7 +70,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a benchmark record: y is faster than x by `factor`, and both slow down over time."""
+    """Make a record in which y is `factor` times as fast as x, and both slow down over time."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -211,8 +212,8 @@ def test_what_is_fair_to_compare(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # The base is z, because all rows name z.
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # Without z, the base is the first row.
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all rows name z as their base
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # if z is missing, the first row is the base
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 def reproducing(name: str, **changes: Any) -> Record:
     """Make a record with a result that reproduces a published result.
 
-    The configuration is the published configuration with the given changes.
+    The result has the published configuration, with the given changes.
     """
     config = {**CONFIG, **changes}
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
@@ -58,8 +58,8 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # A run chose the balance.
-    ({"L": 6}, {"L": 6, "components": []}, True),  # Older records do not have `components`.
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # the runs chose the balances
+    ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
 ]
@@ -82,7 +82,7 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a record of a prediction. Name the hardware in the result, or only in the record."""
+    """Make a record of a prediction, with the hardware's name in its result or in the record."""
     if in_row:
         result = row("x", status="predicted", hardware=name)
         return Record(f"x-{name}", "T", "predicted", {}, [result])
@@ -98,9 +98,9 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# Each value holds two things: the records of each side of a comparison; and the lines of the
-# comparison. A line holds its name, and for each side, the name of the result. One side can have a
-# published configuration, and another side a smaller version of this configuration.
+# Each value holds the input and the expected lines of a comparison. The input is a list of records
+# for each side (A, B, …). A line holds its name and, by the number of the side, the names of the
+# results that are compared in this line.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

@@ -48,10 +48,12 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Divide the emulated throughput by the measured throughput.
+    """Return the emulated throughput divided by the measured throughput.
 
-    The emulated throughput is computed from `here_time`, the emulated time without copies over
-    links between devices.
+    Args:
+        here: The `here_time` of the emulated result: seconds of each step without copies over links
+            between devices. The emulated throughput is computed from these seconds.
+        theirs: The measured result.
     """
     emulated = timed([99.0, 99.0], [0, 1])
     samples = {**emulated.samples, "here_time": here}
@@ -131,7 +133,7 @@ def test_values(
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
-    """The error of a training is the error after the last epoch, for each seed that has ended.
+    """A training's error is the error after its last epoch, for each seed with all epochs.
 
     A published error is a number with a deviation.
     """
@@ -165,8 +167,8 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # It is significant, but too small.
-        (POWERS, times(1.2, POWERS), False, "~"),  # It is large, but not significant.
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but too small
+        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),

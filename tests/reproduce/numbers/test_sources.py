@@ -1,7 +1,7 @@
 """Records are read from files, folders, pytest-benchmark's files and git revisions.
 
-If a configuration has several runs, the newest of the runs with the most rows counts, also in
-tables of predictions.
+If several runs have the same configuration, the runs with the most rows count, and of these the
+newest run. The tables of predictions follow this rule, too.
 """
 
 from pathlib import Path

@@ -90,10 +90,10 @@ def test_how_far_throughput_and_speed_ups_are() -> None:
 
 
 def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
-    """The headroom of the planner is the measured median, rounded up.
+    """The planner's headroom is the median over published rows, rounded up.
 
-    The headroom is the share of memory that PyTorch reserves beyond the allocated memory. Here,
-    published reserved memory is compared with predicted allocated memory.
+    The headroom is the memory that PyTorch reserves beyond the allocated memory, as a share of the
+    allocated memory. The reserved memory is published, and the allocated memory is predicted.
     """
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):

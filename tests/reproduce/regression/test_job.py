@@ -1,7 +1,7 @@
 """Tests of the job of `regression`, which measures two revisions of the code.
 
 The job warms up the cases of both revisions, then runs one case at a time, and restarts its
-processes. Some revisions cannot run a case. The job can end in several ways.
+processes. The tests also check what happens if a revision cannot run a case, and how the job ends.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Replace the program that measures by a script, which finds its input in `job`."""
+    """Return a function that replaces the measuring program by a script; `job` is its input."""
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"
@@ -92,7 +92,7 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
 
 
 def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
-    """The job ends its forked processes. Otherwise it waits a long time until a process ends."""
+    """The job ends its forked processes, so the test does not wait until they end themselves."""
     stand_in("""
 if os.fork():
     print(json.dumps({"case": "a"}), flush=True)
@@ -117,9 +117,10 @@ how often this request came before.
 
 
 class Fake:
-    """A fake side (one of the two revisions) that logs the requests it gets.
+    """A fake process that measures one revision, and logs the requests that it gets.
 
-    It answers the first request for a case with `None`, and later requests with its own number.
+    It answers the first request for a case (the warm-up) with `None`, and later requests with its
+    own number.
     """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
@@ -159,10 +160,7 @@ def run(
 
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
 def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
-    """All cases are warmed up before the first sample, and only one runs at a time.
-
-    The tests of `turns` check the order within rounds.
-    """
+    """All cases are warmed up before the first sample, and only one case runs at a time."""
     expected = []
     for restart in (5, 6):
         for case, ways in cases.items():

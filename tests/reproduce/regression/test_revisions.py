@@ -131,9 +131,9 @@ CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 
 
 class History:
-    """A git repository with commits of the versions 0, 1, …
+    """A git repository with commits of the versions 0, 1, …, and a fake measurement of them.
 
-    From the commit number `culprit` on, the cases in `slower` are slower.
+    In the measurement, the cases in `slower` are slower from version `culprit` on.
     """
 
     def __init__(

@@ -49,10 +49,7 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """Each case has its own clock and cores, even if another case in the process has others.
-
-    CPU time is the time of all threads, and does not pass while the threads wait.
-    """
+    """Each case has its own clock and number of cores, also if one process runs several cases."""
     before = os.sched_getaffinity(0)
     counts: list[int] = []
 
@@ -82,8 +79,8 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
 ) -> None:
     """A planted delay makes a step longer by `slow_down` times the usual time of a step.
 
-    A fake clock advances by 1 s in a step, by more in a warm-up step, and by a little whenever it
-    is read.
+    In this test, a fake clock advances by 1 s in a usual step, and by 9 s in a warm-up step. The
+    clock also advances a little whenever it is read, so that the delay ends.
     """
     now, steps = 0.0, 0
 
@@ -110,9 +107,10 @@ SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make random samples of two revisions, of which the second is slower by `ratio`.
+    """Make random samples of two revisions, in which the second takes `ratio` times as long.
 
-    Each restart has a ratio, each pair of samples has a level, and each sample has noise.
+    Each restart of the processes has its own ratio. Each pair of samples has its own speed of the
+    machine, and each sample has noise.
     """
     draw = random.Random(seed)
     samples = Samples()
@@ -163,9 +161,10 @@ def test_what_is_called_real(name: str) -> None:
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """Slower cases in the group of overlap do not change the verdicts on other cases.
+    """Overlap cases (which measure wall-clock time) do not change the verdicts on other cases.
 
-    The mean and the significance level of the other cases stay the same.
+    Even if all overlap cases are slower, the mean and the significance level of the other cases
+    stay the same.
     """
     others = eight(SAME, 0.01)
     overlap = {}

@@ -73,7 +73,7 @@ class Fake:
 class Emulated(Fake, Emulation):
     """A fake emulation, which runs no model.
 
-    The key of its errors in `raises` is the name of the row, followed by ` emulated`.
+    Its key in the dictionary `raises` is the name of the row, followed by ` emulated`.
     """
 
     kind = " emulated"
@@ -111,8 +111,11 @@ class Runner:
     """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
     The results are in a dictionary. The key of a result is the name of its row (configuration),
-    followed by ` emulated`, by the name of another engine, or by ` paper` for a model of the
-    published size. `changes` are changed settings of the experiment's scale `small`.
+    followed by ` emulated` if it was emulated, by its engine if this is not "threads", and by
+    ` paper` if the model has the published size.
+
+    A call has the experiment's name, options of the command `run`, and `changes`: changed settings
+    of the experiment's scale `small`.
     """
 
     def __init__(self, folder: Path) -> None:

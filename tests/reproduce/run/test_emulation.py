@@ -64,7 +64,7 @@ def recomputed(row: Row, m: int) -> int:
 
 
 class Clocks:
-    """Fake clocks with growing intervals between marks. Wall time is three times CPU time."""
+    """Fake clocks: each reading comes later than the last by more; wall time is 3 x CPU time."""
 
     marks = 0
 
@@ -122,10 +122,10 @@ def cost(task: Task) -> float:
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Return made-up times of tasks, where micro-batch k takes as long as micro-batch `like[k]`."""
+    """Return made-up times of tasks; micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the costs of the first `count` micro-batches, and zeros for later ones."""
+        """Return the seconds of each micro-batch and partition; zeros after `count` of them."""
         costs = []
         for k, i in enumerate(like):
             if k < count:
@@ -202,9 +202,10 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """An emulated task takes its median share of a run, multiplied by the time of the median run.
+    """The time of an emulated task is its median share of a step, times the median step's time.
 
-    So a disturbed run does not matter. On a slow machine, all tasks take longer by one factor.
+    So one disturbed step does not matter. If the whole machine is slow for a step, the shares stay
+    the same.
     """
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     first, second = 1.0, 2.0  # seconds of a task on each partition
@@ -243,9 +244,10 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
         (64, 32, (8, 4)),
         (62, 16, (14, 4)),  # the last micro-batch has two samples, the others have four
         (12, 4, (12, 4)),
-        (5, 4, (5, 4)),  # Micro-batches have 2, 2 and 1 samples.
-        # The row has micro-batches of 15 samples, and a last one of 10. With 55 samples, 4
-        # micro-batches would have only 14 samples. With 85 samples, 6 micro-batches have 15.
+        (5, 4, (5, 4)),  # the micro-batches have 2, 2 and 1 samples
+        # The row has micro-batches of 15 samples, and a last one of 10 samples. Four micro-batches
+        # (15 + 15 + 15 + 10 = 55 samples) do not work: 55 samples in 4 chunks have 14 samples each.
+        # With 85 samples in 6 chunks, each micro-batch has 15 samples, as in the row.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],
@@ -260,10 +262,11 @@ def test_equal_micro_batches_are_not_all_run(
 
 
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
-    """An emulated copy takes the time of the given hardware, or a share of a forward's time.
+    """An emulated copy takes as long as on given hardware, or a share of a forward's time.
 
-    The share is predicted for the published row with the same name, or else for the first row.
-    The balance of the published row is not used, because it was made for other devices.
+    The share is predicted for the published row with the same name, or for the first published row
+    if there is none. The prediction does not use the balance of the published row, because this
+    balance was made for other devices.
     """
     large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
     hardware = Link(HARDWARE, None)

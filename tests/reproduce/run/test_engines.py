@@ -1,6 +1,7 @@
 """Tests of the engines (pipelines to measure): all engines compute the same losses.
 
-The processes of engines end. If an engine cannot run a configuration, the result says why.
+No process that an engine started is left. If an engine cannot run a configuration, the result says
+why.
 """
 
 import os

@@ -20,8 +20,8 @@ from reproduce.run.training import FakeData
 from ..made import one_line
 from .conftest import EVERY, ROWS, Fake
 
-# Settings of a run. With `LONG`, measurements take too long. With `ENDED`, the time limit ends the
-# run after the least number of steps.
+# Two settings of a run. With `LONG`, measured rows would exceed the time limit (`seconds`). With
+# `ENDED`, the time limit ends the run as soon as each row has `least_steps`.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 
@@ -36,8 +36,8 @@ ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
             "not measured: a step would take about 2 s; --steps K measures it nevertheless",
         ),
         (["--steps=1"], LONG, 1, None),
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # Optional rows do not use this time.
-        ([], {**ENDED, "warmup": 0}, 4, None),  # The run has at least the least number of steps.
+        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows use none of these seconds
+        ([], {**ENDED, "warmup": 0}, 4, None),  # a run has at least `least_steps`
         (["--steps=6"], ENDED, 6, None),
     ],
 )
@@ -63,9 +63,9 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 @pytest.mark.parametrize(
     ("busy", "steps", "changes", "timed", "left_out"),
     [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # One round is disturbed, and run again.
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # All rounds are disturbed.
-        ([0.2] * 4, ["--steps=3"], {}, 6, 0),  # Two undisturbed rounds are not enough.
+        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # one round is disturbed, and run again
+        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # all rounds are disturbed
+        ([0.2] * 4, ["--steps=3"], {}, 6, 0),  # two undisturbed rounds are too few
         ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
         ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time to run the round again
         ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),

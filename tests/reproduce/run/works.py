@@ -1,6 +1,6 @@
-"""Functions that return the `Work` (a model and its data) that processes train.
+"""Functions that return a model and its data (`Work`), for the processes that train it.
 
-The functions are in a module that other processes can import.
+Processes import the functions, so this module is not a test module.
 """
 
 import os
@@ -39,7 +39,7 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    """Return work in which a layer raises an error in the second step."""
+    """Return a model whose last layer raises an error in the second step, and its data."""
     fails = Fails()
     fails.fail("forward", ValueError("no such luck"), calls_before=2)
     layers = nn.Sequential(nn.Linear(4, 4), fails)
@@ -59,8 +59,9 @@ def ids(processes: Processes) -> list[int]:
     return [process.pid for process in processes._ranks.processes]
 
 
-if __name__ == "__main__":  # start processes, print the process ids, and wait to be killed
-    from tests.reproduce.run import works  # other processes can import this name
+# As a script, this module starts processes, prints their ids, and waits to be killed.
+if __name__ == "__main__":
+    from tests.reproduce.run import works  # a name that other processes can import
 
     with closing(Processes(2)) as processes:
         processes.make("ranks", works.work)

@@ -74,7 +74,7 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Return made-up samples/s of a row's steps. Pipelines are faster on more devices."""
+    """Return made-up samples/s of three steps. GPipe's speed grows with the number of devices."""
     speeds = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     other = 10.0 if row.published else 5.0
     speed = speeds.get(row.configuration, other * row.devices)
@@ -131,13 +131,14 @@ def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
 def trained(
     scale: str, given: Mapping[str, Sequence[float]], epochs: int = 90, **ended: Any
 ) -> Record:
-    """Make a record of trainings to the end.
+    """Make a record of an accuracy experiment.
 
     Args:
-        scale: The scale of the rows.
-        given: For each row, the errors after the last epoch, by seed. Other rows lack devices.
-        epochs: The largest number of epochs that have ended.
-        ended: Changes of the results of the given rows.
+        scale: The scale (set of sizes) of the rows.
+        given: For each row that was trained, the error after the last epoch for each seed. All
+            other rows need more devices than there are.
+        epochs: The largest number of epochs that a training has finished.
+        ended: Fields of the results of the trained rows that are replaced, such as `status`.
     """
     results = []
     made = ran("resnet101-accuracy", scale, lambda row: [] if row.name in given else LACKING)
@@ -157,7 +158,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results with an engine. `speeds` has each row's samples/s of steps, or its status."""
+    """Make results of an engine; `speeds` has the samples/s of a row's steps, or its status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
@@ -178,7 +179,7 @@ TRAINED = trained("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]})
 
 
 def ended(status: str) -> Record:
-    """Make a record of trainings, two of which have the given status after two epochs."""
+    """Make a record of two rows that ended with the given status after two epochs."""
     errors = {"plain": [3.0], "GPipe n2m2": [3.0]}
     return trained("small", errors, 2, status=status, reason="no luck")
 
@@ -211,9 +212,8 @@ PAGES: list[tuple[Record, list[str]]] = [
             "| samples/s emulated |",
             "NOT samples/s (quartiles)",
             "NOT their samples/s are not to be compared",
-            # The last six cells hold: samples/s of the emulated row and of the published row; the
-            # speed-ups of both rows; the measured speed-up; and emulated divided by measured
-            # samples/s.
+            # The cells after `except_last`: emulated and published samples/s; emulated and
+            # published speed-up; measured speed-up; emulated samples/s / measured samples/s.
             "| n4m4 | 360 | except_last | 20.0 | 44.5 | 2.00 | 1.67 | 1.00 | 2.00 |",
         ],
     ),
