@@ -50,7 +50,7 @@ REFUSED = {
     f"{SPEED} --trace /dev/null/x/t": "--trace /dev/null/x: cannot be written (Not a directory)",
     "show none.json": "none.json: cannot be read (No such file or directory)",
     "show text": "text: not JSON: ",
-    "compare record.json": "compare at least two sides, and at most 26; given: 1",
+    "compare record.json": "give A, B and so on: from 2 to 26 results to compare, not 1",
     "compare record.json :results": (
         ":results: no such file or folder, and no git revision here; name a record"
     ),
@@ -70,11 +70,11 @@ REFUSED = {
     f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
     f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",
     f"{PREDICT} --run record.json --out .": "--out is for published tables",
-    f"{PREDICT} unet-speed": "predict --run RUN --hardware here those of a run",
+    f"{PREDICT} unet-speed": "predict --run RUN --hardware here for the models of a run",
     "predict unet-speed --hardware p41": "no hardware is called 'p41'; there are a100x8",
-    "predict --run RUN --fp32-precision tf32": "a run is predicted as it was run, in float32",
+    "predict --run RUN --fp32-precision tf32": "with --run, the prediction is for float32",
     "predict unet-speed --autocast bfloat16": (
-        "name a folder by --out; results/predicted is as published"
+        "name a folder by --out, because results/predicted is"
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
