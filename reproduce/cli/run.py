@@ -113,8 +113,8 @@ State = Literal["finished", "interrupted"]
 @click.option("--resume", is_flag=True, help="Go on with the last run, which was broken off.")
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
 def run(**options: Any) -> None:
-    """Run experiments, print their tables and keep a record of all results. The command list
-    shows the names of all EXPERIMENTS.
+    """Run experiments, print their tables and keep a record. The record has all results.
+    The command list shows the names of all EXPERIMENTS.
     """
     job = validate(Options(**options))
     recorder = make_recorder(job)

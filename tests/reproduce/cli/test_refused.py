@@ -43,7 +43,7 @@ REFUSED = {
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
     "run unet-speed --row '#'": "--row '#': no row is called so; there are baseline, pipeline-1",
     "run unet-speed unet-memory --row 'naive n2'": (
-        "unet-memory has none of the rows naive n2; leave it out"
+        "unet-memory has none of the rows naive n2; do not name this"
     ),
     f"{MEMORY} --trace t": "--trace: memory experiments time no step",
     f"{SPEED} --trace empty": "'--trace': File 'empty' is a directory.",
