@@ -30,7 +30,7 @@ REFUSED = {
     ),
     "run amoebanet-speed --seeds 2": "--data and --seeds are for experiments on accuracy",
     "run amoebanet-memory --engine ranks": "--engine is for experiments that time steps",
-    "run amoebanet-speed --on cpu --devices 3": "machine offers 2; use at most 2",
+    "run amoebanet-speed --on cpu --devices 3": "machine has 2; use at most 2",
     "run amoebanet-speed --on cpu --scale paper": "it needs CUDA devices with 22 GiB of memory",
     "run tiny-memory tiny-speed --on meta": (
         "--on meta is for experiments on memory: amoebanet-memory,"
@@ -61,7 +61,7 @@ REFUSED = {
     "compare record.json record.json --alpha 0": "'--alpha'",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
-    f"{TWO} --filter n=3": "--filter n=3: no row is left; n is 2, 10",
+    f"{TWO} --filter n=3": "--filter n=3: no row is left; choose n from 2, 10",
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
@@ -85,14 +85,14 @@ REFUSED = {
     "plan resnet101 --largest depth": "leave --largest out",
     "plan unet --input 3x32x32": "leave --input out",
     "plan resnet": (
-        "no model is called 'resnet'; there are amoebanet, unet, resnet101, torchvision's"
+        "no model is called 'resnet'; choose amoebanet, unet, resnet101, a model of torchvision"
     ),
     "plan torchvision:resnet5": "resnet5",
     "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
     "plan math:pi": "math:pi has to be a function that returns a model, got float",
-    "plan torch:Generator": "has to return a model, or a model and a sample; got Generator",
-    f"plan {OWN}": "returns a model but no sample: let it return both",
+    "plan torch:Generator": "has to return a model, or a model and an input; got Generator",
+    f"plan {OWN}": "returns a model but no example input: let it return both",
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",
     "plan unet --size 1 8 --master-weights": "master_weights is for parameters in 16 bits",
