@@ -30,7 +30,7 @@ class Error(Exception):
 
 
 class Worse(Error):
-    """The error for a result that is slower or worse than it should be, or an outdated file."""
+    """The error for a result that is slower or worse than it should be, or for an outdated file."""
 
     exit_code = WORSE
 
@@ -95,9 +95,9 @@ def interruptible() -> Iterator[Callable[[], None]]:
     """Make sure that Ctrl-C ends a run.
 
     On Ctrl-C, Python raises `KeyboardInterrupt` in the main thread. This exception is lost if the
-    thread is in a destructor or in the callback of a weak reference, which often run when tensors
-    are freed. So a flag remembers Ctrl-C. Yield a function that raises `KeyboardInterrupt` if the
-    flag is set. The run calls this function between steps.
+    thread is in a destructor or in the callback of a weak reference. Such code often runs, because
+    it frees tensors. So a flag remembers Ctrl-C. Yield a function that raises `KeyboardInterrupt`
+    if the flag is set. The run calls this function between steps.
     """
     asked = False
 

@@ -72,8 +72,8 @@ def predict(  # noqa: PLR0913
             raise click.UsageError("--out is for published tables: --run writes no records")
         if autocast or fp32_precision:
             raise click.UsageError(
-                "--autocast, --fp32-precision: with --run, the prediction is for float32, as in "
-                "the run"
+                "--autocast, --fp32-precision: leave them out with --run, because a run is "
+                "predicted in float32, as it ran"
             )
         show_run(run, hardware, style)
         return

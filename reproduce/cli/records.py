@@ -239,9 +239,9 @@ def content_of(path: Path) -> bytes:
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
     """Add a revision's numbers to a history file.
 
-    The file has a line for each revision, and the command report draws it. SOURCES are records,
-    folders of records, or files of counts. All sources must come from one git revision and one
-    machine. Numbers that other programs disturbed are left out.
+    The file has a line for each git revision, and the command report draws it. SOURCES are records,
+    folders of records, or files of counts, such as benchmarks/gates/counts.json. All sources must
+    come from one revision and one machine. Numbers that other programs disturbed are left out.
     """
     from reproduce.tables.history import added, line_of, smaller_is_better
 

@@ -39,7 +39,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     names = (package or "").split(".")
     if cases is None or not all(map(str.isidentifier, names)):
         raise click.UsageError(
-            f"give {OWN}: both a package name and a file of cases; got {package} and {cases}"
+            f"name both a package and a file of cases, as in {OWN}; got {package} and {cases}"
         )
     return Project(str(package), cases.absolute(), Path.cwd(), build)
 

@@ -137,8 +137,8 @@ def alpha(where: str) -> Option:
 def hardware(here: str) -> Option:
     """Return the option `--hardware`, which names a hardware description.
 
-    The option's value can also be "here": this machine. `here` is the part of the help text that
-    says what happens then.
+    The option's value can also be "here", for this machine. The argument `here` is the help text
+    for this value.
     """
     return click.option(
         "--hardware",

@@ -28,8 +28,9 @@ def choose_rows(
 
     Args:
         experiments: The experiments.
-        names: The names of the rows to choose. If there are no names, all usual rows are chosen.
-        extra: Without names, also choose the rows whose `extra` is true.
+        names: The names of the rows to choose. If there are no names, all rows are chosen whose
+            `extra` is false.
+        extra: If there are no names, also choose the rows whose `extra` is true.
 
     Raises:
         Error: A name is unknown, or an experiment has none of the chosen rows.

@@ -102,7 +102,7 @@ def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
 
 
 def published_rows(base: Row, table: Published, samples: int) -> Rows:
-    """Return the rows of a published table of speeds. Speed-ups are over the first row.
+    """Return the rows of a published table of speeds. The first row is the baseline of speed-ups.
 
     Args:
         base: The settings that all rows have in common.

@@ -19,8 +19,8 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# This is the batch size of all rows at equal batch size. It is divisible by every number of
-# micro-batches of these rows. Even without micro-batches, such a batch fits on two P40 GPUs.
+# This is the batch size of all rows that are compared at equal batch size. It is divisible by every
+# number of micro-batches of these rows. Even as a single micro-batch, it fits on two P40 GPUs.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32

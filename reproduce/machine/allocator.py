@@ -1,7 +1,7 @@
 """Make the C library keep freed memory, so that memory allocation does not distort timings.
 
-By default, glibc returns the memory of a large freed tensor to the operating system. The next large
-tensor, often in every step, needs new pages. This distorts timings in two ways:
+By default, glibc returns the memory of a large freed tensor to the operating system. So every step
+needs new pages for its large tensors. This distorts timings in two ways:
 
 1. Two processes that run the same code can differ in speed, because glibc changes its threshold for
    large tensors according to what a process has freed.

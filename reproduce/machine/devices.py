@@ -111,8 +111,8 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
     Args:
         kind: "cpu", "cuda" or "meta". By default, "cuda" if there are CUDA devices, else "cpu".
-        count: The number of devices. By default, all CUDA devices, or a CPU device for each core
-            but at most `MOST_DEVICES`.
+        count: The number of devices. By default, all CUDA devices, or one CPU device for each core
+            (at most `MOST_DEVICES`).
     """
     cuda = _cuda_devices()
     if kind is None:
@@ -143,7 +143,7 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
 
 
 def _cuda_devices() -> int:
-    """Count the CUDA devices. Without a GPU driver, do so without importing PyTorch.
+    """Count the CUDA devices. If there is no GPU driver, return 0 without importing PyTorch.
 
     The import takes seconds, and the command `list` does not need PyTorch otherwise.
     """

@@ -62,7 +62,7 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return the shares of the machine that others used in a round that ends now.
+        """Return which shares of the machine others used in the round that ends now.
 
         `UNITS` (in `reproduce.run.session`) explains each share. If the shares are not known, the
         result is empty.

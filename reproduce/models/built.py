@@ -16,9 +16,9 @@ or a tuple of tensors that is passed as one argument. If the module is not an `n
 input may also be a dictionary of keyword arguments. All samples of a model have the same shapes. A
 tensor that is the same for all samples, such as a mask, is a buffer of the model.
 
-To count parameters or infer shapes without memory, build a model under `with
-torch.device("meta"):`. No layer changes its input in place, because checkpointing needs the input
-of a partition again.
+Under `with torch.device("meta"):`, a model can be built without memory, to count its parameters or
+to infer shapes. No layer changes its input in place, because checkpointing needs the input of a
+partition again.
 """
 
 import copy
@@ -123,7 +123,7 @@ class SizedModel(NamedTuple):
         return batch
 
     def layers(self) -> Sequential:
-        """Build the model on PyTorch's default device, with weights from PyTorch's random seed."""
+        """Build the model on PyTorch's default device. PyTorch's seed determines the weights."""
         device = torch.get_default_device()
         key = (self, device, torch.initial_seed())
         if key not in _TRACED:

@@ -60,8 +60,8 @@ class Comparison:
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios to the first side, and how many there are.
 
-        Disturbed rows do not count. If `together` is given, it has the mean. The result is None if
-        there is no ratio.
+        Disturbed rows do not count. If `together` is given, its ratio is the mean. The result is
+        None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -102,7 +102,7 @@ def compare(  # noqa: PLR0913
 
     Args:
         sides: The sides to compare. The others are compared with the first side.
-        lines: The matched rows of the sides.
+        lines: The lines of the table. Each line has matched rows of the sides.
         metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
         rule: What counts as a difference.
         force: Compare absolute numbers, even of different machines or of different work.

@@ -147,7 +147,7 @@ def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> li
         raise Error(f"--filter {name}=...: no row has {name}; there are {names}")
     if not picked:
         raise Error(
-            f"--filter {name}={','.join(allowed)}: no row is left; choose {name} from "
+            f"--filter {name}={','.join(allowed)}: no remaining row has this value; choose from "
             f"{', '.join(known)}"
         )
     return picked

@@ -114,8 +114,9 @@ class RankTest:
     """A rank test for the logarithm of the ratio of two sides (the log ratio).
 
     Attributes:
-        candidates: All values that a pair of samples, or two pairs, give for the log ratio. Their
-            median is the estimate.
+        candidates: The values whose median is the estimate of the log ratio. In a test of pairs,
+            these are the means of every two pairs. Otherwise there is one value for every sample
+            of one side and every sample of the other side.
         p: Returns the p-value of the hypothesis that the log ratio has a given value.
         samples: The number of samples on one side or, in a test of pairs, the number of pairs.
         others: The number of samples on the other side. It is None in a test of pairs.

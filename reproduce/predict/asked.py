@@ -1,8 +1,8 @@
 """Find the model for `python -m reproduce plan`, and the largest model that fits in memory.
 
 The user names a model: one of the papers' models, one of torchvision's models, or a function that
-returns a model. The largest model is found for naive model parallelism and for a pipeline, which
-the papers also compare in this way.
+returns a model. The largest model is found both for naive model parallelism and for a pipeline, as
+in the papers.
 """
 
 import bisect
@@ -206,7 +206,7 @@ def largest(
 
     Returns:
         The largest sizes that fit, or None if no size fits; and the next larger sizes, or None if
-        all sizes fit that may be tried.
+        even the largest size to try fits.
     """
     step = asked.paper.steps[axis]
     most = asked.paper.most[axis]

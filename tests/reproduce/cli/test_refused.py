@@ -61,7 +61,7 @@ REFUSED = {
     "compare record.json record.json --alpha 0": "'--alpha'",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
-    f"{TWO} --filter n=3": "--filter n=3: no row is left; choose n from 2, 10",
+    f"{TWO} --filter n=3": "--filter n=3: no remaining row has this value; choose from 2, 10",
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
@@ -72,7 +72,7 @@ REFUSED = {
     f"{PREDICT} --run record.json --out .": "--out is for published tables",
     f"{PREDICT} unet-speed": "predict --run RUN --hardware here for the models of a run",
     "predict unet-speed --hardware p41": "no hardware is called 'p41'; there are a100x8",
-    "predict --run RUN --fp32-precision tf32": "with --run, the prediction is for float32",
+    "predict --run RUN --fp32-precision tf32": "a run is predicted in float32, as it ran",
     "predict unet-speed --autocast bfloat16": (
         "name a folder by --out, because results/predicted is"
     ),
