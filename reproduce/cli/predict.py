@@ -63,7 +63,7 @@ def predict(  # noqa: PLR0913
 ) -> None:
     """Predict published tables without running anything.
 
-    EXPERIMENTS, or all of them ("all"), are predicted in the published sizes. No GPU is needed.
+    Name EXPERIMENTS, or "all". Their rows are predicted in the published sizes. No GPU is needed.
     """
     if bool(experiments) == (run is not None):
         raise click.UsageError("name either experiments, or a run by --run")

@@ -272,7 +272,7 @@ def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Return whether any value in the rows was disturbed, and the units of the values."""
+    """Return whether other programs disturbed any value in the rows, and the values' units."""
     disturbed = False
     units = set()
     for row in rows:

@@ -281,7 +281,7 @@ def _run_of(entry: Entry) -> str:
 
 
 def _memory(peaks: Json, published: float | None) -> Reading | None:
-    """Return the sum of the devices' peaks or, if there are no peaks, the published number."""
+    """Return the sum of the devices' memory peaks or, if there are none, the published number."""
     return _exact(sum(peaks) if peaks else published, "bytes")
 
 
@@ -305,7 +305,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's value of a metric, the mean if it is a list, or None if there is no value."""
+    """Return a row's value of a metric, or None if it has none. A list counts as its mean."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

@@ -1,4 +1,7 @@
-"""Write the notes below a comparison: what is unfair, what differs and what is missing."""
+"""Write the notes below a comparison.
+
+They say which numbers cannot be compared, how matched rows differ, and which rows are missing.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -8,8 +8,9 @@
 - If there are so few samples that no outcome could be significant, the answer is "too few", with
   the number of samples that would be enough.
 
-Samples of one run vary less than samples of several runs, and the test cannot correct this. For a
-reliable comparison, run both sides alternately and compare paired samples.
+Samples of one run vary less than samples of several runs. So the test can find a difference between
+two runs of the same code. For a reliable comparison, run both sides alternately and compare paired
+samples.
 """
 
 import bisect

@@ -115,7 +115,7 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
 
     Args:
         name: The name, such as "unet", "torchvision:resnet50" or "package.module:function".
-        sizes: The sizes of a model of the papers. If there are none, the default sizes.
+        sizes: The sizes of a model of the papers. If it is empty, the model has its default sizes.
         shape: The shape of a sample for other models. If it is empty, torchvision's models have a
             default shape, and a function must return an example input.
     """

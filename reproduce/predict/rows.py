@@ -55,8 +55,9 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """Predict the emulated rows of a run, on described hardware or on this machine.
 
-    If `hardware` is a device of this machine, each layer is timed on this device, with the largest
-    micro-batch of the run. Other devices are idle meanwhile, as they are in an emulation.
+    If `hardware` is a device of this machine, the layers of each model are timed on this device,
+    with the largest micro-batch that the run uses for the model. Other devices are idle meanwhile,
+    as they are in an emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
@@ -184,7 +185,8 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    The result is empty for a pipeline without portals, because its memory cannot be predicted.
+    The result is empty for a pipeline that copies skips from stage to stage, without portals,
+    because its memory cannot be predicted.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:
