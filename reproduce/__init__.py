@@ -1,6 +1,14 @@
-"""Run the papers' experiments on this machine, record results, and make tables from the records.
+"""Run the experiments of the GPipe papers, record the results, and make tables from the records.
 
-The folders are, from the lowest to the highest: `machine` and `models`, `records`, `experiments`,
-`numbers`, `run` and `predict`, `tables`, `report` and `regression`, `cli`. Each folder may import
-from the folders below it, and from `torchgpipe`.
+The folders form layers. A folder may import only folders of lower layers, and `torchgpipe`. From
+the lowest layer to the highest:
+
+1. `machine` and `models`
+2. `records`
+3. `experiments`
+4. `numbers`
+5. `run` and `predict`
+6. `tables`
+7. `report` and `regression`
+8. `cli`
 """

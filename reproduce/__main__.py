@@ -1,7 +1,6 @@
 """Start the program `python -m reproduce`.
 
-The program first checks that the packages it needs are installed. If a package is missing, the
-program says so in one line.
+If a package that all commands need is missing, the program prints one line about it and ends.
 """
 
 import signal
@@ -12,10 +11,9 @@ from reproduce.machine.allocator import keep_freed_memory
 
 
 def main() -> int:
-    """Run the program and return its exit code."""
+    """Run the program; return the exit code."""
     if sys.argv[1:2] == ["run"]:
-        # Without this call, rows with smaller tensors are faster for a reason that is not
-        # pipelining.
+        # Otherwise every step allocates large tensors slowly, and small micro-batches look faster.
         keep_freed_memory()
     handler = signal.signal(signal.SIGINT, leave)
     problem = missing("click", "msgspec", "tabulate", "tqdm")

@@ -1,6 +1,6 @@
 """Define the exit codes of all commands, and exceptions for problems that a user can solve.
 
-The exit code 0 means "as expected".
+The exit code is 0 if the result is as expected.
 """
 
 import atexit
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 WORSE = 1  # the result is slower or worse, or differs from its record
-# There is no answer: the input is bad, a record cannot be read, or a side of a comparison fails.
+
+# No result: the input is bad, a file cannot be read, or one of the compared versions fails.
 CANNOT_TELL = 2
 INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 LEAST_TORCH = (2, 11)
@@ -29,16 +30,16 @@ class Error(Exception):
 
 
 class Worse(Error):
-    """An error that is raised when a comparison shows that something is worse than it should be."""
+    """The error for a result that is slower or worse than it should be, or for an outdated file."""
 
     exit_code = WORSE
 
 
 def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End the program after an exception that was not caught (used as `sys.excepthook`).
+    """Print an exception that was not caught, and end the program (used as `sys.excepthook`).
 
-    An `Error` is printed as one line. A bug is printed with its traceback. This function sets the
-    exit code, because Python's own exit code would mean `WORSE`.
+    An `Error` is printed as one line. Any other exception is a bug, and is printed with its
+    traceback. The exit code is set here, because Python would exit with 1, which means `WORSE`.
     """
     if isinstance(error, Error):
         print(error, file=sys.stderr)
@@ -54,9 +55,10 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def missing(*packages: str) -> str | None:
-    """Import the given packages; return an error text if a package is missing, broken or too old.
+    """Import the given packages, and return None if all imports succeed.
 
-    The text says what to do. Return None if all packages are fine.
+    Otherwise return an error text about the first package that is missing, broken or too old. The
+    text says what the user can do.
     """
     for package in packages:
         try:
@@ -70,7 +72,7 @@ def missing(*packages: str) -> str | None:
 
 
 def _too_old_torch() -> str | None:
-    """Return a text that says what to do if PyTorch is too old; otherwise return None."""
+    """Return an error text if the imported PyTorch is too old, else None."""
     version = sys.modules["torch"].__version__
     major, minor, *_ = version.split(".")
     if (int(major), int(minor)) >= LEAST_TORCH:
@@ -80,19 +82,22 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End the program at once. Nothing can be lost, because the program has not begun to work."""
+    """Handle Ctrl-C while the program starts: end the program at once.
+
+    At that time, there are no results yet that could be lost.
+    """
     os.write(2, b"reproduce: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Make sure that Ctrl-C ends a run; yield a function that the run calls between steps.
+    """Make sure that Ctrl-C ends a run.
 
-    The function raises `KeyboardInterrupt` if there was a Ctrl-C. Python also raises it at any
-    place in the main thread. But in a destructor or in the callback of a weak reference, where
-    tensors are often freed, Python only prints the exception and continues. So a flag remembers the
-    Ctrl-C.
+    On Ctrl-C, Python raises `KeyboardInterrupt` in the main thread. This exception is lost if the
+    thread is in a destructor or in the callback of a weak reference. Such code often runs, because
+    it frees tensors. So a flag remembers Ctrl-C. Yield a function that raises `KeyboardInterrupt`
+    if the flag is set. The run calls this function between steps.
     """
     asked = False
 

@@ -1,4 +1,7 @@
-"""Define the command line: a file for each command or group of commands, and helpers.
+"""Define the commands of `python -m reproduce`.
 
-This folder may import all of `reproduce`. Only `__main__` imports this folder.
+`main` puts the commands together. `job` and `shared` are helpers. Every other file defines one
+command, or several commands that belong together.
+
+This folder may import all of `reproduce`. Within `reproduce`, only `__main__` imports this folder.
 """

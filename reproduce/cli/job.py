@@ -19,14 +19,14 @@ from reproduce.records.published import published
 from reproduce.records.record import FREED_MEMORY
 from reproduce.run.recorder import Recorder, new_recorder, new_run, prepare_folder, resumed
 
-TIMED = ("speed", "ablation")  # the measured quantities of experiments that time steps
-THREADS = ("threads",)  # the engines that run without the option --engine
+TIMED = ("speed", "ablation")  # experiments that measure one of these time their steps
 Chosen = list[tuple[Experiment, Scale]]
+THREADS = ("threads",)  # the default of the option --engine
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the command's arguments and options, under the names of its parameters."""
+    """The values of the command's parameters."""
 
     experiments: list[str]
     scale: str | None
@@ -50,11 +50,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what the command runs, after the options were checked.
+    """The experiments to run, with options that have been checked.
 
-    `emulate` is the largest number of devices to emulate. `tracer` writes timelines, if the option
-    --trace is given. `accuracy` maps the name of each accuracy experiment to the data and seeds
-    that the experiment needs.
+    Attributes:
+        options: The options of the command `run`.
+        chosen: The experiments, each with the scale (the set of sizes) at which it runs.
+        scale: The name of this scale.
+        devices: The devices to use.
+        emulate: The largest number of devices to emulate, or 0 to emulate none.
+        tracer: The object that writes timelines, or None without the option --trace.
+        accuracy: The data and the seeds of each accuracy experiment, by the experiment's name.
     """
 
     options: Options
@@ -67,10 +72,7 @@ class Job:
 
 
 def validate(options: Options) -> Job:
-    """Check the options against each other and against this machine.
-
-    Return the job that the command runs.
-    """
+    """Check that the options fit each other and this machine, and return the job to run."""
     from reproduce.run.accuracy.datasets import prepare
 
     named = [EXPERIMENTS[name] for name in options.experiments]
@@ -103,10 +105,13 @@ def validate(options: Options) -> Job:
 
 
 def check_measures(options: Options, found: Devices, measured: set[str]) -> None:
-    """Raise an error if an option does not fit the quantities that the experiments measure."""
+    """Raise an error if an option does not apply to what the experiments measure.
+
+    For example, --seeds applies only to experiments that measure accuracy.
+    """
     if options.engines != THREADS and measured.isdisjoint(TIMED):
         raise click.UsageError(
-            "--engine is for experiments that time steps: the speed ones, and unet-ablation"
+            "--engine is for experiments that time steps: speed experiments and unet-ablation"
         )
     if found.kind == "meta" and measured != {"memory"}:
         on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
@@ -114,19 +119,20 @@ def check_measures(options: Options, found: Devices, measured: set[str]) -> None
     for_accuracy = options.data is not None or options.seeds is not None
     if for_accuracy and "accuracy" not in measured:
         raise click.UsageError(
-            "--data and --seeds are for experiments on accuracy: run resnet101-accuracy"
+            "--data and --seeds are for experiments on accuracy, such as resnet101-accuracy"
         )
 
 
 def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
-    """Return the object that writes timelines, or raise an error now if it could not write them.
+    """Return the object that writes the timelines of rows into the file `trace`.
 
-    `several` says whether one row can have several timelines.
+    `several` says whether a row can have several timelines, for example one for each engine. Raise
+    an error if no experiment times steps, or if the folder of `trace` is not writable.
     """
     from reproduce.report.trace import Tracer
 
-    timed = 0  # the number of experiments that time steps
-    rows = 0  # the number of rows in these experiments
+    # Count the experiments that time steps, and the rows of these experiments.
+    timed = rows = 0
     for experiment, scale in chosen:
         if experiment.measures in TIMED:
             timed += 1
@@ -142,7 +148,7 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
 
 
 def make_recorder(job: Job) -> Recorder:
-    """Return a recorder for the run. With --resume, it continues the record of the last run."""
+    """Return a recorder with a new record or, with --resume, with the record of the last run."""
     from reproduce.run.session import UNITS
 
     options = job.options

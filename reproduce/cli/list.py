@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce list`, which says what can be run."""
+"""Define the command `list`, which lists the experiments and says which can run here."""
 
 import contextlib
 import textwrap
@@ -67,10 +67,10 @@ COLUMNS: list[Column[Row]] = [
 def list_experiments(
     experiments: list[str], on: str | None, devices: int | None, style: str
 ) -> None:
-    """List all experiments on one screen, or EXPERIMENTS' rows.
+    """List all experiments, or the rows of EXPERIMENTS.
 
-    For each row, the list shows what the row needs and what it reproduces. For each scale, the list
-    shows whether it can run here.
+    A row is one configuration to run. For each row, the list shows how many devices it needs, and
+    which published row it reproduces. A note says whether the rows can run on this machine.
     """
     found = find_devices(on, devices)
     tables = []
@@ -113,9 +113,10 @@ def _overview(devices: Devices) -> Table:
 
 
 def _minutes(name: str, scale: str) -> str:
-    """Return how many minutes the newest known run of an experiment took, as a text.
+    """Return how many minutes an experiment took in a complete earlier run, as text.
 
-    `NOTES` explains the notation.
+    For example, "12" is from a run in `runs`, "(12)" is from a run in `results/measured`, "<12" is
+    from a run that also had other experiments, and "?" means that there is no such run.
     """
     own = _minutes_in(RUNS, name, scale)
     if own is not None:
@@ -125,7 +126,7 @@ def _minutes(name: str, scale: str) -> str:
 
 
 def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
-    """Return how many minutes the newest run with all usual rows in a folder took, as a text."""
+    """Like `_minutes`, for one folder of records."""
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:
@@ -152,7 +153,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Return a text that says whether the rows of a scale can run here, and how."""
+    """Return a text that says how many rows of a scale can run on the devices, and how."""
     from reproduce.run.engines import engines
 
     count = len(scale.rows)

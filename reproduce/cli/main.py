@@ -44,14 +44,18 @@ COMPLETE = "_REPRODUCE_COMPLETE"
 @click.group(commands=COMMANDS, epilog=examples("list", "run unet-memory --scale small"))
 @click.version_option(VERSION, prog_name="reproduce")
 def cli() -> None:
-    """Run the papers' experiments here, and compare. COMMAND --help says more."""
+    """Run the GPipe papers' experiments here. COMMAND --help explains a command."""
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
-    """Run the command line and return its exit code, which is one of those in `reproduce.error`.
+    """Run a command line and return its exit code (`reproduce.error` defines the exit codes).
 
-    An error is printed as one line on stderr. `benchmarks` is the function that makes the tables of
-    the folder `benchmarks`. Only the command `render` uses it.
+    An error is printed as one line on stderr.
+
+    Args:
+        arguments: The words of the command line. By default, those of this process.
+        benchmarks: The function that makes the tables of the folder `benchmarks`, for the command
+            `render`. Without it, `render` leaves these tables as they are.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -79,6 +83,6 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    """Print an error in one line, and return the exit code."""
+    """Print an error in one line."""
     click.echo(f"reproduce: {' '.join(message.split())}", err=True)
     return code

@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce plan`, which finds the best setup or the largest model."""
+"""Define the command `plan`, which predicts the best setup or the largest model that fits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,16 +23,19 @@ from reproduce.machine.devices import Devices, find_devices
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 HEADROOM = 0.15  # the default of the planner
-PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 GROWS = ("depth", "width")  # the sizes of a model, in their order
+
+PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 
 
 @contextmanager
 def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
-    """Set the precision of float32 and of CUDA autocast, and restore both settings at the end.
+    """Within a `with` block, set how GPUs compute float32, and the type of CUDA autocast.
 
-    The value `None` keeps a current setting.
+    Args:
+        fp32_precision: "ieee" or "tf32", or None to keep the current setting.
+        autocast: "bfloat16" or "float16", or None to keep the current setting.
     """
     import torch
 
@@ -61,7 +64,7 @@ def _shape(text: str) -> tuple[int, ...]:
     for size in text.split("x"):
         if not size.isdecimal() or int(size) == 0:
             raise ValueError(
-                f"a sample's shape is written as 3x224x224, without the batch; got {text!r}"
+                f"a sample's shape is written as 3x224x224, without a batch size; got {text!r}"
             )
         shape.append(int(size))
     return tuple(shape)
@@ -116,10 +119,10 @@ def _shape(text: str) -> tuple[int, ...]:
     help="Find the largest model that fits: grow its first or its second size.",
 )
 def plan(**options: Any) -> None:
-    """Find the best setup for MODEL on a node, by prediction.
+    """Predict the best setup to train MODEL on a node.
 
-    MODEL is amoebanet, unet, resnet101, torchvision:NAME, or package.module:function of your own,
-    which returns the model, or the model and a batch.
+    MODEL is amoebanet, unet, resnet101, torchvision:NAME, or your own function, written as
+    package.module:function. The function returns a model, or a model and an example batch.
     """
     asked = Options(**options)
     conflict = next(conflicts(asked), None)
@@ -138,7 +141,7 @@ def plan(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the command's argument and options, under the names of its parameters."""
+    """The values of the command's parameters."""
 
     model: str
     size: tuple[int, int] | None
@@ -159,7 +162,7 @@ class Options:
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that cannot be combined with the model or other options, and the reason."""
+    """Yield each option that does not fit the model or the other options, with the reason."""
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
@@ -186,7 +189,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that cannot be combined with `--largest`, and the reason."""
+    """Yield each option that does not go with `--largest`, with the reason."""
     if asked.orders:
         yield "--schedules", "the largest model is found for GPipe; leave it out"
     if asked.autocast:

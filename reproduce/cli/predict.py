@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce predict`, which predicts published tables or the rows of a run."""
+"""Define the command `predict`, which predicts published tables or the rows of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,30 +63,31 @@ def predict(  # noqa: PLR0913
 ) -> None:
     """Predict published tables without running anything.
 
-    EXPERIMENTS, or all, are predicted at scale paper. No GPU is needed.
+    Name EXPERIMENTS, or "all". Their rows are predicted in the published sizes. No GPU is needed.
     """
     if bool(experiments) == (run is not None):
         raise click.UsageError("name either experiments, or a run by --run")
     if run is not None:
         if out is not None:
-            raise click.UsageError("--out is for published tables: with --run nothing is written")
+            raise click.UsageError("--out is for published tables: --run writes no records")
         if autocast or fp32_precision:
             raise click.UsageError(
-                "--autocast, --fp32-precision: a run is predicted as it was run, in float32"
+                "--autocast, --fp32-precision: leave them out with --run, because a run is "
+                "predicted in float32, as it ran"
             )
         show_run(run, hardware, style)
         return
     if hardware is None:
         raise click.BadParameter(
-            "the papers' tables are predicted from a description: name one. On this machine, "
-            f"python -m reproduce plan MODEL --hardware {HERE} times a model, and predict --run "
-            f"RUN --hardware {HERE} those of a run",
+            "the papers' tables are predicted from a hardware description: name one. To time "
+            f"models on this machine, use python -m reproduce plan MODEL --hardware {HERE} for one "
+            f"model, or predict --run RUN --hardware {HERE} for the models of a run",
             param_hint=f"--hardware {HERE}",
         )
     if (autocast or fp32_precision) and out is None:
         raise click.UsageError(
-            "--autocast, --fp32-precision: name a folder by --out; results/predicted is as "
-            "published"
+            "--autocast, --fp32-precision: name a folder by --out, because results/predicted is "
+            "for the published precision"
         )
     folder = out or OUT / "predicted"
     prepare_folder(folder)
@@ -103,7 +104,7 @@ def predict(  # noqa: PLR0913
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records. If `made` is given, print the tables in `made` instead."""
+    """Print the tables of records. The tables `made` replace them if they are given."""
     from reproduce.tables.all import written_records
 
     click.echo(written_records(records, style, made), nl=False)
@@ -128,7 +129,7 @@ def predict_table(
 ) -> Record:
     """Predict the published table of an experiment.
 
-    If the precision differs from the published training, the record's name and title say so.
+    If `autocast` or `fp32_precision` is given, the record's name and title contain it.
     """
     from reproduce.predict import rows
 

@@ -1,4 +1,4 @@
-"""Offer the commands that work with records of results.
+"""Define the commands that work with records (files of results).
 
 The commands are `show`, `compare`, `history`, `publish`, `import-paper`, `render` and `report`.
 """
@@ -32,8 +32,8 @@ A_RUN = "unet-speed-small-20200421T100205Z"
 def show(records: tuple[str, ...], style: str) -> None:
     """Print the tables of records.
 
-    RECORDS are files, or names of runs in runs or results/measured. In Markdown, the output also
-    says how each run was made.
+    RECORDS are paths of files, or names of runs in the folders runs and results/measured. In
+    Markdown, the output also has the command, the machine and the versions of each run.
     """
     from reproduce.tables.all import written_records
 
@@ -48,10 +48,12 @@ def show(records: tuple[str, ...], style: str) -> None:
 def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, so that it can be committed.
 
-    RECORD is a file or the name of a run. Its tables are copied, too. The copy is named after its
-    experiments, scale, devices and time. If the run's command has absolute paths, only the last
-    part of each path is kept. A run is refused if it was not finished, if it was disturbed, if its
-    source code was changed or is unknown, or if the copy would replace a record of the same name.
+    RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
+    scale, devices and time. The run's tables are written beside the copy. Absolute paths in the
+    run's command are shortened to their last part.
+
+    A run is refused if it was not finished, if other programs disturbed it, if its source code had
+    uncommitted changes or is unknown, or if results/measured already has a record of this name.
     """
     from reproduce.tables.all import document
 
@@ -76,7 +78,7 @@ def publish(record: str, force: bool) -> None:
 
 
 def reasons_against(record: Record, run: Run) -> Iterator[str]:
-    """Yield the reasons not to publish a run."""
+    """Yield reasons not to publish a run."""
     if run.state != "finished":
         yield f"the run was not finished ({run.state})"
     if run.git is None:
@@ -115,9 +117,9 @@ def published_name(record: Record, run: Run) -> str:
     help="Where to put them. Default: results/paper in a checkout, else paper.",
 )
 def import_paper(source: Path, out: Path) -> None:
-    """Make the records of published numbers.
+    """Write a record for each table of the papers.
 
-    SOURCE is the JSON file that contains the papers' tables.
+    SOURCE is a JSON file that contains all tables.
     """
     prepare_folder(out)
     for path in import_tables(source, out):
@@ -130,8 +132,9 @@ def import_paper(source: Path, out: Path) -> None:
 def render(benchmarks: Any, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
-    The tables are the pages in results/, and the marked blocks of README.md and docs/. This command
-    leaves blocks of benchmarks as they are; python -m benchmarks.render rewrites them, too.
+    These tables are the pages in results/, and the blocks between marker comments in README.md and
+    docs/. Blocks with results of benchmarks stay as they are, unless this command is started as
+    python -m benchmarks.render.
     """
     from reproduce.tables import render
 
@@ -173,9 +176,9 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    The page shows published, predicted, emulated and measured numbers side by side. It also draws
-    the history.jsonl in DIR or in the current folder. Files that cannot be read are skipped, and
-    their names are printed.
+    The page shows published, predicted, emulated and measured numbers side by side. If DIR (or, by
+    default, the current folder) has a history.jsonl, the page also draws the numbers of each
+    revision. Files that cannot be read are skipped, and their names are printed.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
@@ -234,10 +237,11 @@ def content_of(path: Path) -> bytes:
     "customSmallerIsBetter.",
 )
 def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
-    """Keep a line for each revision, which the report draws.
+    """Add a revision's numbers to a history file.
 
-    SOURCES are files or folders like the sides of the command compare, or a file of counts. All
-    sources have to be of one revision and one machine. Numbers that were disturbed are left out.
+    The file has a line for each git revision, and the command report draws it. SOURCES are records,
+    folders of records, or files of counts, such as benchmarks/gates/counts.json. All sources must
+    come from one revision and one machine. Numbers that other programs disturbed are left out.
     """
     from reproduce.tables.history import added, line_of, smaller_is_better
 
@@ -286,11 +290,14 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
 def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
     """Compare results with those of A, row by row.
 
-    A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git REVISION,
-    which stands for its results/measured. REVISION:PATH is another file or folder of a revision.
+    Each of A, B and so on is a record, a folder of records, a JSON file of pytest-benchmark, or a
+    git revision. REVISION stands for the records in results/measured at this revision, and
+    REVISION:PATH for those in another file or folder.
     """
     if not 2 <= len(sides) <= 26:
-        raise click.UsageError(f"compare at least two sides, and at most 26; given: {len(sides)}")
+        raise click.UsageError(
+            f"give A, B and so on: from 2 to 26 results to compare, not {len(sides)}"
+        )
     from reproduce.tables.comparison import compared
 
     text, complaint = compared(sides, **options)

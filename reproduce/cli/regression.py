@@ -1,4 +1,4 @@
-"""Offer the command `regression`, and `init-ci`, which writes the CI workflow for it."""
+"""Define the command `regression`, and `init-ci`, which writes a CI workflow that runs it."""
 
 import shlex
 import sys
@@ -28,7 +28,7 @@ built_by = click.option(
 
 
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
-    """Return the `Project` that the options describe. By default, it is torchgpipe."""
+    """Return the package to measure, as the options describe it. By default, it is torchgpipe."""
     from reproduce.regression.trees import TORCHGPIPE, Project
 
     if package is None and cases is None and build is None:
@@ -39,7 +39,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     names = (package or "").split(".")
     if cases is None or not all(map(str.isidentifier, names)):
         raise click.UsageError(
-            f"give {OWN}: a package name, and a file of cases; got {package} and {cases}"
+            f"name both a package and a file of cases, as in {OWN}; got {package} and {cases}"
         )
     return Project(str(package), cases.absolute(), Path.cwd(), build)
 
@@ -117,14 +117,15 @@ def regression(  # noqa: PLR0913
 ) -> None:
     """Say whether a change slowed training down.
 
-    Steps of two revisions are timed alternately, in one job. The exit code is 1 if a case is
-    significantly slower, by more than the threshold. It is 2 if the measurements cannot tell. With
-    --bisect, the exit code is 0 if a slower commit was found.
+    Several cases (such as a training step of U-Net) are timed with the code of two git revisions,
+    alternately. The exit code is 0 if no case is slower, 1 if a case is significantly slower, by
+    more than the threshold, and 2 if the measurements cannot tell. With --bisect, the exit code is
+    0 if a slower commit was found.
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
         raise click.UsageError(
-            "give --base REV, or --bisect GOOD BAD, which takes no --head and no --markdown"
+            "give either --base REV, or --bisect GOOD BAD without --head and --markdown"
         )
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
@@ -178,7 +179,7 @@ def regression(  # noqa: PLR0913
 def init_ci(
     package: str | None, cases: Path | None, build: str | None, set_up: str, gate: str | None
 ) -> None:
-    """Write the CI workflow that judges pull requests."""
+    """Write a CI workflow for pull requests."""
     import jinja2
 
     from reproduce.records.record import write_atomically

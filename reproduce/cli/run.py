@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce run`, which runs experiments and shows their results."""
+"""Define the command `run`, which runs experiments and shows their results."""
 
 import itertools
 from collections.abc import Callable
@@ -113,8 +113,8 @@ State = Literal["finished", "interrupted"]
 @click.option("--resume", is_flag=True, help="Go on with the last run, which was broken off.")
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
 def run(**options: Any) -> None:
-    """Run experiments, print their tables and keep a record. The command list shows the
-    EXPERIMENTS.
+    """Run experiments, print their tables and keep a record. The record has all results.
+    The command list shows the names of all EXPERIMENTS.
     """
     job = validate(Options(**options))
     recorder = make_recorder(job)
@@ -129,7 +129,10 @@ def run(**options: Any) -> None:
 
 
 def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
-    """Run the experiments, show each table when it is finished, and return how the run ended."""
+    """Run the experiments, and show each table when it is finished.
+
+    Return "interrupted" if Ctrl-C ended the run, otherwise "finished".
+    """
     from reproduce.run.experiment import plan, run_experiment
     from reproduce.tables.engines import GROUP as ENGINES
 
@@ -163,9 +166,10 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
 
 
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
-    """Return a function that creates an experiment's session.
+    """Return a function that creates the session of an experiment, which runs the experiment.
 
-    Sessions share the recorder, the profiled balances and the measurement of the machine's load.
+    All sessions share the recorder, the profiled balances, and the measurement of the machine's
+    load.
     """
     from reproduce.run.session import Session
     from reproduce.run.training import Balancer
@@ -217,10 +221,13 @@ def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, don
 
 
 def show(job: Job, recorder: Recorder, progress: Progress, state: State) -> None:
-    """Print the numbers, write the run's Markdown page, and print the names of the written files.
+    """Write the run's Markdown page, and print which files the run has written.
+
+    If the output style is not text, also print the results in this style.
 
     Raises:
         Error: A row failed, or a timeline could not be written.
+        click.exceptions.Exit: The run was interrupted.
     """
     from reproduce.tables.all import document, written_records
 

@@ -1,4 +1,4 @@
-"""Offer `python -m reproduce schedule`, which draws a schedule."""
+"""Define the command `schedule`, which draws a pipeline schedule."""
 
 from pathlib import Path
 
@@ -34,9 +34,9 @@ def schedule(  # noqa: PLR0913
 ) -> None:
     """Draw a schedule: a row is a device, a column a unit of time.
 
-    NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a .csv file of
-    torch.distributed.pipelining. A whole backward takes two units, and every other action takes
-    one.
+    NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
+    torch.distributed.pipelining wrote as .csv. A backward takes two units of time. Every other
+    action takes one: a forward, a recomputation, or one half of a split backward.
     """
     from torchgpipe.schedules import Schedule, make
 
@@ -60,7 +60,7 @@ def schedule(  # noqa: PLR0913
     if svg is None:
         return
     if svg.suffix not in ("", ".svg", ".png"):
-        raise Error(f"--svg {svg}: a picture is a .svg or a .png")
+        raise Error(f"--svg {svg}: the name of a picture ends in .svg or .png")
     from reproduce.records.record import write_atomically
     from reproduce.report.gantt import gantt
 

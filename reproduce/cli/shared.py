@@ -25,9 +25,9 @@ HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardwar
 
 
 class Command(click.Command):
-    """A command that checks its arguments first, then imports torch, and then runs.
+    """A click command that imports torch only after its arguments were found to be valid.
 
-    The import takes seconds, so wrong arguments are reported before it.
+    The import takes seconds. Wrong arguments are reported without this delay.
     """
 
     def invoke(self, context: click.Context) -> Any:
@@ -39,7 +39,8 @@ class Command(click.Command):
 def need_torch() -> None:
     """Import torch, or raise `Error`.
 
-    The import can swallow a KeyboardInterrupt. So during the import, Ctrl-C ends the process.
+    During the import, Ctrl-C ends the process at once, because code in torch could catch the
+    `KeyboardInterrupt`.
     """
     if "torch" not in sys.modules:
         handler = signal.signal(signal.SIGINT, leave)
@@ -81,10 +82,11 @@ fp32_precision = click.option(
 
 
 def style(command: Decorated) -> Decorated:
-    """Add the option `--format` and its short spellings (`--csv`, `--json`) to a command.
+    """Add the option `--format` and its short forms (`--csv`, `--json`) to a command.
 
-    If several options set the same parameter, versions of click differ in which option's default
-    they use. So no option has a default, and the callback sets "text".
+    All three options set the parameter `style`. None of them has a default, because versions of
+    click differ in which of several defaults they would use. Instead, a callback replaces None by
+    "text".
     """
     more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
     for name in ("csv", "json"):
@@ -104,7 +106,7 @@ def examples(*commands: str) -> str:
 def command(
     *lines: str, cls: type[click.Command] = Command, **how: Any
 ) -> Callable[..., click.Command]:
-    """Return a decorator that makes a click command. `lines` are examples for its help."""
+    """Return a decorator that makes a click command. Its help ends with `lines` as examples."""
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
@@ -135,7 +137,8 @@ def alpha(where: str) -> Option:
 def hardware(here: str) -> Option:
     """Return the option `--hardware`, which names a hardware description.
 
-    `here` is the part of the option's help text that is about timing on this machine.
+    The option's value can also be "here", for this machine. The argument `here` is the help text
+    for this value.
     """
     return click.option(
         "--hardware",
@@ -150,7 +153,7 @@ def hardware(here: str) -> Option:
 def parsed(
     parse: Callable[[str], T],
 ) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """Return a callback that parses an option's text.
+    """Return a callback for a click option that converts the option's text by `parse`.
 
     If `parse` raises `ValueError`, the callback raises click's error with the same message.
     """
@@ -168,10 +171,13 @@ described = parsed(_described)
 
 
 def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
-    """Return the keyword arguments of `click.argument` for an argument that takes names.
+    """Return keyword arguments of `click.argument` for an argument that is a list of names.
 
-    The argument refuses names that are not offered, and drops repeated names. A shell can complete
-    names.
+    Unknown names raise an error, and repeated names are dropped. A shell can complete the names.
+
+    Args:
+        what: What the names stand for, such as "experiment". The error message contains it.
+        offered: Returns the known names.
     """
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,9 @@
 """Define all experiments, and a dictionary of experiments by name.
 
-An experiment is data: to add one, add an `Experiment` here; no other code changes. This folder may
-import `models`, `records` and `machine`.
+To add an experiment, define an object of the class `Experiment`, and add it to `ALL`. No other code
+changes.
+
+This folder may import `models`, `records` and `machine`.
 """
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo
@@ -21,7 +23,7 @@ EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment
 
 
 def predictable() -> dict[str, str]:
-    """Return the names of the experiments that can be predicted, with their published tables."""
+    """Map the name of each experiment that can be predicted to the id of its published table."""
     tables = {}
     for experiment in EXPERIMENTS.values():
         if experiment.table and experiment.measures != "accuracy":

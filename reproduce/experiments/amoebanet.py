@@ -1,7 +1,7 @@
-"""Define the experiments on AmoebaNet-D (L, D): speed and memory.
+"""Define the speed experiment and the memory experiment on AmoebaNet-D.
 
 The speed experiment varies the numbers of partitions and micro-batches. The memory experiment
-varies the size of the model.
+varies the size of the model, which is written (L, D): L normal cells and D filters.
 """
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ from reproduce.experiments.controls import (
 )
 from reproduce.experiments.row import Experiment, Optimizer, Row
 
-# All rows at equal batch size have this batch size. It is divisible by every number of
-# micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
+# This is the batch size of all rows that are compared at equal batch size. It is divisible by every
+# number of micro-batches of these rows. Even as a single micro-batch, it fits on two P40 GPUs.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
 # --- speed -------------------------------------------------------------------------------------

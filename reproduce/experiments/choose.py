@@ -1,4 +1,7 @@
-"""Choose the rows of experiments by name, and the scale that fits on a machine."""
+"""Choose the rows of experiments by name, and the scale at which the experiments run.
+
+A scale is a named set of sizes for all rows of an experiment, such as `paper` or `small`.
+"""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -21,11 +24,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def choose_rows(
     experiments: Sequence[Experiment], names: Sequence[str], *, extra: bool = False
 ) -> list[Experiment]:
-    """Return the experiments with only the chosen rows.
+    """Return the experiments, each with only the chosen rows.
 
-    If `names` are given, the rows with these names are chosen. Otherwise all rows are chosen,
-    except extra rows, which are chosen only if `extra` is true. Raise `Error` if a name is unknown,
-    or if an experiment has none of the chosen rows.
+    Args:
+        experiments: The experiments.
+        names: The names of the rows to choose. If there are no names, all rows are chosen whose
+            `extra` is false.
+        extra: If there are no names, also choose the rows whose `extra` is true.
+
+    Raises:
+        Error: A name is unknown, or an experiment has none of the chosen rows.
     """
     _check_names(experiments, names)
 
@@ -43,7 +51,8 @@ def choose_rows(
                 scales.append(replace(scale, rows=rows))
         if not scales:
             raise Error(
-                f"--row: {experiment.name} has none of the rows {', '.join(names)}; leave it out"
+                f"--row: {experiment.name} has none of the rows {', '.join(names)}; do not name "
+                "this experiment"
             )
         chosen.append(replace(experiment, scales=tuple(scales)))
     return chosen
@@ -62,17 +71,17 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return `asked` or, if it is None, the first common scale that fits on the machine.
+    """Return the name of a scale that all experiments have, and that fits on the devices.
 
-    Raise `Error` if there is no such scale, or if it does not fit on the machine.
+    This is `asked` or, if `asked` is None, the first scale that fits. Raise `Error` if there is no
+    such scale.
     """
     common = _common_scales(experiments)
     if not common:
-        raise Error("the rows that were chosen have no scale in common; run them separately")
+        raise Error("there is no scale that has all the chosen rows; run them separately")
     if asked is not None and asked not in common:
         raise Error(
-            f"--scale {asked}: no such scale of {experiments[0].name}; "
-            f"there are {', '.join(common)}"
+            f"--scale {asked}: no such scale of {experiments[0].name}; choose {' or '.join(common)}"
         )
 
     problem = ""
@@ -98,7 +107,7 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
-    """Return why an experiment's scale does not fit on the devices, or None if every scale fits."""
+    """Return why the scale of an experiment does not fit on the devices, or None if all fit."""
     for experiment in experiments:
         reason = why_not(experiment.scale(scale), devices)
         if reason is not None:
@@ -109,7 +118,7 @@ def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices
 def why_not(scale: Scale, devices: Devices) -> str | None:
     """Return why a scale does not fit on the devices, or None if it fits.
 
-    A scale can fit although some of its rows need more devices.
+    Only the kind and the memory of the devices count, not their number.
     """
     if devices.kind == "meta" and not scale.cuda:
         return "its balances are profiled, and devices that hold no data take no time"

@@ -1,13 +1,14 @@
-"""Generate rows of experiments: the published rows, and controls, which are not published.
+"""Generate the rows of experiments: the published rows, and additional rows called controls.
 
-The published rows vary the batch size together with n partitions and m micro-batches. So they mix
-the effect of pipelining with the effect of larger batches. The controls are rows of naive model
-parallelism, of checkpointing alone, and of GPipe. All controls of a group have one size in common:
+In the published rows, the batch size changes with the numbers of partitions (n) and micro-batches
+(m). So the published speed-ups mix the effect of pipelining with the effect of larger batches. The
+controls separate these effects. They are rows of naive model parallelism, of checkpointing alone,
+and of GPipe. There are two groups of controls:
 
-- the batch size: every row does the same work on the same samples, in more or in fewer
-  micro-batches;
-- the micro-batch size: kernels work on equally large tensors in every row, and the batch size grows
-  with m.
+- Controls at equal batch size: all rows train on the same samples in a step, split into m
+  micro-batches.
+- Controls at equal micro-batch size: kernels work on equally large tensors in all rows, and the
+  batch size grows with m.
 """
 
 import math
@@ -28,27 +29,32 @@ from reproduce.experiments.row import (
     Scale,
 )
 
+# The numbers of partitions (n) and of micro-batches (m) of the controls:
 PARTITIONS = (2, 4, 8)
-CHUNKS = (4, 32)  # the numbers of micro-batches (m) of the controls
-SMALL_CHUNKS = (4, 8)  # the numbers of micro-batches (m) of the controls at the small scale
-SMALL_MICRO_BATCH = 4  # micro-batch size of the small controls at equal micro-batch size
+CHUNKS = (4, 32)
+SMALL_CHUNKS = (4, 8)
+SMALL_MICRO_BATCH = 4  # samples per micro-batch of small controls at equal micro-batch size
 
 Balance = tuple[int, ...]
 Size = tuple[int, ...]
 Rows = tuple[Row, ...]
 
-# A published table of speed. Each row has a name, a number of micro-batches (m), a batch size and a
-# balance. The first row is plain training.
+# The rows of a published table of speeds. Each row has a name, a number of micro-batches (m), a
+# batch size, and a balance. m and the balance are None for plain training without a pipeline.
 Published = Sequence[tuple[str, int | None, int, Balance | None]]
-# A published table of memory. Each row has a name, a model size, a smaller model size for the small
-# scale, m, and a balance. Without m, a micro-batch has one sample. The first row is plain training.
+# The rows of a published table of memory. Each row has a name, the published model size, the model
+# size at the small scale, a number of micro-batches (m), and a balance. If m is None, a micro-batch
+# has one sample. The balance is None for plain training without a pipeline.
 Sizes = Sequence[tuple[str, Size, Size, int | None, Balance | None]]
 
 
 def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Scale:
-    """Return a scale with the published rows, and with controls of `base` in the same balances.
+    """Return the scale `paper`: the published rows, and controls with the published balances.
 
-    The controls at equal micro-batch size have `micro_batch` samples per micro-batch.
+    Args:
+        base: The settings that all controls have in common.
+        published: The published rows.
+        micro_batch: The samples per micro-batch of the controls at equal micro-batch size.
     """
     balances = {}
     for row in published:
@@ -63,10 +69,13 @@ def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Sca
 def small_speed(
     base: Row, published: Sequence[Row], *, batch_sizes: Sequence[int], seconds: float
 ) -> Scale:
-    """Return a scale with smaller variants of the published rows, and with controls.
+    """Return the scale `small`: smaller variants of the published rows, and controls.
 
-    All rows use the model of `base`. The variants have the batch sizes in `batch_sizes`. The groups
-    of rows share a time limit of `seconds`. Groups of extra rows have additional time.
+    Args:
+        base: The settings that all controls have in common. All rows use its model.
+        published: The published rows.
+        batch_sizes: The batch sizes of the variants, in the order of `published`.
+        seconds: The time limit for all rows together. Extra rows have additional time.
     """
     like = smaller(published, base, batch_sizes)
     rows = controls(base, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)
@@ -93,9 +102,12 @@ def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
 
 
 def published_rows(base: Row, table: Published, samples: int) -> Rows:
-    """Return rows for plain training and for pipelines, each with its own batch size.
+    """Return the rows of a published table of speeds. The first row is the baseline of speed-ups.
 
-    An epoch has `samples` samples. The published timing leaves out the first epoch.
+    Args:
+        base: The settings that all rows have in common.
+        table: The rows of the published table.
+        samples: The number of samples in an epoch. The first epoch is not timed, as in the paper.
     """
     plain = table[0][0]
     base = replace(base, configuration=AS_PUBLISHED, over=plain, skip_epochs=1)
@@ -110,9 +122,9 @@ def published_rows(base: Row, table: Published, samples: int) -> Rows:
 def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> Rows:
     """Return variants of the published rows with the smaller model of `base` and smaller batches.
 
-    The balance of a variant is profiled on this machine, like the published balance was profiled on
-    the published hardware. For each row with several partitions, there is a second variant that has
-    the published balance.
+    The balance of a variant is found by profiling on this machine, because the published balance
+    was found by profiling on other hardware. A row with several partitions also has a second
+    variant, with the published balance.
     """
     profiled = []
     as_published = []
@@ -143,9 +155,9 @@ def smaller(rows: Sequence[Row], base: Row, batch_sizes: Sequence[int]) -> Rows:
 
 
 def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
-    """Return rows for plain training and for pipelines, to measure memory.
+    """Return the rows of a memory table: plain training, and pipelines of ever larger models.
 
-    The more partitions a row has, the larger is its model.
+    If `small` is true, the rows have the model sizes of the small scale, and profiled balances.
     """
     rows = []
     for name, size, small_size, chunks, balance in table:
@@ -166,8 +178,8 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
     """Return the row as a pipeline with the partitions of `balance`.
 
-    If `balance` is None, return the row unchanged. If there is only one micro-batch, it is
-    checkpointed, as in the paper.
+    If `balance` is None, return the row unchanged. All micro-batches but the last are checkpointed.
+    If there is only one micro-batch, it is checkpointed, too, as in the paper.
     """
     if balance is None:
         return row
@@ -182,9 +194,14 @@ def controls(
 ) -> Rows:
     """Return the controls at equal batch size, followed by the controls at equal micro-batch size.
 
-    Controls at equal batch size have the batch size of `base`. Controls at equal micro-batch size
-    have `micro_batch` samples per micro-batch, and their names end in `/mb`. `ms` contains the
-    numbers of micro-batches. Without `balances`, the balances are profiled.
+    Args:
+        base: The settings that all controls have in common. Controls at equal batch size have its
+            batch size.
+        micro_batch: The samples per micro-batch of controls at equal micro-batch size. The names of
+            these controls end in `/mb`.
+        ms: The numbers of micro-batches.
+        balances: The balance for each number of partitions. If it is None, each balance is found by
+            profiling before the run.
     """
     equal_batch = []
     equal_micro_batch = []

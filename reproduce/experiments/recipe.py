@@ -1,4 +1,4 @@
-"""Describe trainings that run for all their epochs: recipes, and rows and scales for accuracy."""
+"""Define the settings of accuracy experiments: training recipes, rows and scales."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from reproduce.records.places import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The number of epochs of a training, and the learning rate at each of its points.
+    """The number of epochs of a training, and its learning rate at every point.
 
-    The peak learning rate is `base_lr * max(1, batch_size / base_batch_size)`. During
-    `warmup_epochs`, the rate grows linearly from `base_lr` to the peak, a step per mini-batch
-    (Goyal et al., arXiv:1706.02677, section 2.2). At each of `lr_decay_epochs`, the rate is
-    multiplied by `lr_decay`.
+    1. During the first `warmup_epochs`, the learning rate grows linearly, from `base_lr` to
+       `base_lr * max(1, batch_size / base_batch_size)`. It changes after each mini-batch (Goyal et
+       al., arXiv:1706.02677, section 2.2).
+    2. At each epoch in `lr_decay_epochs`, the learning rate is multiplied by `lr_decay`.
     """
 
     epochs: int
@@ -53,11 +53,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow(Row):
-    """A row of an accuracy experiment: the settings of a training with all epochs of a recipe.
+    """A row of an accuracy experiment: the settings of a training for all epochs of a recipe.
 
-    `gpus` is the number of data-parallel devices (`torch.nn.DataParallel`) of a row without a
-    pipeline. `data` says how the data are read: pairs of a name from the published table and a
-    value.
+    Attributes:
+        num_classes: The number of classes of the data set.
+        recipe: The number of epochs, and the learning rate.
+        gpus: The number of devices of `torch.nn.DataParallel`, for a row without a pipeline.
+        data: Pairs of a name and a value for the record, which say how the data are read. The names
+            are those of the published table.
     """
 
     num_classes: int = 1000
@@ -83,10 +86,13 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """How large an accuracy experiment is. At this scale, every row is trained `seeds` times.
+    """One of the sizes in which an accuracy experiment runs.
 
-    `made` holds the arguments of `Gratings`, a generated data set. It is None if the user provides
-    the data.
+    Attributes:
+        rows: The trainings.
+        seeds: The number of times that each row is trained, each time from another seed.
+        made: The arguments of the generated data set `Gratings`. It is None if the user provides
+            the data.
     """
 
     rows: tuple[AccuracyRow, ...]
@@ -95,5 +101,5 @@ class AccuracyScale(Scale):
     made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
-        """Return how often each row is trained, and on which data, for a run's record."""
+        """Return the settings `seeds` and `made`, for a run's record."""
         return {"seeds": self.seeds, "made": self.made and dict(self.made)}

@@ -1,4 +1,4 @@
-"""Define the experiments on ResNet-101: speed with small micro-batches, and accuracy."""
+"""Define the speed experiment and the accuracy experiment on ResNet-101."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +19,8 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# All rows at equal batch size have this batch size. It is divisible by every number of
-# micro-batches, and a batch fits on two P40 GPUs even for naive model parallelism.
+# This is the batch size of all rows that are compared at equal batch size. It is divisible by every
+# number of micro-batches of these rows. Even as a single micro-batch, it fits on two P40 GPUs.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32
@@ -127,7 +127,7 @@ SMALL_PIPELINES = (
 
 
 def small_trainings() -> Iterator[AccuracyRow]:
-    """Yield a row for plain training, and rows for pipelines that should reach the same error."""
+    """Yield a row for plain training, and rows for pipelines whose errors are compared with it."""
     yield replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256")
     for name, n, m, deferred, published in SMALL_PIPELINES:
         yield replace(

@@ -1,4 +1,8 @@
-"""Define the classes of an experiment: it has scales, and a scale has rows and memory needs."""
+"""Define the classes `Experiment`, `Scale` and `Row`.
+
+An experiment has scales, such as `paper` and `small`. A scale has rows, and says what hardware the
+rows need. A row is the settings of one training run.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,15 +20,19 @@ Checkpoint = Literal["always", "except_last", "never"]
 Component = Literal["dependency", "streams", "portals"]
 Equal = Literal["batch", "micro-batch", "model"]
 
-# Configurations of rows:
-AS_PUBLISHED = "as published"  # rows that repeat published rows, whatever their batch sizes
-LIKE_PUBLISHED = "like the published"  # published n and m, with a smaller model and batch
-PUBLISHED_BALANCE = "with the published balance"  # published n, m and balance, smaller model
-PLANNED = "balance of plan"  # `torchgpipe.plan` finds the balance from a profile
-EQUAL_LAYERS = "equal layers"  # all partitions have equally many layers
+AS_PUBLISHED = "as published"
+"""The configuration of rows that repeat published rows exactly."""
+LIKE_PUBLISHED = "like the published"
+"""The configuration of rows with the published n and m, but a smaller model and batch."""
+PUBLISHED_BALANCE = "with the published balance"
+"""The configuration of rows with the published n, m and balance, but a smaller model and batch."""
+PLANNED = "balance of plan"
+"""The configuration of rows whose balance `torchgpipe.plan` finds from a profile."""
+EQUAL_LAYERS = "equal layers"
+"""The configuration of rows whose partitions all have the same number of layers."""
 
-GiB = 2**30
 PUBLISHED_NODE = "p40x8"  # the hardware description of the machine that the papers used
+GiB = 2**30
 P40_MEMORY = 22 * GiB  # the memory of a Tesla P40 as its driver reports it, rounded down
 COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 
@@ -33,7 +41,7 @@ COMPONENTS: tuple[Component, ...] = ("dependency", "streams", "portals")
 class Optimizer:
     """An optimizer of `torch.optim` and its options.
 
-    `state` is the number of values that the optimizer stores for each parameter value.
+    `state` is the number of values that the optimizer stores for each element of a parameter.
     """
 
     name: str
@@ -46,40 +54,52 @@ SGD = Optimizer(name="SGD", options={"lr": 0.1, "momentum": 0.0}, state=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The complete settings of one training run."""
+    """The complete settings of one training run.
+
+    Attributes:
+        input_shape: The shape of one sample.
+        partitions: The number of partitions. None means plain training without a pipeline.
+        balance: The number of layers of each partition. None means that it is profiled before the
+            run.
+        loss: A function `loss(output, target)` that returns a mean over samples, or the name of
+            such a function in `torch.nn.functional`.
+        options: Further settings for the record.
+        components: The enabled parts of the pipeline.
+        equal: What the rows of a group have in common if they do not reproduce published rows: the
+            batch size, the micro-batch size, or the model.
+        skip_epochs: The number of first epochs whose steps are not timed.
+        over: The row of the same experiment that is the baseline of this row's speed-up.
+        published: The row of the published table that this row reproduces.
+        link: The hardware description from which an emulation takes the time of copies between
+            devices. None means that copies take no time.
+    """
 
     name: str = ""
     configuration: str = ""
     model: str
     size: tuple[int, ...] = ()
-    input_shape: tuple[int, ...] = (3, 224, 224)  # of one sample
+    input_shape: tuple[int, ...] = (3, 224, 224)
     batch_size: int
-    partitions: int | None = None  # None: plain training on one device, without a pipeline
+    partitions: int | None = None
     chunks: int | None = None
     checkpoint: Checkpoint | None = None
-    balance: tuple[int, ...] | None = None  # None: the balance is profiled before the run
+    balance: tuple[int, ...] | None = None
     optimizer: Optimizer = SGD
-    # `loss(output, target)` is a mean over samples. If `loss` is a string, it is the name of a
-    # function in `torch.nn.functional`.
     loss: "str | Callable[[Any, Any], Tensor]" = "cross_entropy"
     num_classes: int | None = 1000
-    options: Mapping[str, Json] = field(default_factory=dict)  # further settings for the record
-    components: tuple[Component, ...] = COMPONENTS  # the enabled parts of the pipeline
+    options: Mapping[str, Json] = field(default_factory=dict)
+    components: tuple[Component, ...] = COMPONENTS
     deferred_batch_norm: bool = False
-    # What rows without a published counterpart have in common. Naive, checkpoint-only and GPipe
-    # rows have equal batch or micro-batch sizes. Plain and pipelined rows have the same model.
     equal: Equal | None = None
     steps_per_epoch: int = 0
-    skip_epochs: int = 0  # the steps of the first epochs are not timed
-    over: str | None = None  # the row of this experiment that is this row's baseline for speed-ups
-    published: str | None = None  # the row of the published table that this row reproduces
-    # A hardware description, from which an emulation takes the time of copies between devices.
-    # Without a description, copies take no time.
+    skip_epochs: int = 0
+    over: str | None = None
+    published: str | None = None
     link: str | None = None
 
     @property
     def group(self) -> str:
-        """Return the name of the group that the row belongs to.
+        """Return the name of the group of rows that the row belongs to.
 
         The rows of a group are compared with each other: they run alternately, and share a table.
         """
@@ -99,30 +119,31 @@ class Row:
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Return the size of the largest micro-batch of `torch.chunk`; None without a pipeline."""
+        """Return the number of samples in the largest micro-batch; None without a pipeline."""
         if self.chunks is None:
             return None
         return math.ceil(self.batch_size / self.chunks)
 
     @property
     def micro_batches(self) -> int | None:
-        """Return how many micro-batches `torch.chunk` makes. There can be fewer than `chunks`."""
+        """Return how many micro-batches `torch.chunk` makes, which can be fewer than `chunks`."""
         size = self.micro_batch_size
         if size is None:
             return None
         return math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Return a guess of a step's relative cost.
+        """Return an estimate of the time of a step, relative to the steps of other rows.
 
-        The cost has no unit, and is only good for estimating the time that is left.
+        The estimate has no unit. It divides the time limit among groups of rows, and predicts how
+        much time is left.
         """
         recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
         return self.batch_size * math.prod(self.size) * recomputation
 
     @property
     def sized(self) -> "SizedModel":
-        """Return the row's model with its sizes, which can be built, and can draw mini-batches."""
+        """Return an object that builds the row's model, and draws mini-batches for it."""
         from reproduce.models.built import SizedModel
 
         return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
@@ -173,19 +194,28 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One of the sizes in which an experiment runs: its rows, and the machine that they need."""
+    """One of the sizes in which an experiment runs: its rows, and the hardware that they need.
+
+    Attributes:
+        memory: The needed bytes of each CUDA device or, on CPU devices, of main memory.
+        cuda: Whether the scale runs only on CUDA devices.
+        steps: The number of timed steps of each row.
+        warmup: The number of steps before the timed steps.
+        least_steps: The number of steps that are timed even if the time limit is over.
+        seconds: A time limit for all rows together.
+    """
 
     name: str
     rows: tuple[Row, ...]
-    memory: int  # needed bytes of each CUDA device or, on CPU devices, of main memory
-    cuda: bool  # whether the scale runs only on CUDA devices
-    steps: int  # the number of timed steps of each row
-    warmup: int = 0  # the number of earlier steps that are not timed
-    least_steps: int = 5  # the time limit does not apply to this number of first steps
-    seconds: float | None = None  # a time limit for all rows together, in seconds
+    memory: int
+    cuda: bool
+    steps: int
+    warmup: int = 0
+    least_steps: int = 5
+    seconds: float | None = None
 
     def settings(self) -> dict[str, Json]:
-        """Return the numbers of timed and untimed steps, and the time limit, for a run's record."""
+        """Return the numbers of steps and the time limit, for a run's record."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,
@@ -205,9 +235,10 @@ SMALL_SCALE = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment: what it measures, its scales, and the published table that it reproduces.
+    """An experiment: what it measures, and its scales (the sizes in which it can run).
 
-    `table` is None if nobody has published such a table.
+    `table` is the id of the published table that the experiment reproduces, or None if nobody has
+    published such a table.
     """
 
     name: str

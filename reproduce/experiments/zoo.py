@@ -1,9 +1,11 @@
 """Define the experiment on well-known models: how much pipelines speed up the training.
 
-These rows are not from a publication. Every model is trained on one device, and then by pipelines
-of n partitions, all with the same number of micro-batches m. For each n there are two pipelines.
-One pipeline has the balance that `torchgpipe.plan` finds from a profile. The other has the same
-number of layers in each partition.
+The experiment does not reproduce a publication. Each model is trained without a pipeline on one
+device, and by pipelines of 2, 4 and 8 partitions. All pipelines have eight micro-batches. For each
+number of partitions, there are two pipelines:
+
+- one with the balance that `torchgpipe.plan` finds from a profile;
+- one with the same number of layers in each partition.
 """
 
 from collections.abc import Iterator

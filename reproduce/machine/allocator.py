@@ -1,12 +1,15 @@
-"""Make the C library keep freed memory, so that it does not distort timings.
+"""Make the C library keep freed memory, so that memory allocation does not distort timings.
 
-By default, glibc returns freed large tensors to the system, and requests their pages again at every
-step. Which size counts as large depends on what the process freed before. So two processes that run
-the same code can behave differently. The kernel maps a process's pages under one lock. So threads
-of one process wait for each other there, and separate processes do not.
+By default, glibc returns the memory of a large freed tensor to the operating system. So every step
+needs new pages for its large tensors. This distorts timings in two ways:
 
-Tensors above 64 MiB that are allocated outside the main thread come from the system in any case,
-because they exceed glibc's heap of a thread.
+1. Two processes that run the same code can differ in speed, because glibc changes its threshold for
+   large tensors according to what a process has freed.
+2. Threads of one process wait for each other, because the kernel maps new pages of a process under
+   one lock. Separate processes do not wait for each other.
+
+A tensor of more than 64 MiB that is allocated outside the main thread gets new pages in any case,
+because it does not fit into glibc's heap for a thread.
 """
 
 import ctypes
@@ -43,9 +46,9 @@ def keep_freed_memory() -> None:
 
 
 def _is_accepted() -> bool:
-    """Return whether the C library is glibc and accepts the threshold.
+    """Return whether the C library is glibc and accepts `THRESHOLD` (1 GiB).
 
-    An old glibc accepts at most 32 MiB.
+    Old versions of glibc accept at most 32 MiB.
     """
     library, _ = platform.libc_ver()
     if library != "glibc":

@@ -1,6 +1,6 @@
 """Describe the machine and the software with which a record was made.
 
-A value is None if it cannot be determined.
+A field is None if its value cannot be determined.
 """
 
 import importlib.metadata
@@ -15,14 +15,21 @@ from reproduce.machine.devices import cores, info
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
-MOST_NVLINKS = 36  # NVML can tell about this number of NVLinks of a GPU
+MOST_NVLINKS = 36
+"""The number of NVLinks of a GPU that NVML can report on."""
 CLOCK_SM, CLOCK_MEMORY = 1, 2  # the constants for these two types of clock in nvml.h
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A CUDA device: memory in bytes, highest clock rates in MHz, power limit in W.
+    """A CUDA device.
 
-    `link` connects the device to the rest of the machine, such as 'PCIe 5.0 x16, 18 x NVLink'.
+    Attributes:
+        memory: The memory in bytes.
+        clock: The highest clock rate of the multiprocessors, in MHz.
+        memory_clock: The highest clock rate of the memory, in MHz.
+        power_limit: The power limit in watts.
+        link: What connects the device to the rest of the machine, such as 'PCIe 5.0 x16, 18 x
+            NVLink'.
     """
 
     name: str

@@ -1,4 +1,7 @@
-"""Choose the devices for experiments. A CPU device is an equal share of the CPU cores."""
+"""Choose the devices for experiments.
+
+If there are several CPU devices, each of them has an equal number of the CPU cores.
+"""
 
 import contextlib
 import os
@@ -22,20 +25,22 @@ GPU_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "nvmap", 
 
 @dataclass(frozen=True)
 class Devices:
-    """A number of devices of one kind: CPU devices, CUDA devices, or devices without data (`meta`).
+    """A number of devices of one kind.
 
-    On a CPU, each device has `threads` threads. On `meta`, nothing is computed.
+    Attributes:
+        kind: "cpu", "cuda", or "meta", on which tensors have no data and nothing is computed.
+        count: The number of devices.
+        threads: The number of threads of each CPU device. None for other kinds.
     """
 
-    kind: str  # 'cpu', 'cuda' or 'meta'
+    kind: str
     count: int
     threads: int | None = None
 
     def first(self, n: int) -> "list[torch.device]":
         """Return the first `n` devices.
 
-        If there are fewer than `n` CUDA devices, return a list that has the first CUDA device n
-        times.
+        If there are fewer than `n` CUDA devices, the list contains the first CUDA device `n` times.
         """
         import torch
 
@@ -50,8 +55,8 @@ class Devices:
         """Return the number of bytes that are available for tensors.
 
         For CUDA devices, this is the memory of the smallest device. For CPU devices, it is the free
-        main memory, which all CPU devices share. The result is None if it is not known, and for
-        `meta`.
+        main memory, which all CPU devices share. For `meta`, or if the number is not known, it is
+        None.
         """
         if self.kind == "meta":
             return None
@@ -78,7 +83,7 @@ class Devices:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Set the number of threads of a CPU device, and restore the number afterwards."""
+        """Within a `with` block, let PyTorch use as many threads as one CPU device has."""
         import torch
 
         before = torch.get_num_threads()
@@ -104,7 +109,10 @@ class Devices:
 def find_devices(kind: str | None, count: int | None) -> Devices:
     """Return `count` devices of a kind; raise `Error` if there are fewer.
 
-    By default, return all devices: CUDA devices if there are any, else CPU devices.
+    Args:
+        kind: "cpu", "cuda" or "meta". By default, "cuda" if there are CUDA devices, else "cpu".
+        count: The number of devices. By default, all CUDA devices, or one CPU device for each core
+            (at most `MOST_DEVICES`).
     """
     cuda = _cuda_devices()
     if kind is None:
@@ -128,17 +136,16 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
     count = count or min(have, MOST_DEVICES)
     if count > have:
         raise Error(
-            f"--devices {count}: a CPU device is at least one core and this machine offers {have}; "
-            f"use at most {have}"
+            f"--devices {count}: a CPU device needs at least one core, and this machine has "
+            f"{have}; use at most {have}"
         )
     return Devices("cpu", count, threads=have // count)
 
 
 def _cuda_devices() -> int:
-    """Count the CUDA devices.
+    """Count the CUDA devices. If there is no GPU driver, return 0 without importing PyTorch.
 
-    Importing PyTorch takes seconds. So if no GPU driver is found, the command `list` does not
-    import PyTorch.
+    The import takes seconds, and the command `list` does not need PyTorch otherwise.
     """
     may_have = "torch" in sys.modules or sys.platform != "linux"
     if not may_have and not any(path.exists() for path in GPU_DRIVERS):

@@ -14,14 +14,23 @@ from reproduce.machine.description import ROOT
 
 
 class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A version of the source code: a git revision, and changes that are not committed."""
+    """A version of the source code: a commit, and changes that are not committed.
+
+    Attributes:
+        revision: The hash of the commit.
+        dirty: Whether tracked files had changes that were not committed.
+        changes: A digest of these changes. It is None if there are none, or in old records.
+    """
 
     revision: str
-    dirty: bool  # whether a tracked file differed from the revision
-    changes: str | None = None  # a digest of the differences; missing for older runs
+    dirty: bool
+    changes: str | None = None
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return the first digits of the revision, then `sign` and the digest of any changes."""
+        """Return the first digits of the commit's hash, then `sign` and the digest of any changes.
+
+        An example is `3f2a91c+0b7d44e2`.
+        """
         revision = self.revision[:digits]
         if not self.dirty:
             return revision
@@ -30,7 +39,7 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def checkout(folder: Path = ROOT) -> Git | None:
-    """Return the revision that is checked out in `folder`, and whether there are changes.
+    """Return the commit that is checked out in `folder`, and any changes that are not committed.
 
     Return None if git fails, or if `folder` is not the top folder of a checkout.
     """
@@ -65,27 +74,33 @@ def commit_of(folder: Path, revision: str) -> str:
         pass
     if git(folder, "rev-parse", "--is-shallow-repository") == b"true":
         raise Error(
-            f"{revision}: this clone is shallow and does not hold it; "
+            f"{revision}: this clone is shallow and does not have this revision; "
             "run 'git fetch --unshallow' first"
         )
     raise Error(f"{revision}: no such git revision here; name a commit, a branch or a tag")
 
 
 def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], bytes]) -> None:
-    """Commit a changed or new file to a branch, or raise `Error`.
+    """Commit a changed or new file to a branch that is not checked out, or raise `Error`.
 
-    The branch may be new. `change` gets the old content of the file and returns the new content.
-    The old content is empty if there is no such file. The index and the files of the checkout do
-    not change.
+    The index and the files of the checkout do not change.
+
+    Args:
+        folder: The folder of the repository.
+        branch: The name of the branch, which may be new.
+        name: The path of the file within the repository.
+        change: A function that gets the old content of the file and returns the new content. The
+            old content is empty if there is no such file.
     """
     short = git(folder, "check-ref-format", "--branch", branch).decode()
     ref = f"refs/heads/{short}"
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise Error(f"{name}: on a branch, give a path within the repository")
+        raise Error(f"{name}: on a branch, give a relative path within the repository")
     worktrees = git(folder, "worktree", "list", "--porcelain").decode()
     if f"branch {ref}" in worktrees.splitlines():
         raise Error(
-            f"{branch} is checked out, and its files would become outdated: name another branch"
+            f"{branch} is checked out, and a commit would make the files on disk outdated: "
+            "name another branch"
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     before = b""
@@ -108,9 +123,12 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
 def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
     """Run git in `folder`, with `given` as its input; return its output without surrounding spaces.
 
-    Environment variables such as GIT_DIR are not passed on. If a git hook or alias started this
-    program, these variables would name the repository of the hook. If git is not installed, or
-    fails, raise `Error` with the last line that git printed.
+    Environment variables such as GIT_DIR are not passed on. Otherwise git would use another
+    repository than that of `folder`, if this program was started by a git hook of this other
+    repository.
+
+    Raises:
+        Error: git is not installed, or it failed. The message is the last line that git printed.
     """
     of_repository = re.compile("GIT_(?!CONFIG_)")
     env = {name: value for name, value in os.environ.items() if not of_repository.match(name)}

@@ -1,6 +1,6 @@
-"""Measure how much of the machine other programs use during a round of measurements.
+"""Measure how much CPU time other programs use during a round of measurements.
 
-The numbers are read from Linux's /proc. On other systems they are not known.
+The numbers come from /proc on Linux. On other systems, they are not known.
 """
 
 import contextlib
@@ -12,20 +12,22 @@ from pathlib import Path
 from reproduce.machine.devices import cores
 
 PROC = Path("/proc")
-# A round of measurements is disturbed if other programs use more of the cores than the share
-# "others", or if the host takes more than the share "stolen". The shares are fractions of the cores
-# that this program may use. These limits were tried on a virtual machine with two cores, with a
-# training step that used both cores. Other programs always used about 6 %. When other programs used
-# 7 to 11 %, the step was as fast as usual. At 14 to 20 %, the step was 14 to 26 % slower. At 50 %,
-# it was half as fast. The host never took more than 0.7 %, so the limit for "stolen" is untried.
+# A round of measurements is disturbed if one of two shares of the cores is above its limit:
+# - "others" is the share that other programs use;
+# - "stolen" is the share that the host of a virtual machine takes.
+# The limit for "others" was tried with a training step on both cores of a virtual machine. When
+# other programs used 6 to 11 %, the step was as fast as usual. At 14 to 20 %, it was 14 to 26 %
+# slower. At 50 %, it was half as fast. The limit for "stolen" has not been tried, because the host
+# never took more than 0.7 %.
 LIMITS = {"others": 0.1, "stolen": 0.02}
-# The kernel counts in ticks of 10 ms. So a round that is shorter than `LEAST_SECONDS` is judged
-# together with the round before it.
+# The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
+# is shorter than `LEAST_SECONDS` is judged together with the round before it.
 LEAST_SECONDS = 1.0
+# Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
 A_RUN = re.compile(
     rb"[^\0]*python[^\0]*\0"
     rb"(?:.*\0)?"  # options of Python
-    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"  # a module, or a script with this name in some folder
+    rb"(?:-m\0|[^\0]*/(?=reproduce\0))"
     rb"((?:reproduce\0(?:run|regression)\0|benchmarks\.).*)"
 )
 Counts = dict[str, float]
@@ -33,20 +35,26 @@ Shares = dict[str, float]
 
 
 def too_busy(shares: Shares) -> bool:
-    """Return whether other programs disturbed a round, according to their shares of the machine.
+    """Return whether a round was disturbed: whether one of its shares is above its limit.
 
-    Pressure does not count, because this program's own threads cause some pressure.
+    The share "pressure" has no limit, because this program's own threads cause some pressure.
     """
     return any(shares.get(name, 0.0) > limit for name, limit in LIMITS.items())
 
 
 class Load:
-    """A measurement of how much of the machine other programs use in each round."""
+    """A measurement of how much CPU time other programs use in each round.
+
+    Attributes:
+        begun: The counts of CPU time at the end of the last round that was not short.
+        earlier: The counts at the beginning of the same round.
+        told: The commands of other runs that the user was told about.
+    """
 
     def __init__(self) -> None:
-        self.begun: Counts = {}  # the counts at the end of the last round that was not short
-        self.earlier: Counts = {}  # the counts at the beginning of that round
-        self.told: set[str] = set()  # the commands of other runs that the user was told about
+        self.begun: Counts = {}
+        self.earlier: Counts = {}
+        self.told: set[str] = set()
 
     def begin(self) -> None:
         """Start the first round now."""
@@ -54,10 +62,10 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return how much of the machine other programs used in a round that ends now.
+        """Return which shares of the machine others used in the round that ends now.
 
-        The result is empty if it is not known. `UNITS` (in `reproduce.run.session`) explains each
-        share.
+        `UNITS` (in `reproduce.run.session`) explains each share. If the shares are not known, the
+        result is empty.
         """
         now = _count()
         if not now:
@@ -72,7 +80,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return which shares of the cores other programs used between two counts of CPU time."""
+    """Return the shares of the cores that others used between two counts of CPU time."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -85,9 +93,9 @@ def _shares(then: Counts, now: Counts) -> Shares:
 
 
 def other_runs() -> dict[int, str]:
-    """Return the processes that run other experiments, regressions or benchmarks, by process id.
+    """Return other processes that run experiments, regressions or benchmarks.
 
-    The value for each process is the part of its command that follows `python -m`.
+    The result maps the id of each process to its command, without `python -m`.
     """
     found = {}
     ticks, ours = _processes()
@@ -104,9 +112,13 @@ def other_runs() -> dict[int, str]:
 
 
 def _count() -> Counts:
-    """Return counts of seconds: of the clock, of CPU time, and of waiting for a core.
+    """Return the current counts, all in seconds. If the kernel has none, the result is empty.
 
-    The result is empty if the kernel does not provide these counts.
+    - "time": the time of a clock
+    - "busy": the CPU time of all programs on the cores that this program may use
+    - "stolen": the time that the host of a virtual machine took from these cores
+    - "own": the CPU time of this program
+    - "pressure": the time in which any program waited for a core
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")

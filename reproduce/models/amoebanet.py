@@ -1,9 +1,10 @@
 """Build AmoebaNet-D (L, D) as a flat sequence of L + 6 layers.
 
-AmoebaNet-D is an image classifier whose architecture was found by evolution. `L` normal cells form
-three equal groups. Reduction cells come before the groups and between them. Each reduction cell
-halves the image and doubles the channels. The two genotypes below define what a cell computes.
-Cells pass a pair of states, because each cell reads the outputs of the two cells before it.
+AmoebaNet-D is an image classifier whose architecture was found by evolution. It has L normal cells,
+in three equal groups, and D filters, which set the number of channels. Reduction cells come before
+the groups and between them. A reduction cell halves the image and doubles the channels. The
+genotypes `NORMAL` and `REDUCTION` define what a cell computes. Cells pass pairs of tensors, because
+each cell reads the outputs of the two cells before it.
 
 Sources: Real et al., "Regularized Evolution for Image Classifier Architecture Search"
 (arXiv:1802.01548), for the cells; Huang et al., "GPipe" (arXiv:1811.06965), for the sizes (L, D).
@@ -37,15 +38,20 @@ Size = tuple[int, int]  # height and width
 
 
 class Genotype(NamedTuple):
-    """The architecture of a cell.
+    """The architecture of a cell, which computes a list of tensors called states.
 
-    States 0 and 1 are the inputs of the cell. Pair `p` has two operations, and the sum of their
-    results is state `p + 2`.
+    States 0 and 1 are the inputs of the cell.
+
+    Attributes:
+        pairs: Pair number `p` has two operations on earlier states. State `p + 2` is the sum of
+            their results.
+        output: The numbers of the states that are concatenated to the output of the cell.
+        stride: The stride of operations on states 0 and 1. Other operations have stride 1.
     """
 
     pairs: tuple[Pair, ...]
-    output: tuple[int, ...]  # the states that are concatenated
-    stride: int  # the stride of operations on states 0 and 1; other operations have stride 1
+    output: tuple[int, ...]
+    stride: int
 
 
 NORMAL = Genotype(
@@ -109,10 +115,11 @@ class FactorizedReduction(Module):
 
 
 def bottleneck(channels: int, *convs: tuple[Size, Size]) -> Module:
-    """Build convolutions on a fourth of the channels, each given by its kernel and stride.
+    """Build a sequence of convolutions that work on a fourth of the channels.
 
-    A 1 x 1 convolution before these convolutions reduces the channels, and a 1 x 1 convolution
-    after them restores the channels.
+    1. A 1 x 1 convolution reduces the channels to a fourth.
+    2. Then come the convolutions `convs`, each given as a pair (kernel, stride).
+    3. A 1 x 1 convolution restores the number of channels.
     """
     narrow = channels // 4
     layers = [relu_conv_bn(channels, narrow)]
@@ -166,7 +173,7 @@ OPERATIONS: dict[str, Callable[[int, int], Module]] = {
 
 
 class PairSum(Module):
-    """A layer that adds the results of two operations, each applied to one of the given states."""
+    """A layer that applies two operations to two of its input tensors, and adds the results."""
 
     def __init__(self, pair: Pair, channels: int, stride: int) -> None:
         super().__init__()
@@ -183,12 +190,14 @@ class PairSum(Module):
 
 
 class Cell(Module):
-    """A cell. It maps the last two states `(s1, s2)` to `(output, s1)`, the next cell's inputs.
+    """A cell, which reads the outputs of the two cells before it.
 
-    If the input is a single tensor, this tensor is used as both states.
+    The input is a pair `(s1, s2)`: `s1` is the output of the previous cell, and `s2` of the cell
+    before that. The result is the pair `(output, s1)`, which is the input of the next cell. The
+    first cell gets a single tensor, which is used as both `s1` and `s2`.
 
-    Shapes: `s1` is (N, inputs[0], H, W) and `s2` is (N, inputs[1], H, W), or (N, inputs[1], 2H, 2W)
-    after a reduction cell; the output is (N, out_channels, H / stride, W / stride).
+    Shapes: `s1` is (N, inputs[0], H, W). `s2` is (N, inputs[1], H, W), or (N, inputs[1], 2H, 2W)
+    if the previous cell is a reduction cell. `output` is (N, out_channels, H / stride, W / stride).
     """
 
     def __init__(
@@ -221,7 +230,10 @@ class Cell(Module):
 
 
 class Classifier(Module):
-    """A layer that maps the newer state, (N, channels, 7, 7), to class scores, (N, num_classes)."""
+    """A layer that maps the output of the last cell to class scores.
+
+    Shapes: (N, channels, 7, 7) to (N, num_classes).
+    """
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -247,11 +259,17 @@ def cells(num_layers: int) -> Iterator[tuple[str, Genotype]]:
 
 
 def amoebanetd(num_layers: int, num_filters: int, num_classes: int = 1000) -> Sequential:
-    """Build AmoebaNet-D (`num_layers`, `num_filters`), known as (L, D), for 224 x 224 images.
+    """Build AmoebaNet-D (L, D) for 224 x 224 images.
 
-    Shapes: (N, 3, 224, 224) to (N, num_classes). Cells pass a pair of tensors; other layers pass
-    one tensor. L has to be a positive multiple of 3, and D has to be a positive multiple of 8.
-    Otherwise `check_size` raises an error.
+    Cells pass pairs of tensors. Other layers pass one tensor. Wrong sizes raise an error.
+
+    Shapes: (N, 3, 224, 224) to (N, num_classes).
+
+    Args:
+        num_layers: L, the number of normal cells, a positive multiple of 3.
+        num_filters: D, four times the number of channels of the first layer, a positive multiple
+            of 8.
+        num_classes: The number of classes.
     """
     check_size(
         "num_layers", num_layers, multiple_of=3, why="the normal cells stand in three equal groups"

@@ -1,22 +1,24 @@
 """Build the papers' three models and other models as flat `nn.Sequential`s.
 
-A balance counts the entries of such a sequence as layers.
+Each entry of such a sequence counts as one layer of a balance.
 
-- `amoebanetd(num_layers, num_filters)`: a classifier, 3 x 224 x 224, whose cells pass two tensors;
-- `unet(depth, num_convs, base_channels)`: segmentation, 3 x 192 x 192, with long skips;
-- `resnet101()`: torchvision's classifier, 3 x 224 x 224, with a short skip over every bottleneck;
-- `torchvision:NAME`, ten of torchvision's models.
+- `amoebanetd(num_layers, num_filters)`: a classifier of 224 x 224 images, whose cells pass two
+  tensors
+- `unet(depth, num_convs, base_channels)`: segmentation of 192 x 192 images, with long skips
+- `resnet101()`: torchvision's classifier of 224 x 224 images, with a skip over every bottleneck
+- `torchvision:NAME`: ten more models of torchvision
 
 The function that builds a model may return any module. If the module is not an `nn.Sequential`,
 `torchgpipe.sequential` cuts it into layers.
 
-A sample is an input and its target, drawn at random, without a batch dimension. An input is a
-tensor, or a tuple of tensors that is passed as one argument. If the module is not an
-`nn.Sequential`, an input may also be a dictionary of arguments by name. All samples of a model have
-the same shapes. A tensor that all samples share, such as a mask, is a buffer of the model.
+A sample is a random input and its random target, without a batch dimension. An input is a tensor,
+or a tuple of tensors that is passed as one argument. If the module is not an `nn.Sequential`, an
+input may also be a dictionary of keyword arguments. All samples of a model have the same shapes. A
+tensor that is the same for all samples, such as a mask, is a buffer of the model.
 
-Build a model under `with torch.device("meta"):` to count parameters or infer shapes without memory.
-No layer works in place on its input, because checkpointing needs the input of a partition again.
+Under `with torch.device("meta"):`, a model can be built without memory, to count its parameters or
+to infer shapes. No layer changes its input in place, because checkpointing needs the input of a
+partition again.
 """
 
 import copy
@@ -42,8 +44,8 @@ __all__ = ["MODELS", "Model", "SizedModel", "amoebanetd", "resnet101", "unet"]
 Shape = tuple[int, ...]
 Sample = Callable[[Shape, int, Generator], tuple[Any, Any]]
 
-# The last model that was traced. Rows with the same model are built one after another, and tracing
-# takes seconds.
+# A cache of the last model that was traced, because tracing takes seconds. One model is enough,
+# because rows with the same model are built one after another.
 _TRACED: dict[Any, Sequential] = {}
 
 
@@ -55,7 +57,10 @@ def image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Ten
 
 
 def masked_image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw an image and a mask of 0 and 1 with the shape (1, *shape[1:]). There are no classes."""
+    """Draw an image and, as its target, a mask of zeros and ones. `classes` is not used.
+
+    Shapes: `shape`, and (1, *shape[1:]).
+    """
     mask_shape = (1, *shape[1:])
     mask = torch.randint(2, mask_shape, generator=generator).float()
     return torch.rand(shape, generator=generator), mask
@@ -69,12 +74,19 @@ def changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class Model(NamedTuple):
-    """The function that builds a model, and the function that draws samples for the model."""
+    """A model: how to build it, and how to draw samples for it.
 
-    build: Callable[..., Module]  # builds the model, given its sizes
-    sizes: tuple[str, ...]  # the names of the sizes in tables
-    input_shape: Shape  # the shape of one input sample
-    sample: Sample = image  # draws a sample: an input and its target
+    Attributes:
+        build: The function that builds the model, given its sizes.
+        sizes: The names of the sizes in tables.
+        input_shape: The shape of the input of one sample.
+        sample: The function that draws a sample: an input and its target.
+    """
+
+    build: Callable[..., Module]
+    sizes: tuple[str, ...]
+    input_shape: Shape
+    sample: Sample = image
 
 
 class SizedModel(NamedTuple):
@@ -93,7 +105,7 @@ class SizedModel(NamedTuple):
     ) -> tuple[Any, Any]:
         """Draw a mini-batch: an input and its target.
 
-        The first samples are the same for any number of samples.
+        With the same seed, a larger mini-batch begins with the samples of a smaller mini-batch.
         """
         draw = partial(MODELS[self.name].sample, self.input_shape, self.classes or 1)
 
@@ -111,7 +123,7 @@ class SizedModel(NamedTuple):
         return batch
 
     def layers(self) -> Sequential:
-        """Build the model on PyTorch's default device. The same seed gives the same weights."""
+        """Build the model on PyTorch's default device. PyTorch's seed determines the weights."""
         device = torch.get_default_device()
         key = (self, device, torch.initial_seed())
         if key not in _TRACED:

@@ -1,4 +1,8 @@
-"""Make the inputs of `torchgpipe.plan`'s predictions: counts of a model's layers, and setups."""
+"""Make the inputs for predictions by `torchgpipe.plan`.
+
+These inputs are counts (the operations and bytes of a model's layers), and setups (the balance, the
+number of micro-batches and other settings of a training).
+"""
 
 import functools
 from typing import Any
@@ -28,7 +32,7 @@ def counted(model: SizedModel) -> Counts:
 
 @functools.cache
 def _counted(model: SizedModel, *settings: object) -> Counts:
-    """Count the layers of a model. The settings are only part of the cache's key."""
+    """Count a model's layers. `settings` are only part of the cache's key."""
     with torch.device("meta"):
         module = model.layers()
     x, _ = model.batch(1, device="meta")
@@ -36,11 +40,15 @@ def _counted(model: SizedModel, *settings: object) -> Counts:
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup (balance, micro-batches, optimizer and so on) of a row, given its `config`.
+    """Return the setup (balance, micro-batches, optimizer and so on) of a row.
 
-    A row without a pipeline has one partition and one micro-batch. If `zeroed` is true, `zero_grad`
-    fills gradients with zeros instead of freeing them, like PyTorch did when the papers were
-    written.
+    A row without a pipeline has one partition and one micro-batch.
+
+    Args:
+        config: The row's `config` in a record.
+        layers: The number of layers of the model.
+        zeroed: Whether `zero_grad` fills gradients with zeros instead of freeing them, as PyTorch
+            did when the papers were written.
     """
     components = config.get("components")
     name = config["optimizer"].lower()

@@ -1,12 +1,12 @@
 """Build torchvision's ResNet-101 as a flat sequence of 370 layers, and other torchvision models.
 
 The layers are torchvision's own layers, in the same order. Their names have `_` in place of `.`,
-such as `layer1_0_conv1`. Weights and eval-mode outputs are bitwise equal to torchvision's. Two
-things change: ReLUs do not work in place, and the input of each bottleneck is passed to the
+such as `layer1_0_conv1`. Weights and eval-mode outputs are bitwise equal to torchvision's. There
+are two differences: ReLUs do not work in place, and the input of each bottleneck is passed to the
 bottleneck's end as a skip.
 
-`torchgpipe.sequential` cuts ten other well-known models into layers. All functions that build a
-model raise `Error` if torchvision is missing or broken.
+The other models of torchvision are built unchanged. `torchgpipe.sequential` can cut them into
+layers. All functions that build a model raise `Error` if torchvision is missing or broken.
 
 Source: He et al., "Deep Residual Learning for Image Recognition" (arXiv:1512.03385).
 """
@@ -39,10 +39,10 @@ RESNET101 = (3, 4, 23, 3)  # bottlenecks in each stage
 
 @skippable(pop=["skip"])
 class AddIdentity(Module):
-    """A layer that adds the bottleneck's input to its own input.
+    """A layer that adds the input of the bottleneck to the output of the bottleneck's convolutions.
 
-    The bottleneck's input is downsampled first if the bottleneck changes the image size or the
-    number of channels.
+    If the bottleneck changes the image size or the number of channels, its input is downsampled
+    first.
     """
 
     isolate: Callable[[Namespace], Module]  # set by @skippable
@@ -88,9 +88,9 @@ def bottleneck_layers(name: str, block: Bottleneck) -> Iterator[NamedLayer]:
 
 
 def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-101") -> ModuleType:
-    """Import a module of torchvision when it is needed; raise `Error` if the import fails.
+    """Import a module of torchvision; raise `Error` if the import fails.
 
-    Everything that does not need torchvision works without it.
+    This happens only when the module is needed, so that all other code works without torchvision.
     """
     try:
         return importlib.import_module(f"torchvision.{module}")
@@ -107,12 +107,16 @@ def resnet(
 ) -> Sequential:
     """Build a ResNet of bottlenecks with torchvision, and with random weights.
 
-    `blocks` is the number of bottlenecks in each of the four stages. In the first stage, `width` is
-    the number of channels within bottlenecks, and `64 * expansion` is the number of channels of
-    their outputs. Every further stage doubles both numbers.
+    Every stage after the first doubles the numbers of channels. An argument that is not a positive
+    integer raises an error.
 
-    Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least about 32. `check_size`
-    raises an error if an argument is not a positive integer.
+    Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least about 32.
+
+    Args:
+        blocks: The number of bottlenecks in each of the four stages.
+        width: The number of channels within the bottlenecks of the first stage.
+        expansion: The bottlenecks of the first stage return `64 * expansion` channels.
+        num_classes: The number of classes.
     """
     for count in blocks:
         check_size("blocks", count)
@@ -134,12 +138,12 @@ def resnet101(num_classes: int = 1000) -> Sequential:
 
 
 def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the state dict of a torchvision ResNet for the flat model, or for a `GPipe` of it.
+    """Rename the entries of a torchvision ResNet's state dict, so that the flat model can load it.
 
         model.load_state_dict(flat_state(torch.load("resnet101.pth", weights_only=True)))
 
-    The tensors are shared, not copied. Names that are already flat do not change. `load_state_dict`
-    reports names that do not fit.
+    `model` can also be a `GPipe` of the flat model. The tensors are shared, not copied. Names that
+    are already flat do not change. `load_state_dict` reports names that do not fit.
     """
     renamed = {}
     for key, value in state.items():
@@ -150,7 +154,7 @@ def flat_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def torchvision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a flat model's state dict for torchvision's ResNet: the inverse of `flat_state`."""
+    """Rename the entries of a flat model's state dict, so that torchvision's ResNet can load it."""
     renamed = {}
     for key, value in state.items():
         its_key = re.sub(r"^(layer\d)_(\d+)_(?:add\.)?", r"\1.\2.", key)

@@ -1,6 +1,7 @@
 """Build U-Net (B, C), for segmentation, as a flat sequence of layers.
 
-It has a long skip at every level:
+Each cell (encode, decode or bottleneck) has B blocks. The first cell has C channels. There is a
+long skip at every level:
 
       encode 0 ─────────────── skip 0 ───────────────► decode 0 ─ last convolution
          └ pool                                         ▲ upsample
@@ -53,9 +54,10 @@ class Stash(Module):
 
 @skippable(pop=["skip"])
 class PopConcat(Module):
-    """A layer that pads its input to the skip's height and width, and appends the skip's channels.
+    """A layer that concatenates its input and a skip along the channels.
 
-    The sizes differ by a row or a column if pooling had to round an odd size down.
+    If the input is a row or a column smaller than the skip, it is padded first. This happens if
+    pooling rounded an odd height or width down.
     """
 
     isolate: Callable[[Namespace], Module]  # set by @skippable
@@ -72,10 +74,10 @@ class PopConcat(Module):
 
 
 def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: int) -> Layers:
-    """Yield the layers of a cell of `num_convs` blocks. Each block has four layers.
+    """Yield the layers of a cell: `num_convs` blocks, each with four layers.
 
-    The first block takes `inputs` channels, and the last block returns `outputs` channels. Between
-    the blocks there are `middle` channels.
+    The first block takes `inputs` channels, and the last block returns `outputs` channels. All
+    tensors between blocks have `middle` channels.
     """
     inner = [middle] * (num_convs - 1)
     channels = pairwise([inputs, *inner, outputs])
@@ -118,12 +120,18 @@ def unet(
     input_channels: int = 3,
     output_channels: int = 1,
 ) -> Sequential:
-    """Build U-Net (`num_convs`, `base_channels`), known as (B, C), with `depth` levels.
+    """Build U-Net (B, C).
 
     Shapes: (N, input_channels, H, W) to (N, output_channels, H, W). H and W must be at least
-    2**depth, and H or W must be at least 2 * 2**depth, because a single pixel cannot be normalized.
-    All arguments must be integers of at least 1, and `base_channels` must be at least 2. Otherwise
-    `check_size` raises an error.
+    2**depth, and H or W must be at least 2 * 2**depth. Otherwise the bottleneck would have a single
+    pixel, which cannot be normalized.
+
+    Args:
+        depth: The number of levels.
+        num_convs: B, the number of blocks in each cell.
+        base_channels: C, the number of channels of the first cell, at least 2.
+        input_channels: The number of channels of the image.
+        output_channels: The number of channels of the result.
     """
     check_size("depth", depth)
     check_size("num_convs", num_convs)

@@ -1,4 +1,7 @@
-"""Compute the numbers that tables show, from records: metrics, spreads, comparisons and tests.
+"""Compute the numbers that tables show from the samples in records.
+
+These numbers are metrics such as the throughput, their spreads, comparisons, and significance
+tests.
 
 This folder may import `experiments`, `records` and `machine`.
 """

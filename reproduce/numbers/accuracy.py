@@ -19,9 +19,9 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return the largest difference of two means with which the errors still count as the same.
+        """Return the largest difference between two means that still counts as the same error.
 
-        The result is None if one of the standard deviations is not known.
+        This is the sum of both standard deviations, or None if one of them is not known.
         """
         ours = self.deviation
         theirs = other.deviation
@@ -30,9 +30,10 @@ class FinalError(NamedTuple):
         return ours + theirs
 
     def verdict(self, other: "FinalError") -> str:
-        """Return "same" if the intervals mean +- deviation of both errors overlap, else "differs".
+        """Return "same" if the intervals `mean +- deviation` of both errors overlap.
 
-        The result is empty if one of the standard deviations is not known.
+        Otherwise return "differs" or, if one of the standard deviations is not known, an empty
+        text.
         """
         allowed = self.allowed(other)
         if allowed is None:
@@ -54,9 +55,10 @@ def final_errors(result: Result) -> list[float]:
 
 
 def final_error(result: Result) -> FinalError | None:
-    """Return a row's error after the last epoch: the mean over seeds, or the published error.
+    """Return a row's error after the last epoch, with its standard deviation if that is known.
 
-    The result also has the standard deviation, if it is known. Return None if the row has no error.
+    For a measured row, this is the mean over all seeds. For a published row, it is the published
+    error. Return None if the row has no error.
     """
     if result.status == "published":
         error = result.values.get("top1_error")

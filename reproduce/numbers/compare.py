@@ -1,8 +1,9 @@
-"""Compare the results of several sides, such as runs, with the first side, row by row.
+"""Compare the results of several sides with the results of the first side, row by row.
 
-Absolute numbers are compared if two rows did the same work on the same machine. Otherwise each
-side's numbers are first divided by the numbers of a baseline row of the same side, and these ratios
-are compared.
+A side is what the user names, such as a run, a folder of records, or a git revision. Rows that did
+the same work on the same machine are compared by their absolute numbers. Otherwise the numbers of
+each side are first divided by the numbers of a baseline row of the same side, and the ratios are
+compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,13 @@ Measured = tuple[Line, Readings]
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of the table: each side's value, and how each side compares with the first side.
+    """A line of the table, compared in one metric.
 
-    `readings` has None for a side without a value. `decisions` has None for a side that cannot be
-    compared.
+    Attributes:
+        line: The rows of this line, one for each side.
+        readings: The value of each side. It is None for a side without a value.
+        decisions: The result of comparing each side with the first side. It is None for the first
+            side, and for a side that cannot be compared.
     """
 
     line: Line
@@ -39,7 +43,10 @@ class ComparedRow:
 class Comparison:
     """The rows of an experiment, compared in one metric.
 
-    `together` is the decision about the geometric mean of the rows, if there is one.
+    Attributes:
+        relative: Whether the numbers of each side were divided by a baseline row of this side.
+        notes: Sentences that explain the comparison to the user.
+        together: The decision about the geometric mean of all rows, if there is one.
     """
 
     experiment: str
@@ -51,10 +58,10 @@ class Comparison:
     together: Decision | None = None
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios, and the number of ratios.
+        """Return the geometric mean of a side's ratios to the first side, and how many there are.
 
-        If `together` is known, the mean is the ratio of `together`. The result is None if there is
-        no ratio.
+        Disturbed rows do not count. If `together` is given, its ratio is the mean. The result is
+        None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -68,9 +75,10 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Return whether a decision of "higher" or "lower" is "better" or "worse" for this metric.
+    """Return the outcome of a decision as a verdict.
 
-    Return "differs" if it is not known whether higher or lower values are better.
+    "higher" and "lower" become "better" or "worse", or "differs" if it is not known which values of
+    the metric are better. Other outcomes do not change.
     """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
@@ -90,12 +98,20 @@ def compare(  # noqa: PLR0913
     every: bool = False,
     among: Sequence[Line] = (),
 ) -> tuple[list[Comparison], list[str]]:
-    """Return a comparison for each experiment in which two sides have numbers, and notes.
+    """Compare the sides in each experiment.
 
-    The notes are about all other experiments. The notes count the rows that only one side has, or
-    name these rows if `every` is true. Without a `metric`, an experiment is compared in the first
-    metric of `DEFAULTS` that two sides share. The baselines of speed-ups are looked for in `among`
-    if it is given, and otherwise in `lines`.
+    Args:
+        sides: The sides to compare. The others are compared with the first side.
+        lines: The lines of the table. Each line has matched rows of the sides.
+        metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
+        rule: What counts as a difference.
+        force: Compare absolute numbers, even of different machines or of different work.
+        every: In notes, name the rows that only one side has, instead of counting them.
+        among: The lines that can be baselines of speed-ups. By default, `lines`.
+
+    Returns:
+        A comparison for each experiment in which two sides have numbers, and notes about all other
+        experiments.
     """
     asked = _Asked(sides, rule, force, every)
     comparisons = []
@@ -141,7 +157,7 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Pair each line of the table with each side's value of the metric, if the side has a value."""
+    """Return each line with the values of the metric, one for each side that has a value."""
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -156,7 +172,10 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: _Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare an experiment in one metric. Lines in `bases` can be baselines (divisors)."""
+    """Compare an experiment in one metric.
+
+    If ratios are compared, the numbers of each line are divided by those of a line of `bases`.
+    """
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not asked.force)
@@ -188,7 +207,10 @@ def _compare(
 
 
 def _row(asked: _Asked, line: Line, readings: Readings, *, is_base: bool) -> ComparedRow:
-    """Compare every side of a line with the first side. A baseline is not compared with itself."""
+    """Compare every side of a line with the first side.
+
+    If the line is its own baseline, its ratios are all 1, and it is not compared.
+    """
     values = [readings.get(side) for side in range(len(asked.sides))]
     first, *others = values
     decisions: list[Decision | None] = [None]
@@ -211,11 +233,15 @@ def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decisio
 
 
 def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline line to divide by, and its values.
+    """Return the baseline line by which a line is divided, and the values of the baseline.
 
-    Each side that has a value in this row must also have a value in the baseline. A line of the
-    same kind (emulated, engine) is preferred, then a line of the same scale, then the row that
-    `over` names, and then the first line.
+    Each side that has a value in the line must also have a value in the baseline. If several lines
+    are possible, the choice is made in this order:
+
+    1. A line that is emulated or measured like this line, by the same engine
+    2. A line of the same scale
+    3. The row that `over` names
+    4. The first line
     """
     ours = line.first.result
 
@@ -246,7 +272,7 @@ def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Return whether any value in the rows was disturbed, and the units of the values."""
+    """Return whether other programs disturbed any value in the rows, and the values' units."""
     disturbed = False
     units = set()
     for row in rows:

@@ -1,12 +1,14 @@
 """Match the rows of several sides, such as runs: rows with the same configuration share a line.
 
-Two rows have the same configuration if they agree in every field that both rows record. Fields that
-a run chooses itself (`CHOSEN`, a profiled balance) do not count. In addition, either both rows or
-none must be emulated, and the same engine must have run both rows.
+Two rows match if all of these conditions are met:
 
-A published row is also matched with rows whose `published` names it. If some of these rows have the
-same configuration as the published row, only these are matched. Otherwise all rows that name the
-published row are matched, at any scale, and a note says what differs.
+- Every field that both rows record has the same value. Fields in `CHOSEN` do not count.
+- Either both rows are emulated, or none is.
+- The same engine ran both rows.
+
+A published row also matches rows that reproduce it, which name it in their field `published`. If
+some of these rows have the same configuration as the published row, only those match. Otherwise all
+of them match, at any scale, and a note says what differs.
 """
 
 import json
@@ -21,16 +23,16 @@ from reproduce.numbers.sources import Entry, Side
 T = TypeVar("T")
 Key = TypeVar("Key")
 
-CHOSEN = ("balance",)  # fields that a run chooses itself if the experiment does not fix them
-FIELDS = ("experiment", "row", "scale", "device", "engine")  # further fields of a row
+CHOSEN = ("balance",)  # fields that a run may choose itself, such as a profiled balance
 ALIASES = {"n": "partitions", "m": "chunks"}
+FIELDS = ("experiment", "row", "scale", "device", "engine")  # fields of a row besides its config
 
 
 @dataclass
 class Line:
     """A line of the comparison's table. It has at most one row of each side.
 
-    `entries` maps the number of a side to the row of this side.
+    `entries` maps the index of a side to this side's row.
     """
 
     experiment: str
@@ -41,7 +43,7 @@ class Line:
     def first(self) -> Entry:
         """Return the row that gives the line its name and its description.
 
-        This is the first row that is not published or, if all rows are published, the first row.
+        This is the first row that is not published. If all rows are published, it is the first row.
         """
         entries = list(self.entries.values())
         for entry in entries:
@@ -59,7 +61,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
-    """Return the lines of a table in which every row of every side has a place.
+    """Put every row of every side on a line of the table, and return the lines.
 
     The lines of an experiment follow one another.
     """
@@ -92,9 +94,9 @@ def same_work(one: Entry, other: Entry) -> bool:
 
 
 def value_text(line: Line, name: str) -> str:
-    """Return a field of the line's configuration, or one of `FIELDS`, as text.
+    """Return the value of a field as text, or a dash if the line has no such field.
 
-    The text is a dash if the line has no such field.
+    The field is one of `FIELDS`, or a field in the configuration of the line's rows.
     """
     name = ALIASES.get(name, name)
     if name == "experiment":
@@ -145,7 +147,8 @@ def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> li
         raise Error(f"--filter {name}=...: no row has {name}; there are {names}")
     if not picked:
         raise Error(
-            f"--filter {name}={','.join(allowed)}: no row is left; {name} is {', '.join(known)}"
+            f"--filter {name}={','.join(allowed)}: no remaining row has this value; choose from "
+            f"{', '.join(known)}"
         )
     return picked
 
@@ -155,7 +158,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Put a row on the line of the comparison that fits best, or on a new line if none fits."""
+    """Put a row on the line that fits best, or on a new line if none fits."""
     best = None
     most = -1
     for line in lines:
@@ -181,9 +184,9 @@ def _likeness(one: Entry, other: Entry) -> int:
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on every line whose rows reproduce it.
+    """Put a published row on the lines with rows that reproduce it.
 
-    If no line reproduces the row, put the row on the line that fits best, or on a new line.
+    If there are no such lines, put the row on the line that fits best, or on a new line.
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"
@@ -209,8 +212,8 @@ def _same(one: Entry, other: Entry) -> bool:
         return False
     if not same_work(one, other):
         return False
-    # If both rows are published, or if the rows share no field, the fields do not tell whether the
-    # rows belong together. Then the names of the rows must be equal.
+    # If both rows are published, or if the rows have no field in common, the fields do not tell
+    # whether the rows belong together. In these cases, the names of the rows must be equal.
     both_published = _is_published(one) and _is_published(other)
     share_a_field = not ours.config.keys().isdisjoint(theirs.config)
     if both_published or not share_a_field:
@@ -219,10 +222,11 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _label(lines: Sequence[Line]) -> None:
-    """Set the labels of lines to the names of their rows.
+    """Set the label of each line, such as `GPipe n2m4 (emulated) (small)`.
 
-    Behind the name, "emulated" is added in brackets, or the engine if it is not "threads". If
-    several lines have the same label, scale, device or hardware is added.
+    A label is the name of the row. "emulated", or an engine other than "threads", is added in
+    brackets. Where several lines still have the same label, the scale, the device or the hardware
+    is added if it differs.
     """
     for line in lines:
         result = line.first.result
@@ -236,7 +240,7 @@ def _label(lines: Sequence[Line]) -> None:
 
 
 def _distinguish(lines: Sequence[Line], extra: Callable[[Entry], str | None]) -> None:
-    """If lines with the same label differ in `extra`, add its value in brackets to their labels."""
+    """Where lines with the same label differ in `extra`, add it to their labels in brackets."""
     for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
         extras = [extra(line.first) for line in group]
         if len(set(extras)) == 1:

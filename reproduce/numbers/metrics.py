@@ -1,7 +1,7 @@
-"""Compute the metrics of a row from its samples.
+"""Compute the metrics of a row, such as its throughput, from its samples.
 
-Only this module and `reproduce.numbers.accuracy` compute metrics. So all tables show the same
-numbers.
+All tables show the same numbers, because only this module and `reproduce.numbers.accuracy` compute
+metrics.
 """
 
 import math
@@ -18,6 +18,7 @@ from reproduce.records.record import Result
 
 # Either samples, or a number that is taken as exact, such as a published number.
 Measurement = float | Sequence[float]
+Numbers = Mapping[str, float]  # numbers by the names of rows
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
@@ -31,7 +32,6 @@ DISTURBED = (
 )
 
 Round = tuple[str, float]  # the name of a run, and the number of one of its rounds
-Numbers = Mapping[str, float]  # numbers by the names of rows
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Reading:
         rounds: The round in which each sample was measured.
         mean: Whether `middle` is the mean of the samples instead of their median.
         disturbed: Whether other programs or virtual machines kept the machine too busy.
-        typical: If the row is compared in pairs, the value that `middle` returns. If it is None,
-            `middle` is a median or a mean.
+        typical: The value of `middle` if samples are compared in pairs. It is None if `middle` is
+            a median or a mean.
     """
 
     measurement: Measurement
@@ -57,7 +57,7 @@ class Reading:
 
     @property
     def mark(self) -> str:
-        """Return the mark of a disturbed value, or an empty text for all other values."""
+        """Return an asterisk if the value is disturbed, otherwise an empty text."""
         return MARK if self.disturbed else ""
 
     @property
@@ -94,17 +94,17 @@ class Reading:
 
 
 def throughput(result: Result, run: str = "") -> Reading | None:
-    """Return a row's samples per second: one number for every step, or the recorded exact number.
+    """Return a row's throughput in samples per second, or None if the row has none.
 
-    Return None if the row has no such numbers. `run` is the name of the run, which identifies the
-    rounds of the samples.
+    A measured row has a number for each step. A published or predicted row has one exact number.
+    `run` is the name of the run. It distinguishes the rounds of this run from those of other runs.
     """
     timed = _speeds(result, "step_time", run)
     return timed or _exact(result.values.get("throughput"), "samples/s")
 
 
 def _speeds(result: Result, times: str, run: str) -> Reading | None:
-    """Return a row's samples per second, computed from its samples `times`, or None without any."""
+    """Return a row's throughput in each step, from its samples `times`; None if it has none."""
     steps = result.samples.get(times)
     if not steps:
         return None
@@ -115,7 +115,7 @@ def _speeds(result: Result, times: str, run: str) -> Reading | None:
 
 
 def throughputs(results: Iterable[Result]) -> dict[str, float]:
-    """Return the samples per second of each row that has this number, by the row's name."""
+    """Return the throughput of each row that has one, by the name of the row."""
     found = {}
     for result in results:
         speed = throughput(result)
@@ -125,7 +125,7 @@ def throughputs(results: Iterable[Result]) -> dict[str, float]:
 
 
 def epoch_throughput(result: Result) -> float | None:
-    """Return the samples per second of a training's median epoch; None if no epoch was timed."""
+    """Return the throughput of the median epoch of a training; None if no epoch was timed."""
     times = result.samples.get("epoch_time")
     if not times:
         return None
@@ -133,11 +133,11 @@ def epoch_throughput(result: Result) -> float | None:
 
 
 def speed_up(result: Result | None, base: Result | None) -> Reading | None:
-    """Return a row's throughput divided by the throughput of another row of the same record.
+    """Return the throughput of a row, divided by the throughput of a baseline row.
 
-    The result is None if one of the rows is None or has no throughput. Steps of one round ran close
-    to each other in time, so a ratio is computed for each round. If the two rows share no round,
-    the speed-up is the ratio of their medians, as an exact number.
+    A ratio is computed for each round, because steps of the same round ran close to each other in
+    time. If the two rows have no round in common, the speed-up is the ratio of their medians, as
+    an exact number. The result is None if one of the rows is None or has no throughput.
     """
     ours = None if result is None else throughput(result)
     theirs = None if base is None else throughput(base)
@@ -151,9 +151,9 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 
 
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
-    """Return the speed-up of each timed row over the row `first`.
+    """Return the speed-up of each timed row over the row `first`, by the name of the row.
 
-    The keys are the names of the rows up to the first slash.
+    A slash in a name, and everything after it, is left out.
     """
     readings = {}
     for result in results:
@@ -163,14 +163,16 @@ def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
 
 
 def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
-    """Return each number's relative error against the number with the same name in `theirs`."""
+    """Return each number's relative error: 0.1 if it is 10 % above the number in `theirs`."""
     return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:
-    """Divide a row's value by another: round by round if they share rounds, else sample by sample.
+    """Divide the value of one row by the value of another row.
 
-    An exact number is combined with every sample of the other value.
+    If the rows have rounds in common, the samples of each of these rounds are divided. Otherwise
+    the first sample is divided by the first sample, and so on. An exact number is combined with
+    every sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
     # The lists can have different lengths, because an exact number has no rounds.
@@ -194,9 +196,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    The result is None if one of the two is missing. The emulated throughput is taken from
-    `here_time`, the time of a step on this machine's own devices, without a described link between
-    devices.
+    The emulated throughput comes from the series `here_time`. This is the emulated time of a step
+    if copies between devices take as long as on this machine. The result is None if one of the two
+    throughputs is missing.
     """
     ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)
@@ -220,7 +222,7 @@ def utilization(result: Result) -> float | None:
 
 
 def outcome(result: Result) -> str:
-    """Return one to three words that say why a row has no number."""
+    """Return a few words that say why a row has no number."""
     if result.status == "needs devices" and result.reason:
         return result.reason
     return result.status
@@ -238,13 +240,13 @@ def better(metric: str) -> Literal["higher", "lower", None]:
 def read(entry: Entry, metric: str) -> Reading | None:
     """Return a row's value of a metric; None if the row has no such value.
 
-    - `throughput` (and `speedup`, which is computed from it): samples per second of whole steps
+    - `throughput`, and `speedup`, which is computed from it: samples per second of whole steps
     - `time`: seconds per step, or per call of a benchmark
     - `memory`: bytes allocated to tensors at the peak, summed over devices
     - `reserved`: bytes that the caching allocator reserved, summed over devices; the papers publish
       this number
     - `top1_error`: the error after the last epoch, in %, one number for each seed
-    - any other name: the value or the samples with that name; if the value is a list with a number
+    - any other name: the samples or the value with that name; if the value is a list with a number
       for each device, the mean of the list
     """
     result = entry.result
@@ -279,7 +281,7 @@ def _run_of(entry: Entry) -> str:
 
 
 def _memory(peaks: Json, published: float | None) -> Reading | None:
-    """Return the sum of the devices' peaks or, if there are no peaks, the published number."""
+    """Return the sum of the devices' memory peaks or, if there are none, the published number."""
     return _exact(sum(peaks) if peaks else published, "bytes")
 
 
@@ -303,7 +305,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's value of a metric, the mean if it is a list, or None if there is no value."""
+    """Return a row's value of a metric, or None if it has none. A list counts as its mean."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

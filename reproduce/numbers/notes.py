@@ -1,4 +1,7 @@
-"""Write the notes below a comparison: what is unfair, what differs and what is missing."""
+"""Write the notes below a comparison.
+
+They say which numbers cannot be compared, how matched rows differ, and which rows are missing.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -37,7 +40,7 @@ def unfair(lines: Lines, metric: str) -> list[str]:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes on all other fields, and on the versions, in which matched rows differ."""
+    """Return notes on the fields and the software versions in which matched rows differ."""
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}
     for first, other in _pairs(lines):
@@ -60,9 +63,9 @@ def other_differences(lines: Lines) -> list[str]:
 
 
 def other_times(sides: Sides, lines: Lines) -> list[str]:
-    """Return a note on what a verdict cannot show if the compared runs are of different times.
+    """Return a note if the compared runs took place at different times, otherwise no note.
 
-    Otherwise return no note.
+    The note says that a verdict does not show why these runs differ.
     """
     if not _at_other_times(lines):
         return []
@@ -78,10 +81,13 @@ def other_times(sides: Sides, lines: Lines) -> list[str]:
 
 
 def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -> list[str]:
-    """Return notes on rows that a side lacks, or that have no number, and on the reasons.
+    """Return notes on the rows for which a side has no number, with the reasons.
 
-    If `every` is true, the rows are named; otherwise they are counted. For each line, `have`
-    contains the indices of the sides that have a number.
+    Args:
+        sides: The sides that are compared.
+        lines: The lines of the table.
+        have: For each line, the indices of the sides that have a number.
+        every: Name the rows instead of counting them.
     """
     labels: dict[str, list[str]] = {}
     for line, known in zip(lines, have, strict=True):
@@ -100,7 +106,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
     """Return a note for an experiment in which no row has the same metric on two sides.
 
-    If no metric was asked for, the note lists the metrics of each side.
+    If the user did not choose a metric, the note lists the metrics of each side.
     """
     experiment = lines[0].experiment
     if metric is not None:
@@ -136,9 +142,9 @@ def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
 
 
 def _machine(entry: Entry) -> object:
-    """Return a key that identifies the machine of a row's record.
+    """Return a value that is the same for all rows of one machine: its CPU, GPUs and so on.
 
-    Absolute times are comparable only between rows with equal keys.
+    Absolute times of two rows are comparable only if this value is equal.
     """
     record = entry.record
     run = record.run

@@ -1,15 +1,16 @@
 """Test whether two measurements really differ: significantly, and by more than a threshold.
 
-- A difference is real only if a rank test over the samples is significant, and if the ratio exceeds
-  a threshold. The test alone would accept differences that are too small to matter. The threshold
-  alone would accept noise.
+- A difference counts as real if two conditions are met: a rank test over the samples is
+  significant, and the ratio exceeds a threshold. The test alone would accept differences that are
+  too small to matter. The threshold alone would accept noise.
 - The confidence interval of the ratio contains all ratios that the test does not reject. So the
   interval and the test agree.
-- If there are so few samples that no outcome could be significant, the answer is 'too few', with
+- If there are so few samples that no outcome could be significant, the answer is "too few", with
   the number of samples that would be enough.
 
-The test cannot know that samples of one run vary less than samples of several runs. For a reliable
-comparison, run both sides alternately and compare paired samples.
+Samples of one run vary less than samples of several runs. So the test can find a difference between
+two runs of the same code. For a reliable comparison, run both sides alternately and compare paired
+samples.
 """
 
 import bisect
@@ -33,8 +34,9 @@ MOST_SAMPLES = 400  # of each side, because the number of pairs grows quadratica
 class Rule:
     """The rule that decides what counts as a difference.
 
-    `alpha` is the risk of calling a difference significant if there is none. `threshold` is the
-    smallest relative difference that matters; 0.05 means 5 %.
+    Attributes:
+        alpha: The accepted risk of calling a difference significant if there is none.
+        threshold: The smallest relative difference that matters. 0.05 means 5 %.
     """
 
     alpha: float = 0.01
@@ -45,12 +47,18 @@ class Rule:
 class Decision:
     """The result of comparing `head` with `base`.
 
-    `ratio` estimates head / base. It lies between `low` and `high` with a confidence of 1 - alpha.
-    The outcome '~' means that no real difference was found. This does not prove that there is no
-    difference. 'untested' means that both sides are exact numbers, which have a ratio but no
-    spread. 'disturbed' means that the numbers of a side are no evidence, because other programs
-    used the machine. With 'too few', `needed` is the number of samples on each side that would be
-    enough.
+    Attributes:
+        outcome: What was found:
+            - "higher" or "lower": a real difference
+            - "~": no real difference, which does not prove that there is none
+            - "too few": so few samples that no outcome could be significant
+            - "untested": nothing, because both numbers are exact and have no spread
+            - "disturbed": nothing, because other programs used the machine during a measurement
+        ratio: The estimate of head / base.
+        low: The lower end of the confidence interval of the ratio.
+        high: The upper end of this interval.
+        p: The p-value of the test.
+        needed: With "too few", the number of samples on each side that would be enough.
     """
 
     outcome: Outcome
@@ -66,10 +74,14 @@ def compare_samples(
 ) -> Decision:
     """Compare `head` with `base`. All numbers must be positive.
 
-    Independent samples are compared by the Mann-Whitney test. If `paired` is true, the i-th samples
-    of both sides were measured together, and Wilcoxon's signed-rank test compares them. The
-    signed-rank test also compares samples with an exact number. The ratio is the Hodges-Lehmann
-    estimate (1963): the median ratio over all pairs of samples, or over all means of two pairs.
+    - Independent samples are compared by the Mann-Whitney test. The ratio is the median over all
+      pairs of a sample of `head` and a sample of `base`.
+    - If `paired` is true, the i-th samples of both sides were measured together. Each such pair has
+      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The result is the
+      median over the geometric means of every two ratios.
+    - Samples and an exact number are compared like pairs.
+
+    Both estimates of the ratio are by Hodges and Lehmann (1963).
 
     Raises:
         ValueError: A number is not positive, or a side has no sample.
@@ -100,10 +112,15 @@ def needed(alpha: float, *, paired: bool) -> int:
 
 @dataclass(frozen=True)
 class RankTest:
-    """A test: the candidates for the log ratio, and the p-value of a log ratio.
+    """A rank test for the logarithm of the ratio of two sides (the log ratio).
 
-    `samples` is the number of samples on one side. `others` is the number of samples on the other
-    side. In a test of pairs, `samples` is the number of pairs, and `others` is None.
+    Attributes:
+        candidates: The values whose median is the estimate of the log ratio. In a test of pairs,
+            these are the means of every two pairs. Otherwise there is one value for every sample
+            of one side and every sample of the other side.
+        p: Returns the p-value of the hypothesis that the log ratio has a given value.
+        samples: The number of samples on one side or, in a test of pairs, the number of pairs.
+        others: The number of samples on the other side. It is None in a test of pairs.
     """
 
     candidates: Array
@@ -168,7 +185,8 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
 def _least_p(one: int, other: int | None) -> float:
     """Return the two-sided p-value of the most extreme outcome.
 
-    In this outcome, all samples of one side are above all samples of the other side.
+    In this outcome, all samples of one side are above all samples of the other side or, in a test
+    of pairs, all differences have the same sign.
     """
     if other is None:
         return 2.0 ** (1 - one)
@@ -186,9 +204,9 @@ def _logs(side: Measurement) -> Array:
 
 
 def _thin(values: Array) -> Array:
-    """Keep only every k-th sample if there are too many samples.
+    """If there are more than `MOST_SAMPLES`, keep only every k-th sample.
 
-    This is conservative, because fewer differences are significant with fewer samples.
+    With fewer samples, fewer differences are significant. So this creates no false differences.
     """
     step = math.ceil(len(values) / MOST_SAMPLES)
     return values[::step]

@@ -29,8 +29,13 @@ Records = Sequence[Record]
 
 
 class _Stats(Struct):
-    median: float  # the median, in seconds per call
-    data: list[float] = []  # all samples, if the file was saved with --benchmark-save-data
+    """Times of a benchmark in seconds per call: their median, and sometimes all of them.
+
+    pytest-benchmark writes all times (`data`) only with the option --benchmark-save-data.
+    """
+
+    median: float
+    data: list[float] = []
 
 
 class _Benchmark(Struct):
@@ -49,7 +54,7 @@ class _File(Struct):
 
 
 def from_pytest_benchmark(data: Json, where: str) -> Record:
-    """Turn the content of a file that pytest-benchmark wrote into a record.
+    """Turn the parsed content of a file that pytest-benchmark wrote into a record.
 
     Each test file becomes an experiment, and each test becomes a row.
     """
@@ -120,9 +125,15 @@ class Entry:
 class Side:
     """The rows of one side of a comparison.
 
-    If several runs have the same row, the row is taken from the first record, in the order of
-    `ranked`, that has a number for the row. `superseded` is the number of rows that were not taken.
-    `letter` is the side's short name in tables. `name` is the name that the user gave.
+    If several records have the same row, the row is taken from the first record in the order of
+    `ranked` that has a number for the row.
+
+    Attributes:
+        letter: The side's short name in tables, such as A.
+        name: The name of the side that the user gave, such as a path.
+        entries: The rows, each with its record.
+        records: All records of the side.
+        superseded: The number of rows that were not taken.
     """
 
     letter: str
@@ -135,7 +146,10 @@ class Side:
 def load_side(letter: str, name: str) -> Side:
     """Load a side of a comparison.
 
-    `name` is a path, the name of a run, or REVISION or REVISION:PATH of the current checkout.
+    Args:
+        letter: The side's short name in tables, such as A.
+        name: A path, the name of a run, or a git revision of the current checkout (REVISION or
+            REVISION:PATH).
 
     Raises:
         Error: There is no such side, or one of its records cannot be read.
@@ -169,7 +183,7 @@ def _subfolders(path: Path) -> str:
 
 
 def side_of(letter: str, name: str, records: Records) -> Side:
-    """Make a side of a comparison, which holds the results to compare, from records."""
+    """Make a side of a comparison from its records. `Side` explains how rows are chosen."""
     experiments: dict[str, None] = {}
     count = 0
     for record in records:
@@ -195,7 +209,7 @@ def _has_number(result: Result) -> bool:
 
 
 def _read(data: Json, where: str) -> Record:
-    """Turn the content of a file into a record.
+    """Turn the parsed content of a JSON file into a record.
 
     The file is a record, a table of counts, or a file that pytest-benchmark wrote.
     """
@@ -248,7 +262,7 @@ def _from_git(name: str) -> Iterator[Record]:
             files.append(file)
     if not files:
         raise Error(
-            f"{name}: that revision holds no record (*.json) in {place}; name a place as "
+            f"{name}: that revision has no record (*.json) in {place}; name another folder as "
             f"{revision}:FOLDER"
         )
     for file in files:

@@ -1,9 +1,8 @@
-"""Answer the questions of the command `python -m reproduce plan`.
+"""Find the model for `python -m reproduce plan`, and the largest model that fits in memory.
 
-This module finds the model that the user names. It also finds the largest model that fits in
-memory. A model is one of the papers' models, one of torchvision's models, or a model that a
-function of the user returns. The papers also report the largest model, both for naive model
-parallelism and for a pipeline.
+The user names a model: one of the papers' models, one of torchvision's models, or a function that
+returns a model. The largest model is found both for naive model parallelism and for a pipeline, as
+in the papers.
 """
 
 import bisect
@@ -40,15 +39,18 @@ IMAGE = (3, 224, 224)  # the default shape of a sample for torchvision's models
 class Paper(NamedTuple):
     """A model of the papers, with the defaults of its training.
 
-    `sizes` is empty if the model has only one size.
+    Attributes:
+        sizes: The default sizes, such as (L, D). Empty if the model always has the same size.
+        steps: For each size, the number that must divide it.
+        most: The largest value of each size to try.
     """
 
     name: str
     batch_size: int
     optimizer: str
-    sizes: Sizes = ()  # the default sizes
-    steps: Sizes = ()  # each size is a multiple of its step in this tuple
-    most: Sizes = ()  # the largest sizes to try
+    sizes: Sizes = ()
+    steps: Sizes = ()
+    most: Sizes = ()
 
     def counts(self, sizes: Sizes) -> Counts:
         """Count the operations and bytes of the layers of the model in these sizes."""
@@ -77,9 +79,10 @@ class Given:
     optimizer: str = "sgd"
 
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
-        """Return the model on `meta` as a sequence of layers, and an input with `samples` samples.
+        """Return the model as a sequence of layers, and an input with `samples` samples.
 
-        Raise `ValueError` if the model cannot be split into layers.
+        The model is on `meta`, and the input is on `device`. Raise `ValueError` if the model cannot
+        be split into layers.
         """
         with torch.device("meta"):
             module, sample = self.build()
@@ -110,15 +113,20 @@ class Given:
 def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
     """Find a model by its name, or raise `ValueError`.
 
-    `sizes` are used for the papers' models. For all other models, `shape` is the shape of a sample.
+    Args:
+        name: The name, such as "unet", "torchvision:resnet50" or "package.module:function".
+        sizes: The sizes of a model of the papers. If it is empty, the model has its default sizes.
+        shape: The shape of a sample for other models. If it is empty, torchvision's models have a
+            default shape, and a function must return an example input.
     """
     if name in PAPERS:
         return _of_paper(PAPERS[name], sizes)
     where, _, what = name.partition(":")
     if not where or not what:
         raise ValueError(
-            f"no model is called {name!r}; there are {', '.join(PAPERS)}, torchvision's, such as "
-            "torchvision:resnet50, and yours: package.module:function, which returns the model"
+            f"no model is called {name!r}; choose {', '.join(PAPERS)}, a model of torchvision "
+            "(such as torchvision:resnet50), or your own function that returns a model "
+            "(package.module:function)"
         )
     if where == "torchvision":
         shape = shape or IMAGE
@@ -154,9 +162,9 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """Return the model and the example input that the user's function returned.
+    """Return the model and the example input that the user's function returned as `found`.
 
-    If `shape` is given, the example input is made from it.
+    If `shape` is given, an example input of this shape is used instead.
     """
     module = found
     sample: Any = None
@@ -164,13 +172,13 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
         module, sample = found
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
-        raise ValueError(f"{name} has to return a model, or a model and a sample; got {kind}")
+        raise ValueError(f"{name} has to return a model, or a model and an input; got {kind}")
     if shape:
         sample = torch.empty(1, *shape)
     if sample is None:
         raise ValueError(
-            f"{name} returns a model but no sample: let it return both, "
-            "or give the sample's shape, such as --input 3x224x224"
+            f"{name} returns a model but no example input: let it return both, "
+            "or give the shape of an input, such as --input 3x224x224"
         )
     return module, sample
 
@@ -191,11 +199,14 @@ class Asked:
 def largest(
     asked: Asked, axis: int, fit: Callable[[Sizes], bool]
 ) -> tuple[Sizes | None, Sizes | None]:
-    """Return the largest sizes that fit, and the next larger sizes, which do not fit.
+    """Search for the largest model that fits, by changing the size with index `axis`.
 
-    The first result is None if no size fits. The second result is None if no size is known that
-    does not fit. The size with index `axis` is doubled until the model does not fit, and then
-    bisected.
+    1. Double this size until the model does not fit.
+    2. Bisect between the largest size that fits and the smallest size that does not.
+
+    Returns:
+        The largest sizes that fit, or None if no size fits; and the next larger sizes, or None if
+        even the largest size to try fits.
     """
     step = asked.paper.steps[axis]
     most = asked.paper.most[axis]
@@ -222,8 +233,8 @@ def largest(
 def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
     """Print the largest model that fits, for naive model parallelism and for a pipeline.
 
-    To make the model larger, only one of its sizes is increased: the size with index `axis`. `tell`
-    is the function that prints, such as `click.echo`.
+    Only one of the model's sizes is changed: the size with index `axis`. `tell` is the function
+    that prints, such as `click.echo`.
     """
     name = asked.paper.name
     tell(

@@ -1,9 +1,9 @@
 """Predict the rows of published tables, or of a run.
 
-The rows of a published table are predicted from a hardware description alone, with the published
-configuration. The prediction is a record whose results have the status `predicted`. The record
-contains the hardware description, but neither date nor machine. So the same source code always
-writes the same file.
+A row of a published table is predicted from its published configuration and a hardware
+description, and nothing is measured. The predictions of a table are a record, in which every row
+has the status `predicted`. The record has no date and does not name the machine that made it. So
+the same source code always writes the same file.
 """
 
 from dataclasses import replace
@@ -53,10 +53,11 @@ def predict_table(experiment: str, hardware: Hardware) -> Record:
 
 
 def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
-    """Predict the emulated rows of a run from a hardware description, or from layers timed here.
+    """Predict the emulated rows of a run, on described hardware or on this machine.
 
-    If `hardware` is a device, the layers are timed on this device with the run's largest
-    micro-batch. All other devices are idle during this timing, like in an emulation.
+    If `hardware` is a device of this machine, the layers of each model are timed on this device,
+    with the largest micro-batch that the run uses for the model. Other devices are idle meanwhile,
+    as they are in an emulation.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
@@ -119,7 +120,7 @@ def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> 
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
-    """Return the numbers of a hardware description in the form in which the record stores them."""
+    """Return a hardware description as the dictionary that the record contains."""
     figures: dict[str, Json] = {
         "name": hardware.name,
         "title": hardware.title,
@@ -162,9 +163,11 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
 def _speed(
     predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 ) -> dict[str, float]:
-    """Predict the time of a step, and the throughput in the way in which the papers measured it.
+    """Predict a row's throughput, time of a step, and bubble.
 
-    The papers measured the throughput over an epoch whose last mini-batch is smaller.
+    The papers measured the throughput over an epoch whose last mini-batch is smaller than the
+    others. If the row's configuration has the size of that mini-batch, the predicted throughput is
+    also over such an epoch.
     """
     setup = setup_of(config, len(predictor.counts), zeroed=zeroed)
     step = predictor.step(setup)
@@ -182,8 +185,8 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    The result is empty for a pipeline without portals, because the memory of such a pipeline cannot
-    be predicted.
+    The result is empty for a pipeline that copies skips from stage to stage, without portals,
+    because its memory cannot be predicted.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:

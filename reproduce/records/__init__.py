@@ -1,4 +1,4 @@
-"""Read and write records, the files of results: measured, emulated, predicted or published.
+"""Read and write records: files of measured, emulated, predicted or published results.
 
 This folder may import `machine`.
 """

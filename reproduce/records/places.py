@@ -1,6 +1,6 @@
-"""Find the files of records, and convert parsed JSON to types strictly.
+"""Find the files of records, and convert parsed JSON to objects with types.
 
-Strictly means that no value is converted silently: a value of another type is an error.
+A value of the wrong type is an error, and is never converted silently.
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ import msgspec
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 
-RUNS = Path("runs")  # a folder in the current folder; git ignores it
+RUNS = Path("runs")
+"""The folder for runs, in the current folder. git ignores it."""
 PACKAGED = Path(__file__).parents[1] / "results"  # the folder of results in an installed package
 RESULTS = PACKAGED if PACKAGED.is_dir() else ROOT / "results"
 MEASURED = RESULTS / "measured"
@@ -31,10 +32,10 @@ def need_checkout(command: str, instead: str = "") -> None:
 
 
 def find_record(name: str) -> Path:
-    """Return the path `name` or, if it does not exist, the path of the record with that name.
+    """Return the path of a record, given its path or its name.
 
-    The record is looked up in `runs` and in `results/measured`. If no such record exists, the path
-    `name` is returned.
+    If `name` is not an existing path, the record is looked up by its name in `runs` and in
+    `results/measured`. If it is not there, the path `name` is returned nevertheless.
     """
     path = Path(name)
     if path.exists() or path.name != name:

@@ -1,12 +1,11 @@
-"""Define the file format of results, which is typed and has a version.
+"""Define the format of records: JSON files with results and all that is needed to read them later.
 
-Results are measured or emulated by this program, predicted, or published by others. A record is a
-JSON file that contains everything needed to read it later. Its requirements:
+Results are measured or emulated by this program, predicted, or published by others.
 
 - A record contains raw measurements or published numbers. Ratios and medians are computed when it
   is read. (Records of `benchmarks` contain summaries of samples, see `docs/results.md`.)
 - A record is replaced atomically: if the program is killed, either the old or the new file exists.
-- Files of older versions can be read, see `reproduce/records/upgrade.py`.
+- The format has a version. Older versions can be read, see `reproduce/records/upgrade.py`.
 - If a file is broken, or is not a record, an error says in one line what is wrong and where.
 """
 
@@ -29,11 +28,12 @@ from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
-TIME = "%Y-%m-%dT%H:%M:%SZ"  # the format of times, which are in UTC
+TIME = "%Y-%m-%dT%H:%M:%SZ"
+"""The format of times, which are in UTC."""
 WIDTH = 120  # the number of columns of a line in a record's file
-DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
-# The setting that says whether the C library kept freed memory (`machine.allocator`).
 FREED_MEMORY = "freed_memory"
+"""The setting that says whether the C library kept freed memory (`machine.allocator`)."""
+DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
 
 Status = Literal[
     "measured",
@@ -65,20 +65,31 @@ Fields = dict[str, Json]
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The result of one row (training run) of an experiment: numbers, or why there are none."""
+    """The result of one row (training run) of an experiment: numbers, or why there are none.
 
-    experiment: str  # or the published table's id
+    Attributes:
+        experiment: The name of the experiment, or the id of the published table.
+        device: "cpu", "cuda" or "meta".
+        over: The row that is the baseline of this row's speed-up.
+        published: The published row that this row reproduces.
+        reason: Why the status is not one of `SUCCESS`.
+        hardware: The hardware description with which a prediction was made.
+        emulated: Whether the row was emulated. It is also true if the emulation failed.
+        engine: The engine that ran a measured row.
+    """
+
+    experiment: str
     row: str
     status: Status
     scale: str | None = None
-    device: str | None = None  # 'cpu', 'cuda' or 'meta'
+    device: str | None = None
     config: Fields = {}
-    over: str | None = None  # the row that is the baseline of this row's speed-up
-    published: str | None = None  # the published row that this row reproduces
-    reason: str | None = None  # the reason for a status that is not a success
-    hardware: str | None = None  # the hardware description with which a prediction was made
-    emulated: bool = False  # true also if an emulation failed (reproduce/run/emulation.py)
-    engine: Engine = "threads"  # the engine that ran a measured row
+    over: str | None = None
+    published: str | None = None
+    reason: str | None = None
+    hardware: str | None = None
+    emulated: bool = False
+    engine: Engine = "threads"
     values: Fields = {}
     samples: dict[str, list[int | float]] = {}
 
@@ -97,10 +108,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Return whether other programs used too much of the machine in a round of the row's steps.
-
-        Return false if this is not known.
-        """
+        """Return whether other programs are known to have disturbed a round of the row's steps."""
         shares = {}
         for name in LIMITS:
             samples = self.samples.get(name)
@@ -168,10 +176,10 @@ def load(path: Path) -> Record:
 
 
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
-    """Return the records that have rows of an experiment. The record to show first comes first.
+    """Return the records that have rows of an experiment, the best record first.
 
-    Finished runs come first, then records with more undisturbed rows, then records with more
-    successful rows, then newer records. All pages use this order.
+    Finished runs are better than others. Of two such runs, the one with more undisturbed rows is
+    better, then the one with more successful rows, then the newer one. All pages use this order.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
@@ -244,7 +252,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def _check(record: Record, where: str) -> None:
-    """Raise `Error` if a record contradicts itself in a way that types cannot express."""
+    """Raise `Error` if a record contradicts itself, for example if it has the same row twice."""
     seen: dict[Key, int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
@@ -258,8 +266,7 @@ def _check(record: Record, where: str) -> None:
             raise Error(f"{here}.emulated: is {result.emulated}, and its status is {status!r}")
         if status == "predicted" and hardware_name(record, result) is None:
             raise Error(
-                f"{here}.hardware: missing; a prediction names the hardware description it was "
-                "made with"
+                f"{here}.hardware: missing; a prediction has to name its hardware description"
             )
         steps = result.samples.get("step_time")
         rounds = result.samples.get("round")
@@ -281,8 +288,7 @@ def rounded(value: Json, digits: int) -> Json:
 def _format(value: Json, indent: str = "") -> str:
     """Format JSON so that people and `diff` can read it.
 
-    Flat lists, and values that fit in a line, are written on one line. All other values have one
-    line for each item.
+    A flat list, and a value that fits in a line, is one line. Any other value has a line per item.
     """
     line = json.dumps(value, allow_nan=False)
     if not _nested(value) or len(indent + line) <= WIDTH:
@@ -334,7 +340,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def hardware_name(record: Record, result: Result) -> str | None:
     """Return the name of the hardware description with which a row was predicted.
 
-    The row contains the name. If it does not, the name in the row's record is returned.
+    This is the name in the row or, if the row has none, in its record.
     """
     described = record.hardware or {}
     name = result.hardware or described.get("name")

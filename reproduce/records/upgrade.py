@@ -1,8 +1,15 @@
 """Upgrade the content of a record's file from older versions of the format.
 
-Version 2 (2026) moved the driver's version from each GPU to the run's `versions`, renamed a GPU's
-`max_clock` to `clock`, and added `memory_clock` and `link` to GPUs and `hardware` to results.
-Version 3 (2026) added emulated results and removed `over_published`.
+Version 2 (2026):
+
+- The driver's version moved from each GPU to the run's `versions`.
+- A GPU's `max_clock` was renamed to `clock`. GPUs also have `memory_clock` and `link`.
+- Results have `hardware`.
+
+Version 3 (2026):
+
+- Results can be emulated.
+- Results no longer have `over_published`.
 """
 
 from collections.abc import Callable
@@ -15,8 +22,8 @@ Fields = dict[str, Json]
 def upgrade(data: Fields, version: int) -> Fields:
     """Return a record's content in the newest version of the format.
 
-    If the content does not match its version, it is not changed: decoding it later reports the
-    problem.
+    Content that does not have the form of its version is not changed here. Its decoding will raise
+    an error.
     """
     while version in UPGRADES:
         step = UPGRADES[version]

@@ -201,7 +201,7 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
         "measured": "4 undisturbed numbers of revision",  # the folder has two revisions
         "counts.json --file measured/1.json": "measured/1.json is not a history",
         f"counts.json --branch {branch}": "is checked out",
-        "counts.json --branch x --file ../h": "../h: on a branch, give a path within",
+        "counts.json --branch x --file ../h": "../h: on a branch, give a relative path within",
         "counts.json --branch a..b": "'a..b' is not a valid branch name",
     }
     for asked, said in refused.items():

@@ -30,7 +30,7 @@ REFUSED = {
     ),
     "run amoebanet-speed --seeds 2": "--data and --seeds are for experiments on accuracy",
     "run amoebanet-memory --engine ranks": "--engine is for experiments that time steps",
-    "run amoebanet-speed --on cpu --devices 3": "machine offers 2; use at most 2",
+    "run amoebanet-speed --on cpu --devices 3": "machine has 2; use at most 2",
     "run amoebanet-speed --on cpu --scale paper": "it needs CUDA devices with 22 GiB of memory",
     "run tiny-memory tiny-speed --on meta": (
         "--on meta is for experiments on memory: amoebanet-memory,"
@@ -43,14 +43,14 @@ REFUSED = {
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
     "run unet-speed --row '#'": "--row '#': no row is called so; there are baseline, pipeline-1",
     "run unet-speed unet-memory --row 'naive n2'": (
-        "unet-memory has none of the rows naive n2; leave it out"
+        "unet-memory has none of the rows naive n2; do not name this"
     ),
     f"{MEMORY} --trace t": "--trace: memory experiments time no step",
     f"{SPEED} --trace empty": "'--trace': File 'empty' is a directory.",
     f"{SPEED} --trace /dev/null/x/t": "--trace /dev/null/x: cannot be written (Not a directory)",
     "show none.json": "none.json: cannot be read (No such file or directory)",
     "show text": "text: not JSON: ",
-    "compare record.json": "compare at least two sides, and at most 26; given: 1",
+    "compare record.json": "give A, B and so on: from 2 to 26 results to compare, not 1",
     "compare record.json :results": (
         ":results: no such file or folder, and no git revision here; name a record"
     ),
@@ -61,7 +61,7 @@ REFUSED = {
     "compare record.json record.json --alpha 0": "'--alpha'",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
-    f"{TWO} --filter n=3": "--filter n=3: no row is left; n is 2, 10",
+    f"{TWO} --filter n=3": "--filter n=3: no remaining row has this value; choose from 2, 10",
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
@@ -72,11 +72,11 @@ REFUSED = {
     f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
     f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",
     f"{PREDICT} --run record.json --out .": "--out is for published tables",
-    f"{PREDICT} unet-speed": "predict --run RUN --hardware here those of a run",
+    f"{PREDICT} unet-speed": "predict --run RUN --hardware here for the models of a run",
     "predict unet-speed --hardware p41": "no hardware is called 'p41'; there are a100x8",
-    "predict --run RUN --fp32-precision tf32": "a run is predicted as it was run, in float32",
+    "predict --run RUN --fp32-precision tf32": "a run is predicted in float32, as it ran",
     "predict unet-speed --autocast bfloat16": (
-        "name a folder by --out; results/predicted is as published"
+        "name a folder by --out, because results/predicted is"
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
@@ -87,14 +87,14 @@ REFUSED = {
     "plan resnet101 --largest depth": "leave --largest out",
     "plan unet --input 3x32x32": "leave --input out",
     "plan resnet": (
-        "no model is called 'resnet'; there are amoebanet, unet, resnet101, torchvision's"
+        "no model is called 'resnet'; choose amoebanet, unet, resnet101, a model of torchvision"
     ),
     "plan torchvision:resnet5": "resnet5",
     "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
     "plan math:pi": "math:pi has to be a function that returns a model, got float",
-    "plan torch:Generator": "has to return a model, or a model and a sample; got Generator",
-    f"plan {OWN}": "returns a model but no sample: let it return both",
+    "plan torch:Generator": "has to return a model, or a model and an input; got Generator",
+    f"plan {OWN}": "returns a model but no example input: let it return both",
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",
     "plan unet --size 1 8 --master-weights": "master_weights is for parameters in 16 bits",

@@ -111,8 +111,8 @@ def slower(factor: float, *cases: str) -> dict[str, Any]:
 
 FIRST, SECOND, *_ = NAMES
 WORSE = f"slower than v1: {CASE}"
-NEITHER = "give --base REV, or --bisect GOOD BAD, which takes no --head"
-NO_CASES = "give --package mypackage --cases bench/cases.py: "
+NEITHER = "give either --base REV, or --bisect GOOD BAD without --head"
+NO_CASES = "as in --package mypackage --cases bench/cases.py; got "
 # The made-up samples, the options, the exit code, the verdict on a case, and the message.
 ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     (slower(1.1), "--base v1", 1, "worse", WORSE),

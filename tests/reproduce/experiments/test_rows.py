@@ -196,7 +196,7 @@ def test_the_learning_rate_is_warmed_up_and_decays(batch_size: int) -> None:
             "cpu",
             64,
             "huge",
-            "--scale huge: no such scale of amoebanet-speed; there are paper, small",
+            "--scale huge: no such scale of amoebanet-speed; choose paper or small",
         ),
     ],
 )

@@ -157,7 +157,7 @@ def test_what_the_driver_tells(
     assert machine().gpus == [first, UNKNOWN]
 
 
-CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device is at least one core"
+CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device needs at least one core"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device is at least 
         (2, 0, None, None, Devices("cpu", 2, 1), f"2 {CPUS} 1 thread each"),
         (2, 4, "cpu", 1, Devices("cpu", 1, 2), "1 CPU device of 2 threads"),
         (16, 0, "cpu", None, Devices("cpu", 8, 2), f"8 {CPUS} 2 threads each"),
-        (8, 0, "cpu", 9, None, f"--devices 9: {LEAST} and this machine offers 8; use at most 8"),
+        (8, 0, "cpu", 9, None, f"--devices 9: {LEAST}, and this machine has 8; use at most 8"),
         (2, 1, None, None, Devices("cuda", 1), "1 CUDA device"),  # it stands for all devices
         (2, 4, None, None, Devices("cuda", 4), f"4 {CUDA}"),
         (
@@ -336,7 +336,8 @@ def test_no_checkout_is_none(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
         (
             "shallow",
             "old",
-            "^old: this clone is shallow and does not hold it; run 'git fetch --unshallow' first$",
+            "^old: this clone is shallow and does not have this revision; "
+            "run 'git fetch --unshallow' first$",
         ),
         (".", "HEAD", r"^HEAD: .* cannot be used as a git checkout \(.*not a git repository"),
     ],

@@ -63,7 +63,7 @@ def test_a_side_has_each_row_once(
     assert side.superseded == superseded
     said = write_comparisons([], [side], Rule(), [], "text")
     assert ("A: e: rows of 2 runs, not in turn: name, new" in said) == bool(superseded)
-    message = r"^HEAD:docs: that .* no record .* in docs; name a place as HEAD:FOLDER$"
+    message = r"^HEAD:docs: that .* no record .* in docs; name another folder as HEAD:FOLDER$"
     with pytest.raises(Error, match=message):
         load_side("A", "HEAD:docs")
 
