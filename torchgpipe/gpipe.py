@@ -12,6 +12,7 @@ from torch import nn
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
+from torchgpipe.layers.batches import the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -170,6 +171,8 @@ class GPipe(Partitioned):
         """
         if self._signature is not None:
             args, kwargs = (self._signature.input_of(args, kwargs),), {}
+        elif "input" not in kwargs:
+            the_input(args, kwargs)
         return self._shown(super().__call__(*args, **kwargs))
 
     def forward(self, input: Input) -> TensorOrTensors:

@@ -21,6 +21,7 @@ from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.layers.batches import the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
@@ -318,13 +319,9 @@ class DistributedGPipe(Partitioned):
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is not None:
             args, kwargs = (self._signature.input_of(args, kwargs),), {}
-        if len(args) != 1 or kwargs:
-            given = ", ".join([f"{len(args)} by place", *kwargs])
-            raise TypeError(
-                f"the pipeline takes one input, a tensor or a tuple of tensors, but got {given}"
-            )
-        check(args[0])
-        return self._micro_batches(args[0])
+        input = the_input(args, kwargs)
+        check(input)
+        return self._micro_batches(input)
 
 
 def _close(reference: weakref.ref[Connections]) -> None:

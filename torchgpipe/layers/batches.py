@@ -1,6 +1,7 @@
 """Divide a mini-batch into micro-batches for the first stage."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,17 @@ def divided(
         # one of them in place, this would look like a change of all. So clone them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
+
+
+def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the only argument of a call; raise `TypeError` if there is another number of them."""
+    if len(args) != 1 or kwargs:
+        given = ", ".join([f"{len(args)} by place", *kwargs])
+        raise TypeError(
+            f"the pipeline takes one input, a tensor or a tuple of tensors, but got {given}; give "
+            "several tensors as one tuple"
+        )
+    return args[0]
 
 
 def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,8 @@ from torchgpipe.task.guards.randomness import default_generators
 Init = Callable[[int, nn.Module], object]
 """A function that fills the parameters and buffers of a layer, given its index in the model."""
 
-_ADVICE = """
-Let the library balance the layers, by the time that they take:
-
-    from torchgpipe.balance import balance_by_time
-    partitions = 2  # the number of devices
-    balance = balance_by_time(partitions, model, sample)
-    model = GPipe(model, balance, ...)
-"""
+_BALANCE = "a list with the number of layers of each partition, such as [2, 3]"
+_ADVICE = "; torchgpipe.balance.balance_by_time(2, layers, sample) finds a balance for 2 partitions"
 
 
 class Partition(nn.Sequential):
@@ -35,18 +30,13 @@ class Partition(nn.Sequential):
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
     """Split `module` into partitions: partition j has the next `balance[j]` layers."""
     if balance is None:
-        raise ValueError("balance is required: the number of layers of each partition" + _ADVICE)
+        raise ValueError(f"balance is required: {_BALANCE}{_ADVICE}")
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
-        raise TypeError(
-            "balance must list the number of layers of each partition, as whole numbers, but got "
-            f"{balance!r}" + _ADVICE
-        )
+        raise TypeError(f"balance must be {_BALANCE}, but got {balance!r}{_ADVICE}")
     balance = list(balance)
-    if any(not isinstance(b, int) or isinstance(b, bool) for b in balance):
-        raise TypeError(
-            "balance must list the number of layers of each partition, as whole numbers, but got "
-            f"{balance}" + _ADVICE
-        )
+    if not all(isinstance(b, Integral) and not isinstance(b, bool) for b in balance):
+        raise TypeError(f"balance must be {_BALANCE}, but got {balance}{_ADVICE}")
+    balance = [int(b) for b in balance]  # they can be numbers of NumPy
     if any(b <= 0 for b in balance):
         raise ValueError(
             f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE

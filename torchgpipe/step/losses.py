@@ -223,11 +223,8 @@ def run_step(
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.
     """
-    if batch.last and not callable(request.criterion):
-        raise TypeError(
-            "the criterion must be a function of an output and its target, but got "
-            f"{type(request.criterion).__name__}; call step(criterion, input, target)"
-        )
+    if batch.last:
+        request.check()
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)

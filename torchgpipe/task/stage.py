@@ -52,7 +52,8 @@ class Stage:
     def __str__(self) -> str:
         parameters = sum(p.numel() for p in self.partition.parameters())
         layers = len([*self.partition.children()])
-        return f"stage {self.index} on {self.device}: {layers} layers, {parameters:,} parameters"
+        noun = "layer" if layers == 1 else "layers"
+        return f"stage {self.index} on {self.device}: {layers} {noun}, {parameters:,} parameters"
 
     def look(self) -> bool:
         """List the modules and buffers of the partition; return whether they have changed."""

@@ -129,7 +129,11 @@ def check(value: object, what: str = "input") -> None:
         return
     if not isinstance(value, tuple) or not value:
         got = "an empty tuple" if isinstance(value, tuple) else type(value).__name__
-        advice = "; torch.from_numpy() makes a tensor of it" if got == "ndarray" else ""
+        advice = ""
+        if got == "ndarray":
+            advice = "; torch.from_numpy() makes a tensor of it"
+        elif callable(value):
+            advice = "; call step(criterion, input, target)"
         raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}{advice}")
     for k, item in enumerate(value):
         if not isinstance(item, Tensor):

@@ -20,7 +20,7 @@ ROUNDS = 50
 """How many messages all ranks exchange to compare their clocks."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Recording:
     """The recorded times of mini-batches on all ranks, in seconds since the first task began.
 
@@ -50,7 +50,7 @@ class Recording:
         several = any(len(step.placement) > step.partitions for step in self.steps)
         return "device" if several else "partition"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return a line with the bubble: the fraction of time in which devices compute no task.
 
         The time of a mini-batch lasts from its first task to its last task.

@@ -100,13 +100,26 @@ def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
     for recording in recordings:
         for number, own in zip(first.outputs, recording.outputs, strict=False):
             shape = recording.shapes[own]
-            if shape == (recording.size, *first.shapes[number][1:]):
+            expected = first.shapes[number]
+            if shape == (recording.size, *expected[1:]):
                 continue
             at = where()
             for call in recording.calls:
                 if own in call.outputs:
                     at = call.where
                     break
+            if (
+                shape[1:2] == (recording.size,)
+                and shape[:1] + shape[2:] == expected[:1] + expected[2:]
+            ):
+                raise refused(
+                    module,
+                    at,
+                    f"it returns a tensor of shape {shape} for {recording.size} samples, but "
+                    "outputs of micro-batches are concatenated along dimension 0",
+                    "the batch is in dimension 1, as in the state of an RNN: return "
+                    "state.transpose(0, 1), and transpose it back after the pipeline",
+                )
             raise refused(
                 module,
                 at,

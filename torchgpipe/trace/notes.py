@@ -11,6 +11,9 @@ from torchgpipe.trace.refuse import Where, refused
 Notes = dict[Module, tuple[str, Where]]
 """For each module, the name of something that cannot be recorded, and the line that uses it."""
 
+CHECKPOINT = "torch.utils.checkpoint"
+"""The note of a module that checkpoints a part of its forward."""
+
 # Functions whose results can differ when the layers run, and functions that do more than return a
 # result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
 NOTED: dict[Any, str] = {
@@ -43,11 +46,19 @@ def check_notes(root: Module, notes: Notes) -> None:
     """
     for what, at in notes.values():
         if what != "training":
+            if what == CHECKPOINT:
+                raise refused(
+                    root,
+                    at,
+                    f"it calls {what}, which a recording cannot repeat",
+                    "leave it out, because the pipeline does its own checkpointing: "
+                    "checkpoint='always'; or call it in a submodule, which is then kept as one "
+                    "layer",
+                ) from None
             raise refused(
                 root,
                 at,
                 f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
                 "have no effect, when the layers run",
-                "do that in a submodule, which is then kept as one layer; torch.utils.checkpoint "
-                "is not needed, because the pipeline does its own checkpointing",
+                "do that in a submodule, which is then kept as one layer",
             ) from None

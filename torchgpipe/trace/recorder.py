@@ -267,11 +267,22 @@ class Recorder(TorchFunctionMode):
         """Return the error for a line that cannot be recorded. Its message says what to do."""
         modules = [m for m in self._opened if m is not self.root]
         if modules:
-            kind = type(modules[-1]).__name__
-            what = f"keep its {kind} as one layer: whole=[{kind}]"
+            module = modules[-1]
+            what = (
+                f"keep its {type(module).__name__} as one layer: whole=[{self._class_of(module)}]"
+            )
         else:
             what = "put that part into a submodule, and keep it whole: whole=[ThatClass]"
         return refused(self.root, at, why, what)
+
+    def _class_of(self, module: Module) -> str:
+        """Return an expression for a submodule's class; by its path if the name is ambiguous."""
+        kind = type(module)
+        alike = {type(other) for other in self._paths if type(other).__name__ == kind.__name__}
+        known = getattr(nn, kind.__name__, kind)
+        if len(alike) > 1 or known is not kind:
+            return f"type(module.get_submodule({self._paths[module]!r}))"
+        return kind.__name__
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
         """Run a module on fake tensors; if that fails, return its result of an earlier run."""
@@ -329,11 +340,12 @@ class Recorder(TorchFunctionMode):
         taken = slots.taken(value)
         closed = isinstance(taken, FunctionType) and taken.__closure__
         if slots.tensors or closed:
-            raise self.refusal(
-                where(),
-                f"it passes an argument of type {type(taken).__name__} that holds tensors or a "
-                "closure; if the argument is a cache, turn the cache off (use_cache=False)",
-            )
+            kind = type(taken).__name__
+            why = f"it passes an argument of type {kind} that holds tensors or a closure"
+            if "cache" in kind.lower():
+                what = "turn the cache off: call the module with use_cache=False"
+                raise refused(self.root, where(), why, what)
+            raise self.refusal(where(), why)
         return taken
 
 

@@ -118,8 +118,15 @@ def sequential(
 
 def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
     """Return the submodules that the user wants to keep whole, by the argument `whole`."""
+    if isinstance(whole, str | type | Module):
+        raise TypeError(f"whole must be a list of submodules or their classes, but got {whole!r}")
     kept: set[Module] = set()
     for chosen in whole:
+        if isinstance(chosen, str):
+            raise TypeError(
+                "whole must be a list of submodules or their classes, but has the text "
+                f"{chosen!r}; give module.get_submodule({chosen!r})"
+            )
         alike: set[Module] = set()
         for m in module.modules():
             if m is chosen or (isinstance(chosen, type) and isinstance(m, chosen)):
@@ -140,6 +147,11 @@ def _choices(
     `shared` names the arguments without a batch dimension, there is only one guess.
     """
     if shared is not None:
+        if isinstance(shared, str):
+            raise TypeError(
+                f"shared must be a list of arguments' names, such as [{shared!r}], but got the "
+                f"text {shared!r}"
+            )
         names = set(shared)
         if unknown := names - set(signature.names):
             known = sorted(set(signature.names))
@@ -287,6 +299,10 @@ def _hold_unused(module: Module, sequence: Layers) -> None:
 
 def _check_root(module: Module) -> None:
     """Raise an error if calling the module does more than its forward, such as hooks."""
+    if not isinstance(module, Module):
+        given = module.__name__ if isinstance(module, type) else type(module).__name__
+        what = f"the class {given}; give a module of it" if isinstance(module, type) else given
+        raise TypeError(f"sequential takes an nn.Module, but got {what}")
     kind = type(module).__name__
     if hooks_of(module):
         raise Untraceable(

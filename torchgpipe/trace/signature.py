@@ -116,7 +116,24 @@ class Signature:
                     f"but {shape} and {dtype} in the sample that the module was traced with"
                     f"{batch}; call sequential again with a sample like this"
                 )
+        self._check_batch_sizes(tensors)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def _check_batch_sizes(self, tensors: Tensors) -> None:
+        first: str | None = None
+        size = 0
+        for name, x, batched in zip(self.names, tensors, self.batched, strict=True):
+            if not batched:
+                continue
+            if first is None:
+                first, size = name, len(x)
+            if len(x) != size:
+                other = name if size > len(x) else first
+                raise ValueError(
+                    f"{first} has {size} samples (the length of dimension 0), but {name} has "
+                    f"{len(x)}; if {other} has no batch dimension, call sequential again, with "
+                    f"shared=[{other!r}] or a sample of two or more samples"
+                )
 
     def returns(self, result: Any, slots: Slots, order: Collection[int]) -> None:
         """Set the structure of the module's result.
@@ -158,8 +175,8 @@ def _check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: ByName) -> N
     slots = Slots()
     slots.taken([*args, *kwargs.values()])
     if not slots.tensors:
-        given = ", ".join([repr(x) for x in (*args, *kwargs.values())])
+        kinds = [type(x).__name__ for x in (*args, *kwargs.values())]
         raise TypeError(
             f"sample must have the tensors that {type(module).__name__} is called with, but has "
-            f"none: ({given}); give a small batch, such as torch.zeros(8, 64) for (8, 64)"
+            f"only {', '.join(kinds)}; give a small batch, such as torch.zeros(8, 64)"
         )

@@ -1,6 +1,7 @@
 """Tell a recorder about calls of modules, and about uses of modes and random numbers."""
 
 import inspect
+import logging
 import random
 import sys
 import threading
@@ -11,13 +12,19 @@ from unittest import mock
 
 import torch
 from torch.nn import Module
+from torch.utils import checkpoint
 
+from torchgpipe.trace.notes import CHECKPOINT
 from torchgpipe.trace.recorder import Recorder
 
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
 
 _one_at_a_time = threading.RLock()
+
+# If a call fails on fake tensors, PyTorch logs its traceback. But some calls are expected to fail:
+# `sequential` guesses which arguments have a batch dimension, and takes another guess.
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
@@ -33,6 +40,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
         *_module_calls(recorder),
         *_module_attributes(recorder),
         *_noted_functions(recorder),
+        (_LOG, "disabled", True),
     ]
     # Compiled functions run eagerly in the context. The compiler cannot handle the recorder, and
     # crashes the process.
@@ -95,7 +103,7 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
             # Calls by `torch.no_grad`, fake tensors and the recorder are not noted.
             caller = sys._getframe(1).f_code.co_filename
             if not caller.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
-                recorder.note(what)
+                recorder.note(CHECKPOINT if caller == checkpoint.__file__ else what)
             return run(*args, **kwargs)
 
         return owner, name, run_noted
@@ -106,6 +114,7 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
         noted(torch, "is_grad_enabled", "the mode of gradients"),
         noted(torch, "is_inference_mode_enabled", "the mode of gradients"),
         noted(torch, "from_numpy", "an array of NumPy"),
+        noted(checkpoint.CheckpointFunction, "apply", CHECKPOINT),
     ]
     for owner in (torch, torch.random, torch.cuda):
         for name in dir(owner):
