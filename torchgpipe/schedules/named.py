@@ -1,8 +1,8 @@
 """Well-known schedules by name, for any number of devices and micro-batches.
 
-`torch.distributed.pipelining` uses the same names. The names ZBH1 and ZBH2 come from the Zero
-Bubble paper (arXiv:2401.10241). A schedule's function returns one list of actions for each device.
-Its arguments are n devices, m micro-batches and v stages on each device. The docstring of
+`torch.distributed.pipelining` uses the same names, except ZBH1 and ZBH2, which come from the Zero
+Bubble paper (arXiv:2401.10241). Each schedule has a function that returns one list of actions for
+each device, given n devices, m micro-batches and v stages on each device. The docstring of
 `torchgpipe.schedules.texts` explains how to read the pictures here.
 """
 
@@ -18,13 +18,17 @@ from torchgpipe.schedules.schedule import Schedule, recomputing
 def looped(
     n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind = "backward"
 ) -> list[list[Action]]:
-    """Return lists in which a device does n micro-batches on one stage, then on its next stage.
+    """Return lists in which each device begins with some forwards, then alternates with backwards.
 
-    Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, until only
-    forwards or only backwards are left. If m is not a multiple of n, the lists for the next
-    multiple of n are made, and the surplus micro-batches are removed. Groups of more than n
-    micro-batches make the bubble smaller, but need room for more than one activation or gradient
-    between two devices.
+    1. Micro-batches form groups of n. A device does the forwards of a group on its first stage,
+       then on its second stage, and so on; then the forwards of the next group. It does the
+       backwards in the same way, but begins with its last stage.
+    2. Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, as long
+       as there are any of both.
+    3. If m is not a multiple of n, the last group has too many micro-batches, which are removed.
+
+    Larger groups would make the bubble smaller, but would need buffers between devices for more
+    than one activation or gradient.
 
     Args:
         n: How many devices there are.
@@ -91,9 +95,9 @@ def interleaved(n: int, m: int, v: int) -> Lists:
 def fill(lists: Lists, most: int) -> Lists:
     """Add backwards of weights to lists, at the times when devices otherwise wait.
 
-    No other action waits for a backward of weights, so it can run late. This function replays the
-    lists, in which each action takes one unit of time. If a device cannot do its next action in a
-    unit, it does the oldest backward of weights that it has not done yet.
+    No other action waits for a backward of weights, so it can run late. The function replays the
+    lists: each action takes one unit of time. If a device has to wait in a unit, it does the oldest
+    backward of weights that it has not done yet.
 
     Args:
         lists: For each device, its forwards and its backwards of inputs.
@@ -160,8 +164,8 @@ def zb_h2(n: int, m: int, v: int) -> Lists:
 def zb_v(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in ZB-V, which has two stages on each device.
 
-    Each micro-batch goes from the first device to the last one, and then back to the first one. So
-    a device keeps no more activations than in 1F1B. With at least 2n - 1 micro-batches, a device
+    Each micro-batch goes from the first device to the last one, and then back to the first one. A
+    device keeps no more activations than in 1F1B. With at least 2n - 1 micro-batches, a device
     waits only at the start and at the end::
 
         0 | 0a  1a  2a  0b  I0b W0b 1b  I1b W1b I0a W0a 2b  I2b W2b I1a W1a I2a W2a
@@ -171,8 +175,8 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     steady = m >= last
     lists: list[list[Action]] = []
     for d in range(n):
-        # A letter is an action for the next micro-batch. An upper-case letter is for the device's
-        # first stage, and a lower-case letter for its second stage.
+        # A letter is an action of this kind for the next micro-batch (see `LETTERS`): on the
+        # device's first stage if it is in upper case, and on its second stage if in lower case.
         rest = n - d
         letters = "F" * (2 * rest - 1)
         letters += "fF" * d
