@@ -128,7 +128,7 @@ def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
 
 
 def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> None:
-    """As one rank, run steps of all schedules in turn, and measure the steps and own tasks.
+    """Run steps of all schedules in turn, as one rank; measure the steps and this rank's tasks.
 
     At the end, send the seconds of all steps and the median seconds of each task.
     """

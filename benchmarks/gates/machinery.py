@@ -4,9 +4,9 @@ docs/measured.md has the commands. The table has two times, of `model(x)` and of
 in microseconds per task: the median over all steps, divided by the number of tasks (n partitions
 times m micro-batches). The time of the layers is included.
 
-For each engine, the table also has a ratio: the engine's total time, divided by the total time of
-what it is compared with. This is the same engine of the other version, or the other version's only
-engine. If there is no other version, it is the plain loop. On CUDA, all partitions are on one GPU.
+For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
+loop. If another version is given, the total time is divided by that of the other version's same
+engine, or of its only engine. On CUDA, all partitions are on one GPU.
 """
 
 import runpy

@@ -253,6 +253,7 @@ class Ranks:
 
 def _serve(k: int, link: Connection) -> None:
     store: Any = dist.TCPStore("127.0.0.1", link.recv(), None, False)  # type: ignore[attr-defined]
+
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=k, world_size=N)  # type: ignore[attr-defined]
     while True:
         run, scene, looks = link.recv()

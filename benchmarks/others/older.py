@@ -25,8 +25,8 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # In the state dict of 0.0.7, names begin with the number of the partition. These are the
-        # names without it.
+        # In the state dict of 0.0.7, names begin with the number of the partition. The names in
+        # `named` do not.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:
             named.update(partition.named_children())
@@ -37,4 +37,4 @@ class Older(Pipe):
         return self.pipeline(x)
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        raise NotOffered("names of its state begin with the partition, and fit one balance")
+        raise NotOffered("names in its state dict begin with the partition: they fit one balance")

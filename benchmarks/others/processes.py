@@ -43,7 +43,7 @@ Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "h
 
 
 class Adapter(NamedTuple):
-    """An adapter: the module and the name of the class that runs rows with a pipeline library.
+    """The module and the name of a class that runs checks with a pipeline library.
 
     `folder` has packages that only this adapter's processes import. If `ranks` is true, each
     partition runs in a process of its own.
@@ -72,7 +72,7 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Work(NamedTuple):
-    """What one rank has to do: the name of a row, its adapter, and a folder for all ranks."""
+    """What one rank has to do: a check's name, the adapter that runs it, and a shared folder."""
 
     name: str
     adapter: Adapter
@@ -81,14 +81,14 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the run of a row ended, and a message about it."""
+    """How a check ended, and a message about it."""
 
     kind: Kind
     said: str = ""
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a row with an adapter, and compare its result with the result of the plain layers."""
+    """Run a check with an adapter, and compare its result with the result of the plain layers."""
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
@@ -116,9 +116,9 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row, with a rank for each partition or, if the adapter has no ranks, in one process.
+    """Run a check on one rank for each partition, or in one process if the adapter has no ranks.
 
-    Return the results of all ranks, or the outcome if the row failed.
+    Return the results of all ranks, or the outcome if the check failed.
     """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
@@ -160,7 +160,7 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
     """Return the failure that has caused all others, or `None` if there is none.
 
-    It is not an error that a rank raises because another rank has failed.
+    If a rank's error only says that another rank has failed, it is not the cause.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:
@@ -189,7 +189,7 @@ def _without_folders(said: str) -> str:
 
 
 def _rank(number: int, link: Connection, how: Work) -> None:
-    """Run a row as one rank; send its results and, if the row fails, the outcome."""
+    """Run a check as one rank; send its results and, if the check fails, the outcome."""
     log = os.open(how.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -222,7 +222,7 @@ def _rank(number: int, link: Connection, how: Work) -> None:
 
 
 def _join(number: int, how: Work) -> None:
-    """Join the process group of the row's ranks."""
+    """Join the process group of all ranks."""
     rank, ranks = str(number), str(how.ranks)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     options: Any = {"rank": number, "world_size": how.ranks, "timeout": PATIENCE}

@@ -143,7 +143,7 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return a list. Item k is the first layer from which k partitions can hold all later layers.
+    """Return a list. Item k is the first layer that fits, with all later layers, into k partitions.
 
     No partition may cost more than `bound`.
     """

@@ -115,7 +115,7 @@ class Rehearsal:
         return self.make()
 
     def prepare(self) -> TensorOrTensors:
-        """Delete the last run's results, copy the skips, and return a copy of the input."""
+        """Prepare a run: delete the last results, copy the skips, return a copy of the input."""
         self.output = ()
         self.scope = {}
         for key, x in self.skips.items():
@@ -153,7 +153,7 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
     Args:
         module: The layers.
         sample: An input, with the structure that the layers take.
-        done: What the caller wants to do, for the error message "only an nn.Sequential can be …".
+        done: The last word of the error message "only an nn.Sequential can be …", a participle.
 
     Raises:
         TypeError: If an argument has a wrong type, or skips do not match.

@@ -213,9 +213,9 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add a moment to `alike`, unless it needs no more memory than a moment that is there.
+    """Add a moment to `alike`, unless a moment in `alike` needs at least as much memory.
 
-    Delete moments from `alike` that need no more memory than the new one.
+    If the new moment is added, delete the moments that need no more memory than the new one.
     """
     counts = now.counts
     if any(_covers(known, counts) for known in alike):

@@ -164,7 +164,7 @@ def _numbers(most: int) -> list[int]:
 
 
 def _check_number(name: str, given: Any, most: int | None = None) -> None:
-    """Raise an error unless `given` is an int from 1 on, and at most the batch size `most`."""
+    """Raise an error unless `given` is an int, at least 1 and at most `most` (the batch size)."""
     whole = isinstance(given, int) and not isinstance(given, bool)
     if not whole or not 1 <= given <= (most or given):
         allowed = f"from 1 to the batch size {most}" if most else "of at least 1"

@@ -26,10 +26,10 @@ VALUES = 36
 
 
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
-    """Return the `Operator` items for `aten.convolution` or `aten.convolution_backward`.
+    """Return the operators that count for `aten.convolution` or `aten.convolution_backward`.
 
-    A backward is one item for each gradient that it computes. The gradient of the image and the
-    gradient of the weight each take as many operations as the forward.
+    A backward counts as one operator for each gradient that it computes. The gradient of the image
+    and the gradient of the weight each take as many operations as the forward.
 
     Args:
         args: The operator's arguments.

@@ -101,7 +101,7 @@ class Counts:
 
 
 def _line(low: Any, high: Any, size: int) -> Any:
-    """Compute the costs for `size` linearly from the costs for the two `SIZES`."""
+    """Interpolate or extrapolate costs linearly, from the two counted sizes to `size`."""
     smaller, larger = SIZES
     return between(low, high, (size - smaller) / (larger - smaller), {})
 

@@ -35,7 +35,7 @@ class Stashed(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The memory that one layer takes for one micro-batch. Ints are the numbers of storages."""
+    """The memory that one layer takes for one micro-batch. Storages are referred to by numbers."""
 
     inputs: tuple[int, ...] = ()
     pops: tuple[int, ...] = ()

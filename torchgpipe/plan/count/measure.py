@@ -22,8 +22,8 @@ Needs = Sequence[bool] | None
 class StorageNumbers:
     """Number the storages of a whole model.
 
-    A footprint that was measured numbers only the layer's storages, from 0 on. The method `placed`
-    replaces these numbers by the model's numbers, one layer after another.
+    In a measured footprint, the storages of one layer are numbered from 0 on. The method `placed`
+    replaces these numbers by numbers for the whole model, one layer after another.
 
     Args:
         inputs: How many inputs the first layer has.
@@ -82,7 +82,7 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """A node at the end of the autograd graph, which allocates the gradients of the outputs."""
+    """A node after the layer's outputs. Its backward allocates the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
     the storages that it makes.
 
     Args:
-        gives: For each input, whether the layer gives it a gradient.
-        takes: For each output, whether the next layer gives it a gradient. `None` (for the last
-            layer) means that all outputs get a gradient.
+        gives: For each input, whether the layer's backward computes its gradient.
+        takes: For each output, whether the next layer's backward computes its gradient. `None` (for
+            the last layer) means that all outputs get a gradient.
         rehearsal: The layer and its input. The function sets its output.
     """
     layer = rehearsal.layer

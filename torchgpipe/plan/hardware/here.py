@@ -71,7 +71,10 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 
 
 def _cpu_devices() -> int:
-    """Return for how many devices this process has cores: a device has one for each thread."""
+    """Return how many CPU devices this process has cores for.
+
+    A CPU device has as many cores as PyTorch has threads.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -98,7 +101,7 @@ def _measure_link(source: Tensor) -> tuple[float, str]:
 
 
 def hand_over() -> float:
-    """Return the seconds that a CPU partition takes to hand a tensor to the next partition.
+    """Return the seconds that it takes to hand a tensor from a CPU device to the next one.
 
     The seconds are measured with a pipeline whose tasks take almost no time.
     """

@@ -113,9 +113,9 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 @functools.lru_cache(maxsize=1 << 16)
 def excess(grid: Grid, processors: int) -> float:
-    """Return how many times as long matrix products take because of tiles: 1 means no longer.
+    """Return the factor by which tiles make matrix products slower: 1 if no time is wasted.
 
-    The number is for the best of the tile sizes in `TILES`.
+    The factor is for the best of the tile sizes in `TILES`.
 
     Args:
         grid: The matrices that the products compute.

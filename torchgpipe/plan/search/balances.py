@@ -130,8 +130,8 @@ class Work:
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        # For each byte of parameters: the parameter, the optimizer's state, and the gradient. With
-        # one micro-batch, activations are freed before all gradients exist.
+        # The parameters, the optimizer's state and the gradients. With one micro-batch, gradients
+        # do not count, because activations are freed before all gradients exist.
         copies = 1 + setup.optimizer.state
         if m > 1:
             copies += 1

@@ -43,9 +43,9 @@ def refuse_hopeless(
             need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # A mini-batch as one micro-batch needs memory for many samples, but each gradient is made only
-    # once. Micro-batches of one sample need memory for one sample, but a backward allocates
-    # gradients while the sum of earlier gradients exists.
+    # Either of these can need less memory. With one micro-batch, activations of many samples exist,
+    # but each gradient is made only once. With micro-batches of one sample, activations are small,
+    # but a backward allocates gradients while the sum of earlier gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))

@@ -166,7 +166,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
 
 
 def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
-    """Search again from the balances of `BYTES`, because this can find a faster setup."""
+    """Search again, but begin with balances by bytes, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), memory)
