@@ -49,7 +49,8 @@ def balance_by_time(
         The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
-        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
+        TypeError: If an argument has a wrong type, a skip is not stashed once and then popped once,
+            or a layer cannot be copied.
         ValueError: If a number is out of range, or if the device is "meta", which computes nothing.
     """
     sample, place = _check(partitions, module, sample, device)
@@ -95,7 +96,8 @@ def balance_by_size(  # noqa: PLR0913
         The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
-        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
+        TypeError: If an argument has a wrong type, a skip is not stashed once and then popped once,
+            or a layer cannot be copied.
         ValueError: If a number is out of range, or tensors of the input differ in batch size.
     """
     input, place = _check(partitions, module, input, device)

@@ -156,7 +156,7 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
         done: The last word of the error message "only an nn.Sequential can be …", a participle.
 
     Raises:
-        TypeError: If an argument has a wrong type, or skips do not match.
+        TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be {done}, got {type(module).__name__}")

@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0913
         The plan: the best setup, its prediction, and other setups to compare it with.
 
     Raises:
-        TypeError: If an argument has a wrong type, or skips do not match.
+        TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
         ValueError: If a value is out of range.
         Impossible: If no setup fits (a ValueError). The message says why.
     """

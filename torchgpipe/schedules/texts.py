@@ -6,10 +6,10 @@
 The entries of a picture are:
 
 - 1: the forward of micro-batch 1;
-- R1: its recomputation;
-- B1: its whole backward;
-- I1 and W1: the halves of a split backward. I computes the gradients of the inputs, and W later
-  those of the weights;
+- R1: the recomputation of micro-batch 1;
+- B1: the whole backward of micro-batch 1;
+- I1 and W1: the two halves of its backward, if it is split. I1 computes the gradients of the
+  inputs, and W1 later those of the weights;
 - a dot: a unit in which the device waits.
 
 If a device has several stages, a letter after the number names the stage: a is the device's first

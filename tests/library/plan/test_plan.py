@@ -196,7 +196,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             ValueError,
             "layer 1 with 2 samples does not fit the memory of cpu, .*: give a",
         ),
-        ({"hardware": "h100"}, ValueError, "no hardware is called 'h100'; there are a100x8"),
+        ({"hardware": "h100"}, ValueError, "no hardware is called 'h100': use one of a100x8"),
         (
             {"headroom": -0.1},
             ValueError,
@@ -221,9 +221,9 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
         (
             {"schedules": "LoopedBFS"},
             ValueError,
-            "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B",
+            "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B",
         ),
-        ({"schedules": 5}, ValueError, "no schedule is called 5; there are GPipe, 1F1B"),
+        ({"schedules": 5}, ValueError, "no schedule is called 5: use one of GPipe, 1F1B"),
         (
             {"schedules": make("1F1B", 9, 4)},
             Impossible,

@@ -166,8 +166,8 @@ def load_hardware(name: str | Path) -> Hardware:
         path = FOLDER / f"{name}.json"
         if not path.is_file():
             raise ValueError(
-                f"no hardware is called {str(name)!r}; there are {', '.join(hardware_names())}, "
-                "or give the path of a description (.json)"
+                f"no hardware is called {str(name)!r}: use one of {', '.join(hardware_names())}, "
+                "or the path of a hardware description (.json)"
             )
     try:
         return _decoded(path.stem, json.loads(path.read_text(encoding="utf-8")))
