@@ -1,5 +1,5 @@
-"""Contain programs that measure the library, or compare it with other libraries.
+"""Programs that measure the library, or compare it with other libraries.
 
-These programs are not installed, and only tests import them. They may import `torchgpipe`,
-`reproduce` and, for rows and comparisons, `tests.behaviours`.
+They are not installed with the library, and only tests import them. They may import `torchgpipe`,
+`reproduce`, and the training cases and comparisons of `tests.behaviours`.
 """

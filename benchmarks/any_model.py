@@ -2,8 +2,8 @@
 
     python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
 
-docs/any-model.md says what is compared, and how. Without `--again`, the program skips each model
-that is already in the record file, so a stopped run can be resumed.
+docs/any-model.md says what is compared, and how. A stopped run can be resumed: the program skips
+each model whose result is already in the record file, unless `--again` is given.
 """
 
 import gc
@@ -47,7 +47,7 @@ class Unequal(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check the models of a list, record the results, and print tables of all recorded results."""
+    """Check models of one list, record the results, and print tables of all recorded results."""
     parser = command("any_model", __doc__ or "")
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
@@ -93,14 +93,14 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
-    """Compare a model with its pipelines: for each number of partitions and each checkpoint mode.
+    """Compare a model with pipelines of it, one for each number of partitions and checkpoint mode.
 
-    If a pipeline differs, the comparison is repeated in float64. This avoids false alarms: a
-    gradient that is zero in theory, such as the gradient of a bias before a norm, is rounding
-    noise, and the noise is small in float64.
+    If a pipeline differs, the comparison is repeated in float64, because the difference can be
+    rounding noise. For example, the gradient of a bias before a norm is zero in theory, so its
+    computed value is only noise. In float64 the noise is small enough.
 
     Raises:
-        Unequal: A pipeline differs from the model in float64, too. The message says where.
+        Unequal: If a pipeline differs in float64, too. The message says where.
     """
     try:
         return _check_model(experiment, name, case)
@@ -186,8 +186,8 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 def table(record: Record, style: str = "simple") -> str:
     """Render tables of all checked models.
 
-    For each list, the tables show how many models are equal to their pipelines, and the names of
-    these models. They also show the results of all other models.
+    A first table counts the results of each list. Then follow, for each list, the names of the
+    models whose pipelines are equal, and a table with the results of all other models.
     """
     cases = by_case(record)
     summary, lists = [], []
@@ -215,7 +215,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _said(result: Result) -> str:
-    """Return the result of a model's check as a text of about 100 characters."""
+    """Return a model's result as a text for a table cell, such as "equal"."""
     if result.status == "not run":
         return "not run"
     if result.status == "measured":

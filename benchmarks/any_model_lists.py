@@ -1,7 +1,8 @@
-"""Define the models of `benchmarks.any_model`: functions that build a model and a batch, by name.
+"""The models of `benchmarks.any_model`, by name: functions that build a model and a batch.
 
-Weights are random, and nothing is downloaded. Dropout is off, so that two runs are comparable.
-Everything else is in training mode. Images are small if the model accepts small images.
+Weights are random, and nothing is downloaded. Models are in training mode, but without dropout, so
+that the results of a model and its pipeline can be compared. Images are small, if the model accepts
+small images.
 """
 
 from collections.abc import Callable
@@ -93,7 +94,7 @@ _SMALL = (
 
 
 def _size(name: str) -> tuple[int, int, str]:
-    """Return a sort key: the size of a model, guessed from its name."""
+    """Guess a model's size from its name, such as "tiny"; return it as a sort key."""
     for k, hint in enumerate(_SMALL):
         if hint in name:
             return k, len(name), name
@@ -121,8 +122,8 @@ def _timm(name: str) -> Case:
     return Case(module, torch.randn(SAMPLES, *shape))
 
 
-# Sizes of a tiny model, by their names in configurations of transformers. A configuration ignores
-# names that it does not know.
+# Options that make a model tiny, by their names in configurations of transformers. A configuration
+# ignores options that it does not know.
 _TINY: Options = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -309,9 +310,9 @@ LISTS = {
 
 
 def _without_dropout(build: Build) -> Case:
-    """Build a model, and set all dropout and drop-path probabilities to zero.
+    """Build a model, and set the probabilities of dropout and drop path to zero.
 
-    The probabilities are attributes of the modules and of their configurations.
+    The probabilities are found by their names, in the attributes of all modules and their configs.
     """
     case = build()
     for module in case.module.modules():

@@ -2,9 +2,9 @@
 
     python -m benchmarks.conformance --json results/benchmarks/conformance.json
 
-Each row of tests/behaviours/rows/training trains or evaluates a small pipeline on CPUs. Every
-engine (a pipeline of this library or of another one) runs each row. The result is compared with the
-result of the same layers without a pipeline. Two engines need a folder of packages:
+Each check trains or evaluates a small pipeline on CPUs; tests/behaviours/rows/training has the
+checks. An engine is a pipeline of this library or of another one. Every engine runs each check, and
+the result is compared with that of the same layers without a pipeline. Two engines need packages:
 
     pip install --no-deps --target FOLDER torchgpipe==0.0.7     # then pass --older FOLDER
     pip install --target FOLDER deepspeed                       # then pass --deepspeed FOLDER
@@ -81,9 +81,9 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _engines(options: Namespace) -> dict[str, Adapter]:
-    """Return the chosen engines that are installed.
+    """Return the chosen engines that are installed, and prepare their imports.
 
-    Also make the packages of the engines importable in the processes that run the engines.
+    The packages of the engines become importable in the processes that run the engines.
     """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:
@@ -117,10 +117,10 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
 
 
 def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
-    """Render two tables: the number of outcomes of each engine, and the results of all checks.
+    """Render two tables: how often each engine had each outcome, and the results of all checks.
 
-    The second table has a column for this library's results and a column for other libraries'
-    results. `first` has lines that come before the lines of the record.
+    The second table has a column for this library's results and a column for the results of other
+    libraries. Its first lines are those of `first`.
     """
     cases = by_case(record)
     engines = list(dict.fromkeys(result.row for result in record.results))
@@ -157,9 +157,9 @@ def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()
 
 
 def ended(results: Sequence[Result]) -> str:
-    """Summarize the results of one check: how engines failed, with the names of these engines.
+    """Return a text about the results of one check, such as "fails (ranks): …" or "right".
 
-    Return "right" if all engines are equal to the plain layers.
+    It names the engines that did not get the results of the plain layers, each with its outcome.
     """
     if not results:
         return ""

@@ -1,8 +1,9 @@
-"""Provide what all benchmarks use: options, and a record that is saved after each case.
+"""What all benchmarks use: options, and a record that is saved after each case.
 
-A benchmark has cases. In each case, several *ways* to do the same work run alternately: different
-engines, different versions, or a plain loop. The record has one result for each case and way. In a
-result, `experiment` is the case, and `row` is the way. The record stores a summary of the samples.
+A benchmark has cases. In each case, several *ways* to do the same work take turns: different
+engines, different versions, or a plain loop. The record has one result for each case and way. The
+result's field `experiment` names the case, and its field `row` names the way. Of the measured
+samples, the record keeps only a summary.
 """
 
 import argparse
@@ -36,8 +37,8 @@ def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argpa
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
         json: Whether the benchmark has the option `--json`.
-        defaults: The default values of `rounds` and `steps`. The benchmark has only the options
-            that are given here.
+        defaults: The default values of the options `rounds` and `steps`. The benchmark has only
+            those of the two options for which a default is given.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
@@ -89,9 +90,9 @@ def start(
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return a record that starts with the results of an earlier record.
+    """Return the record with the results of an earlier record.
 
-    If these results are of another git revision, a note names the revision.
+    If the earlier results are of another git revision, a note names the revision.
     """
     assert record.run is not None
     assert before.run is not None
@@ -112,7 +113,7 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
 
 
 def cell(reason: str | None) -> str:
-    """Return a reason as the text of a table cell, with at most 100 characters."""
+    """Format the reason of a failure as a table cell, with at most 100 characters."""
     words = (reason or "").split()
     text = " ".join(words)
     text = text.replace("|", "\\|").replace("<", "&lt;")
@@ -144,7 +145,7 @@ def collect(
     Args:
         record: The record to which results are added.
         path: The record's file. If it is `None`, no file is written.
-        found: The generator of the results. It yields the results of one case at a time.
+        found: A generator, which runs one case at a time and yields its results.
         total: The number of cases.
         table: The function that renders the record.
     """
@@ -182,7 +183,7 @@ def collect(
 
 
 def _finished(record: Record, path: Path | None) -> str:
-    """Return a text that says where the results of an unfinished benchmark are."""
+    """Say where the results of an interrupted benchmark are."""
     if not record.results:
         return "nothing is finished"
     if path is None:

@@ -1,6 +1,6 @@
 """Build pipelines on CPU devices with a chosen engine.
 
-One of the engines is the graph engine in the form that it has on several GPUs.
+One choice is the graph engine as it works on several GPUs.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,9 @@ def on_cpu(
     Args:
         layers: The layers of the pipeline.
         balance: The number of layers of each partition.
-        engine: An engine of `GPipe`, `None` for its default engine, or `"across"`. `"across"` is
-            the graph engine in the form that it has on several devices, but without copies. In
-            this form, each task is a node of the autograd graph, and additional edges between the
-            nodes order the backward.
+        engine: An engine of `GPipe`, `None` for its default engine, or `"across"`: the graph engine
+            as it works on several GPUs, but without copies. There, each task is a node of the
+            autograd graph, and additional edges between these nodes order the backward.
         options: Further options of `GPipe`.
     """
     if engine is not None:

@@ -1,10 +1,11 @@
-"""Rewrite the tables that are made from records, including the tables of benchmarks.
+"""Rewrite the tables in the docs that are made from records, including those of benchmarks.
 
     python -m benchmarks.render            # or `make results`
     python -m benchmarks.render --check    # `make lint` runs this
 
 `python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
-import benchmarks. This program passes it the function that renders the tables of benchmarks.
+import `benchmarks`. This program runs the same command, but also passes the function that renders
+the tables of benchmarks.
 """
 
 import sys
@@ -29,7 +30,7 @@ TABLES = {
 
 
 def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of a benchmark's record, followed by a line about the benchmark's run.
+    """Return the table of a benchmark's record, and a line about when and where it was measured.
 
     Args:
         page: The page that contains the table.

@@ -1,10 +1,11 @@
 """Measure schedules over two ranks, and compare them with other schedules, such as PyTorch's.
 
-All schedules run alternately in the same two processes. Each schedule is compared with one other
-schedule: in each round, the time of a step of the other schedule is divided by the time of a step
-of this schedule. The ratio is the median over all rounds. If the ratio is above 1, this schedule is
-faster. `replayed` is the ratio that the replays of both schedules predict from the measured times
-of their tasks.
+All schedules take turns in the same two processes. Some schedules are compared with another one:
+
+- `ratio` is the other schedule's time for a step, divided by this schedule's time. It is the median
+  over all rounds. If it is above 1, this schedule is faster.
+- `replayed` is the ratio that is predicted by replaying both schedules with the measured times of
+  their tasks.
 """
 
 import random
@@ -34,9 +35,10 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import make
 from torchgpipe.timeline.stopwatch import Stopwatch
 
-N = 2  # the number of ranks
-LAYERS = 4  # the number of linear layers on each rank
-
+N = 2
+"""The number of ranks."""
+LAYERS = 4
+"""The number of linear layers on each rank."""
 
 # For each size: the width of the linear layers, and the number of samples in a micro-batch.
 SIZES = {
@@ -51,9 +53,12 @@ PAIRS = {
     2: {"ZBH1": "1F1B"},
 }
 
-Key = tuple[Any, ...]  # the kind, micro-batch and partition of a task
-Tasks = dict[Key, float]  # the seconds of each task
-Measured = dict[str, tuple[list[float], Tasks]]  # by schedule: seconds of steps and of tasks
+Key = tuple[Any, ...]
+"""The kind, micro-batch and partition of a task."""
+Tasks = dict[Key, float]
+"""The seconds of each task."""
+Measured = dict[str, tuple[list[float], Tasks]]
+"""For each schedule: the seconds of each step, and the seconds of each task."""
 
 
 class Case(NamedTuple):
@@ -123,9 +128,9 @@ def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
 
 
 def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> None:
-    """Run steps of all schedules alternately, and measure the steps and this rank's tasks.
+    """Run steps of all schedules in turn, as one rank; measure the steps and this rank's tasks.
 
-    Send the seconds of all steps and the median seconds of each task.
+    At the end, send the seconds of all steps and the median seconds of each task.
     """
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -154,8 +159,8 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # A second step measures the tasks. PyTorch's schedules ignore the observer, so their
-            # tasks are not measured.
+            # Tasks are measured in a second step, so that this does not slow down the first one.
+            # PyTorch's schedules ignore the observer, so their tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch
             way.step()
@@ -175,7 +180,7 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
 
 
 class Way(NamedTuple):
-    """A schedule, with this rank's layers and the function that runs a step."""
+    """A schedule: this rank's layers, and the function that runs a step."""
 
     part: Module
     """The layers of this rank."""
@@ -212,7 +217,7 @@ def _check_gradients(ways: Sequence[Way]) -> None:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render each schedule's milliseconds and ratio, and the geometric means of the ratios."""
+    """Render a table of milliseconds and ratios, and the geometric mean of each pair's ratios."""
     rows: list[list[str]] = []
     ratios: dict[str, list[float]] = {}
     for case, found in by_case(record).items():

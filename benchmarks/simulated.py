@@ -1,8 +1,9 @@
 """Simulate devices: streams with simulated clocks, which replace the CUDA streams of GPUs.
 
-The devices are `cpu:0`, `cpu:1`, …. A stream logs its calls and executes work in the order of
-submission. Its clock is the time at which all submitted work has ended. The host itself takes no
-time, but can wait for streams. A copy occupies the current streams of both its devices.
+The devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission, and logs the
+calls. Its clock is the simulated time at which all work so far has ended. The host itself takes no
+time, but can wait for streams. A copy occupies the current stream of the source device, and that of
+the target device.
 """
 
 import threading
@@ -26,7 +27,7 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Wait on the host for work that two ranks do together. Other work takes no real time."""
+        """Wait for work that two ranks do together. All other work has ended already."""
         if self.work is not None:
             self.work.wait()
 
@@ -52,7 +53,7 @@ class Stream:
         self.clock = max(self.clock, event.clock)
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Occupy the stream for some simulated seconds; return when the work starts and ends."""
+        """Run work for some simulated seconds; return when it starts and ends."""
         self.clock += seconds
         start = self.clock - seconds
         return start, self.clock
@@ -60,11 +61,12 @@ class Stream:
 
 @dataclass
 class Streams:
-    """All simulated streams, by device.
+    """All simulated streams.
 
     Args:
         patch: The pytest fixture that replaces the library's streams, and restores them at its end.
         seconds: The seconds of a copy, by the indices of its two devices, the lower index first.
+            Other copies take no time.
     """
 
     patch: pytest.MonkeyPatch
@@ -76,7 +78,7 @@ class Streams:
     host: threading.Thread = field(default_factory=threading.current_thread)
 
     def __post_init__(self) -> None:
-        """Replace the library's streams by simulated ones. Only copies of tensors are real."""
+        """Replace the library's streams by simulated streams."""
         to = Tensor.to
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,7 +103,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """Return the current streams of this thread. The innermost stream is the last one."""
+        """The current streams of this thread, the innermost stream last."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
@@ -131,7 +133,7 @@ class Streams:
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
-        """Let a copy occupy the two innermost current streams for the time of the copy."""
+        """Occupy the two innermost current streams for the time of a copy."""
         ends = self.current[-2:]
         names, devices, clocks = [], [], []
         for stream in ends:
@@ -149,7 +151,10 @@ class Streams:
         self.wait(*self.compute.values(), *self.others)
 
     def wait(self, *streams: Stream) -> None:
-        """Wait on the host for some streams. Work that the host submits later starts afterwards."""
+        """Make the host wait for some streams.
+
+        Work that the host submits later, to any stream, starts after the work of these streams.
+        """
         end = max(stream.clock for stream in streams)
         for stream in (*self.compute.values(), *self.others):
             stream.clock = max(stream.clock, end)

@@ -1,8 +1,8 @@
 """Render the table of docs/works-with.md.
 
-The table says which PyTorch tools work with a pipeline, and which checks of training pass. The
-tools come from this library's tests (`TOOLS`). The results of the checks come from the record that
-`benchmarks.conformance` writes.
+The table says which PyTorch tools work with a pipeline, and which checks of training pass. Whether
+a tool works comes from this library's tests (`TOOLS`). Whether a check passes comes from the record
+that `benchmarks.conformance` writes.
 """
 
 from itertools import product
@@ -20,14 +20,14 @@ TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
-    """Render the number of outcomes of each engine, and one table of all tools and checks."""
+    """Render how often each engine had each outcome, and a table of all tools and checks."""
     heading = ["**tools of PyTorch**", "", "", ""]
     lines = [[row.name, answer(row), row.note, ""] for row in TOOLS]
     return conformance.table(record, style, [heading, *lines])
 
 
 def answer(row: Row) -> str:
-    """Return a text that says with which engines and checkpoint modes of `GPipe` a row works."""
+    """Say with which engines and checkpoint modes of `GPipe` a tool works."""
     right = []
     for engine, mode in product(ENGINES, MODES):
         if not row.refusal(engine, mode):

@@ -1,5 +1,5 @@
-"""Contain programs that check the library's speed or overhead.
+"""Programs that check the library's speed or overhead.
 
-Each program answers with a record or with its exit status. The programs may import
+A program writes a record, or exits with status 1 if its check fails. The programs may import
 `benchmarks.harness`, `benchmarks.pipelines`, `reproduce` and `torchgpipe`.
 """

@@ -3,8 +3,9 @@
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
-Counts have no noise. The class `Counts` says what is counted, and `benchmarks.gates.tally` says
-how. A lower count must also be written to the file. Otherwise the count could grow back unnoticed.
+Unlike times, counts are the same in each run. The class `Counts` says what is counted, and
+`benchmarks.gates.tally` says how. If a count becomes lower, it also has to be written to the file:
+otherwise, nobody would notice if it became as high as before.
 """
 
 import json
@@ -36,7 +37,10 @@ ADVICE = (
 
 
 class Model(NamedTuple):
-    """A model to count: a function that builds its layers, a sample's shape, options of `GPipe`."""
+    """A model whose operations are counted.
+
+    It is given by a function that builds its layers, a sample's shape, and options of `GPipe`.
+    """
 
     build: Callable[[], Sequential]
     shape: tuple[int, ...]
@@ -61,8 +65,10 @@ MODELS = {
     "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
     "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
 }
-SAMPLES = 2  # the number of samples in each micro-batch
-STEPS = 2  # the first step starts the worker threads, and the last step is counted
+SAMPLES = 2
+"""The number of samples in each micro-batch."""
+STEPS = 2
+"""How many steps run. The first step starts the worker threads, and the last step is counted."""
 
 
 # Each line: model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.
@@ -85,12 +91,13 @@ Totals = dict[str, int]
 
 
 class Counts(NamedTuple):
-    """The counts of one training step: a forward and a backward, with `.grad` of None at the start.
+    """The operations that a pipeline adds in one training step (a forward and a backward).
 
-    `operators` (counts by name) and `nodes` are differences: the counts of the pipeline minus the
-    counts of a plain loop over the same layers and micro-batches. The loop runs two forwards of
-    each checkpointed micro-batch. So operators inside layers, which differ between PyTorch
-    versions, cancel out.
+    `operators` (counts by name) and `nodes` (of autograd graphs) are differences: the counts of the
+    pipeline minus the counts of a plain loop over the same layers and micro-batches. The loop runs
+    two forwards of each checkpointed micro-batch. So operators inside layers, which differ between
+    PyTorch versions, cancel out. `waits` are calls that may wait for another thread. Before the
+    step, each `.grad` is None.
     """
 
     operators: Counter[str]
@@ -103,7 +110,7 @@ class Counts(NamedTuple):
 
 
 def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
-    """Count the last of `STEPS` pipeline steps, and subtract the counts of the plain loop."""
+    """Count the last of `STEPS` steps of a pipeline, and subtract the counts of the plain loop."""
     build, shape, options = MODELS[model]
     x = torch.randn(m * SAMPLES, *shape)
     layers = build()
@@ -139,9 +146,9 @@ def _step(model: Callable[[Tensor], Tensor], layers: Module, x: Tensor, tally: T
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> list[str]:
-    """Return a line for each count that differs from the file.
+    """Return a line for each count that differs from the file's count.
 
-    If only the file or only `counted` has a configuration, that configuration gets a line, too.
+    A configuration that is missing on one side (in the file or in `counted`) also gets a line.
     """
     gone = [name for name in file if name not in counted]
     new = [name for name in counted if name not in file]
@@ -167,7 +174,7 @@ def _listed(operators: Counter[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count every configuration and print the counts; compare them with the file, or update it."""
+    """Count every configuration and print the counts; compare them with the file, or write it."""
     parser = command("gates.counts", __doc__, json=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)

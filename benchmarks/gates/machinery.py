@@ -1,11 +1,12 @@
 """Measure the overhead of pipelines, compared with a plain loop or with another torchgpipe version.
 
-docs/measured.md has the commands. A number is the median over all rounds, in microseconds per task:
-the time of `model(x)` and the time of `loss.backward()`, each divided by the number of tasks (n
-partitions times m micro-batches). The time of the layers is included. For each engine, the table
-also has a ratio: the engine's total time divided by the total time of the other version. If the
-other version has the same engine, the ratio compares with that engine. Without another version, the
-ratio compares with the plain loop. On CUDA, all partitions are on one GPU.
+docs/measured.md has the commands. The table has two times, of `model(x)` and of `loss.backward()`,
+in microseconds per task: the median over all steps, divided by the number of tasks (n partitions
+times m micro-batches). The time of the layers is included.
+
+For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
+loop. If another version is given, the total time is divided by that of the other version's same
+engine, or of its only engine. On CUDA, all partitions are on one GPU.
 """
 
 import runpy
@@ -116,7 +117,7 @@ def measure(options: Namespace, cases: Sequence[Case]) -> Found:
 def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) -> list[Result]:
     """Measure a case with the plain loop, and with each engine of each torchgpipe version.
 
-    The loop and the engines run alternately, in an order that is drawn with the seed.
+    The loop and the engines take turns, in a random order that depends on the seed.
     """
     engines = ENGINES if case.n > 1 and options.device == "cpu" else ENGINES[:1]
     ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain")}  # number of side, engine
@@ -181,7 +182,7 @@ def _microseconds(turns: Turns) -> dict[str, list[float]]:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render a table: median forward and backward times per task, and the ratio of total times."""
+    """Render a table: the median times per task of forward and backward, and the ratios."""
     cases = by_case(record)
     found_ways: set[str] = set()
     for found in cases.values():
@@ -212,7 +213,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _titles(record: Record) -> dict[str, str]:
-    """Return the column titles: for the plain loop, the other version, and its engines."""
+    """Return the titles of the columns for the plain loop and for the other version."""
     name = ""
     for result in record.results:
         if result.row.endswith(OTHER):
@@ -225,7 +226,7 @@ def _titles(record: Record) -> dict[str, str]:
 
 
 def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield the table cells of one engine or loop: its times and, for an engine, its ratio."""
+    """Yield the table cells of a way to run the case: its times and, for an engine, its ratio."""
     values = found[way].values if way in found else {}
     if BOTH in values:
         yield f"{values['forward']:.0f} + {values['backward']:.0f}"

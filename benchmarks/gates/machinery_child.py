@@ -1,4 +1,4 @@
-"""Measure the torchgpipe version that Python imports, for `benchmarks.gates.machinery`."""
+"""Measure the torchgpipe version that this process imports, for `benchmarks.gates.machinery`."""
 
 import time
 from collections.abc import Callable
@@ -112,9 +112,9 @@ def _plain(
 
 
 def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]:
-    """Return a function that measures `steps` steps, or raise an error if the model cannot run.
+    """Return a function that measures `steps` steps; raise an error if the model cannot run.
 
-    `fields` are the fields of `Way`.
+    `fields` are the values of the fields of `Way`.
     """
     way = Way(*fields)
     measure(1, way)
@@ -122,7 +122,7 @@ def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]
 
 
 def measure(steps: int, way: Way) -> list[tuple[float, float]]:
-    """Return the seconds of forward and of backward per task, for each of `steps` steps.
+    """Return the seconds per task of forward and of backward, for each of `steps` steps.
 
     Three warm-up steps run first.
     """

@@ -2,12 +2,14 @@
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
 
-Replaying the schedule tells which tasks begin while another task runs: these tasks overlap. In the
-real pipeline, a task waits until all tasks that overlap with it have begun. If the pipeline lets
-tasks overlap, the wait is short. If the pipeline runs tasks one after another, the wait fails. Then
-a line names the waiting task and a task that did not begin. A wait ends after a number of looks at
-a shared store, and not after a number of seconds. If a task did not begin, the training step is run
-again with many more looks. So a busy machine makes this program slower, but changes no answer.
+1. A replay of the schedule tells, for each task, which other tasks have to begin while it runs.
+2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
+   tasks one after another, some never begin during the wait, and the wait fails.
+3. After a failed wait, the program prints the waiting task and a task that did not begin.
+
+A waiting task looks into a shared store again and again. It gives up after a number of looks, not
+after a number of seconds. Then the training step is run again with many more looks. So a busy
+machine makes this program slower, but does not change its result.
 
 On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
 """
@@ -35,10 +37,14 @@ from torchgpipe.schedules.action import needs
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.observe import Kind, Task
 
-N, M = 4, 6  # the numbers of devices and of micro-batches
-LOOKS = 250  # how many times a waiting task looks which other tasks have begun
-MANY = 2500  # how many times a waiting task looks when a step is run again
-PAUSE = 0.002  # seconds to wait between two looks
+N, M = 4, 6
+"""The numbers of devices and of micro-batches."""
+LOOKS = 250
+"""How many times a waiting task looks which other tasks have begun."""
+MANY = 2500
+"""How many times a waiting task looks if the step is run again."""
+PAUSE = 0.002
+"""Seconds between two looks."""
 LOST = "lost"
 
 
@@ -49,11 +55,12 @@ Run = Callable[["Scene", int], str | None]
 
 
 class Scene(NamedTuple):
-    """A training step with a schedule, or a forward without gradients, whose tasks are checked.
+    """A training step whose tasks are checked, or a forward without gradients.
 
-    With the schedule `GPipe`, a forward and a backward run separately. With other schedules,
-    `model.step` runs. An action takes one unit of time. If `ahead` is true, each stage's first
-    forward and first backward take two units, so that every sender gets ahead of its receiver.
+    With the schedule `GPipe`, a forward and then a backward run. With other schedules, `model.step`
+    runs. In the replay, an action takes one unit of time. If `ahead` is true, each stage's first
+    forward and first backward take two units. Then every stage gets ahead of the stage that
+    receives its results.
     """
 
     mode: Mode
@@ -87,8 +94,8 @@ for name in ("1F1B", "Interleaved1F1B", "ZBH1"):
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Return when each action of a schedule begins and ends, and each copy if copies take time.
 
-    On simulated devices, copies take time, and the number of items between two stages is not
-    limited. In other cases, there is room for one item between two stages.
+    If `copy` (the units of time of a copy) is zero, the buffer between two stages has room for one
+    activation or gradient. If not, as on simulated devices, the buffer has no limit.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
@@ -111,7 +118,7 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 
 
 def mates(times: Times) -> dict[str, list[str]]:
-    """Return, for each action or copy, all other actions and copies that begin while it runs."""
+    """Return, for each action or copy, the others that begin while it runs."""
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():
         found[work] = []
@@ -136,8 +143,7 @@ class Board:
     def begins(self, task: Task) -> AbstractContextManager[object]:
         """Note that a task has begun, and wait until all tasks that overlap with it have begun.
 
-        The wait ends after `self.looks` looks at the store, or when another task has waited in
-        vain.
+        The task gives up after `self.looks` looks into the store, or if another task gave up.
         """
         name = str(Action(*task))
         self.store.set(name, "")
@@ -153,9 +159,9 @@ class Board:
     def twice(
         self, store: Any, model: Any, after: Callable[[], object] = lambda: None
     ) -> str | None:
-        """Run a step twice, because a pipeline's first mini-batch is unlike later ones.
+        """Run a step twice, because a pipeline handles its first mini-batch unlike later ones.
 
-        Return a line about a task that waited in vain, or `None`.
+        Return a line about a task that gave up waiting, or `None`.
         """
         model.observer = self.begins
         for k in "12":
@@ -201,7 +207,7 @@ def _layers(n: int) -> nn.Sequential:
 def over_workers(scene: Scene, looks: int) -> str | None:
     """Run the step of `scene` with an engine that has one thread for each partition.
 
-    Return a line if tasks do not overlap, or `None`.
+    Return a one-line message if tasks do not overlap, otherwise `None`.
     """
     model = pipeline(scene, ["cpu"] * N, "workers")
     return Board(scene, looks).twice(dist.HashStore(), model)  # type: ignore[attr-defined]
@@ -210,7 +216,8 @@ def over_workers(scene: Scene, looks: int) -> str | None:
 def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
     """Run the step of `scene` as one rank of a distributed pipeline.
 
-    All ranks share `store`, which has to be new. Return a line if tasks do not overlap, or `None`.
+    All ranks share `store`, which has to be new. Return a one-line message if tasks do not overlap,
+    otherwise `None`.
     """
     model = DistributedGPipe(_layers(N), [1] * N, chunks=M, checkpoint=scene.mode)
     with closing(model):
@@ -220,7 +227,7 @@ def on_rank(scene: Scene, looks: int, store: Any) -> str | None:
 class Ranks:
     """Processes that run training steps as the ranks of a distributed pipeline.
 
-    They are forked, so create this object before the program starts other threads.
+    The processes are forked, so create this object before the program starts other threads.
     """
 
     def __init__(self) -> None:
@@ -231,7 +238,7 @@ class Ranks:
         self._runs = 0
 
     def run(self, scene: Scene, looks: int) -> str | None:
-        """Run the step of `scene` on all ranks; return a line if tasks do not overlap."""
+        """Run the step of `scene` on all ranks; return a message if tasks do not overlap."""
         self._runs += 1
         self._launched.send((str(self._runs), scene, looks))
         running = set(range(N))
@@ -246,6 +253,7 @@ class Ranks:
 
 def _serve(k: int, link: Connection) -> None:
     store: Any = dist.TCPStore("127.0.0.1", link.recv(), None, False)  # type: ignore[attr-defined]
+
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=k, world_size=N)  # type: ignore[attr-defined]
     while True:
         run, scene, looks = link.recv()
@@ -256,7 +264,8 @@ def _serve(k: int, link: Connection) -> None:
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
     """Run the step of `scene` with the graph engine on simulated devices.
 
-    A copy takes as long as a task. Return a line if tasks do not overlap, or `None`.
+    A copy takes as long as a task. Return a one-line message if tasks do not overlap, otherwise
+    `None`.
     """
     found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
@@ -300,7 +309,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every training step on every engine; print each engine's first step without overlap."""
+    """Run all scenes on every engine; print the first one of each engine that does not overlap."""
     command("gates.meeting", __doc__, json=False).parse_args(arguments)
     with closing(Ranks()) as ranks:
         lost = [
@@ -316,9 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a line about the first step in `scenes` whose tasks do not overlap, or `None`.
+    """Return a message about the first scene whose tasks do not overlap, or `None`.
 
-    Each step whose tasks do not overlap is run a second time, with many more looks, to be sure.
+    To be sure, such a scene is run a second time, with many more looks.
     """
     for scene in scenes:
         if run(scene, LOOKS):

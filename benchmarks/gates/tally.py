@@ -2,14 +2,15 @@
 
     operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
     nodes       nodes of autograd graphs that calls of backward traverse
-    waits       calls with which a thread may wait for another thread: to put an item into a queue,
-                to take a lock, to wait for an event, or to start a thread
+    waits       calls by which threads may wait for each other: to put an item into a queue, to take
+                a lock, to wait for an event, or to start a thread
 
-Whether a thread really waits, and how often a loop reads from a queue, varies from run to run. But
-the number of items that are put into the queue is always the same. The tally counts the calls of
-the current thread, and of each thread that is started while the tally runs. Calls of queues
-(`SimpleQueue`) and locks count if the library's modules create the queue or the lock while the
-tally runs. Locks that are global variables of these modules also count.
+The number of these calls is the same in each run. (Reads from a queue are not counted, because
+their number varies from run to run.)
+
+The calls of the current thread count, and of all threads that it starts while the tally runs. The
+calls of a queue (`SimpleQueue`), lock or event count if one of the library's modules created it
+while the tally ran. Locks that are global variables of these modules also count.
 """
 
 import sys
@@ -32,9 +33,9 @@ Patch = tuple[Any, str, Any]
 
 
 class Tally:
-    """The operators, nodes and waits that `threads` have caused since the last call of `clear`.
+    """The operators, nodes and waits of all `threads` since the last call of `clear`.
 
-    The counts are lists, because appending to a list needs no lock.
+    They are kept in lists, because a thread can append to a list without a lock.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Tally:
         return threading.current_thread() in self.threads
 
     def wait(self, what: str) -> None:
-        """Count a call with which the current thread may wait for another thread."""
+        """Count a call by which the current thread may wait for another thread, or wake it."""
         if self.watches():
             self.waits.append(what)
 
@@ -70,9 +71,9 @@ def tallied() -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """Count the operators of this thread and of worker threads.
+    """A dispatch mode that counts operators, also those of the library's worker threads.
 
-    The library's workers run under the dispatch modes of the thread that calls the pipeline.
+    The worker threads use the dispatch modes of the thread that calls the pipeline.
     """
 
     only_watches = True
@@ -100,7 +101,7 @@ def _starts(tally: Tally) -> Iterator[Patch]:
 
 
 def _backwards(tally: Tally) -> Iterator[Patch]:
-    """Yield the patches that count the autograd nodes of each backward."""
+    """Yield the patches that count the nodes of `loss.backward()`, and of the tasks' backwards."""
     engine = torch.autograd.Variable._execution_engine
 
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,8 +114,8 @@ def _backwards(tally: Tally) -> Iterator[Patch]:
         if not name.startswith("__"):
             setattr(noted_engine, name, getattr(engine, name))
     noted_engine.run_backward = run_backward
-    yield torch.autograd.Variable, "_execution_engine", noted_engine  # counts in loss.backward()
-    yield torchgpipe.tensors._autograd, "_engine", noted_engine  # counts in the tasks' backwards
+    yield torch.autograd.Variable, "_execution_engine", noted_engine
+    yield torchgpipe.tensors._autograd, "_engine", noted_engine
 
 
 def _queues_and_locks(tally: Tally) -> Iterator[Patch]:
@@ -127,8 +128,8 @@ def _queues_and_locks(tally: Tally) -> Iterator[Patch]:
     for name in ("Lock", "RLock", "Event", "Condition"):
         setattr(noted_threading, name, noted(getattr(threading, name)))
     locks = type(threading.Lock()) | type(threading.RLock())
-    # Patch only the library's modules. Another module that is imported while the tally runs would
-    # keep the patched locks.
+    # Patch only the library's modules, and not `threading` itself. Otherwise, a module that is
+    # imported while the tally runs would keep patched locks.
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "torchgpipe":
             continue
@@ -153,7 +154,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A wrapper of a queue, lock or event that counts the calls with which a thread may wait."""
+    """A wrapper of a queue, lock or event that counts its calls of `put`, `acquire` and `wait`."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

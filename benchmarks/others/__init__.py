@@ -1,5 +1,5 @@
-"""Contain adapters for this library and other pipeline libraries.
+"""Adapters, which run the same checks with this library and with other pipeline libraries.
 
-An adapter runs the rows of tests/behaviours/rows/training. Adapters may import `tests.behaviours`,
+The checks are the rows of tests/behaviours/rows/training. Adapters may import `tests.behaviours`,
 `tests.plain`, `benchmarks.pipelines`, `reproduce.run.engines` and `torchgpipe`.
 """

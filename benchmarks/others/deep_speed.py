@@ -1,6 +1,6 @@
-"""Define the adapter that runs rows with DeepSpeed's `PipelineModule`.
+"""The adapter that runs checks with DeepSpeed's `PipelineModule`.
 
-A training step of DeepSpeed is `train_batch`, which also steps the optimizer.
+DeepSpeed runs a training step by `train_batch`, which also steps the optimizer.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, Tensors, micro_batches
 
 
 class DeepSpeed(Pipe):
-    """An adapter that runs rows with DeepSpeed's `PipelineModule` and its engine."""
+    """An adapter for DeepSpeed's `PipelineModule` and its engine."""
 
     package = "deepspeed"
     ranks = True
@@ -77,8 +77,8 @@ class DeepSpeed(Pipe):
         return self
 
     def evaluate(self, *given: Any) -> Pipe:
-        # `eval_batch` returns only the last micro-batch's output, so run the whole mini-batch as
-        # one micro-batch.
+        # `eval_batch` returns only the output of the last micro-batch. So the whole mini-batch runs
+        # as one micro-batch.
         whole = given or self.row.given()
         one = {"return_logits": True, "num_micro_batches": 1}
         _, output = self.engine.eval_batch(iter([whole]), **one)
@@ -100,7 +100,7 @@ class DeepSpeed(Pipe):
 def made(layers: nn.Sequential, balance: list[int], criterion: Any, recomputed: bool) -> Any:
     """Return a `PipelineModule` with the given number of layers in each partition.
 
-    If a layer shares its weight with a layer of another partition, it becomes a `TiedLayerSpec`.
+    A layer that shares its weight with a layer of another partition becomes a `TiedLayerSpec`.
     """
     ends = list(accumulate(balance))
 

@@ -1,7 +1,7 @@
-"""Define the adapter that runs rows with torchgpipe 0.0.7.
+"""The adapter that runs checks with torchgpipe 0.0.7.
 
-That package has the same name as this library. So it runs in a process that does not import this
-library.
+That package has the same name as this library. So this module is imported only in a process that
+does not import this library.
 """
 
 from collections import OrderedDict
@@ -25,8 +25,8 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # The names in the state dict of 0.0.7 begin with the partition, so they depend on the
-        # balance.
+        # In the state dict of 0.0.7, names begin with the number of the partition. The names in
+        # `named` do not.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:
             named.update(partition.named_children())
@@ -37,4 +37,4 @@ class Older(Pipe):
         return self.pipeline(x)
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        raise NotOffered("names of its state begin with the partition, and fit one balance")
+        raise NotOffered("names in its state dict begin with the partition: they fit one balance")

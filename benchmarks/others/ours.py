@@ -1,4 +1,4 @@
-"""Define adapters for plain layers, and for this library's `GPipe` and `DistributedGPipe`."""
+"""The adapters for layers without a pipeline, and for this library's pipelines."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Define adapters for `ScheduleGPipe` and `Schedule1F1B` of `torch.distributed.pipelining`."""
+"""The adapters for `ScheduleGPipe` and `Schedule1F1B` of `torch.distributed.pipelining`."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Run a row with an adapter in separate processes, and compare the result with plain layers.
+"""Run a check with an adapter in separate processes, and compare the result with plain layers.
+
+A check is a row of tests/behaviours/rows/training. An adapter runs it with a pipeline library.
 
 The processes are forked from a server that has already imported torch. They create their process
 group through a shared file. Each rank sends the losses, gradients and parameters that it has, and
@@ -28,18 +30,23 @@ from reproduce.run.engines.launch import Ended, Launched
 from tests.behaviours.compare import difference
 from tests.behaviours.pipe import Found, NotOffered, Pipe, Training
 
-LIMIT = 60.0  # the time limit for a row, in seconds
-PATIENCE = timedelta(seconds=12)  # the timeout of an operation of the process group
-AFTER = 2.0  # seconds to wait for other ranks after one rank has failed or ended
-TOLERANCE = 1e-4  # a tolerance, relative to the largest value of a tensor
+LIMIT = 60.0
+"""The time limit for a row, in seconds."""
+PATIENCE = timedelta(seconds=12)
+"""The timeout of an operation of the process group."""
+AFTER = 2.0
+"""Seconds to wait for other ranks after one rank has failed or ended."""
+TOLERANCE = 1e-4
+"""The tolerance of comparisons, relative to the largest value of a tensor."""
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
 
 class Adapter(NamedTuple):
-    """The class that runs a row, given by the names of its module and of the class.
+    """The module and the name of a class that runs checks with a pipeline library.
 
-    `folder` contains packages that only the processes of this adapter import.
+    `folder` has packages that only this adapter's processes import. If `ranks` is true, each
+    partition runs in a process of its own.
     """
 
     module: str
@@ -65,7 +72,7 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Work(NamedTuple):
-    """The work of one rank: a row's name, the adapter that runs the row, and a shared folder."""
+    """What one rank has to do: a check's name, the adapter that runs it, and a shared folder."""
 
     name: str
     adapter: Adapter
@@ -74,14 +81,14 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a row ended, and a message about it."""
+    """How a check ended, and a message about it."""
 
     kind: Kind
     said: str = ""
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a row with an adapter, and compare its result with the result of the plain layers."""
+    """Run a check with an adapter, and compare its result with the result of the plain layers."""
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
@@ -109,9 +116,9 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a row on one rank for each partition, or in a single process if the adapter has no ranks.
+    """Run a check on one rank for each partition, or in one process if the adapter has no ranks.
 
-    Return the results of all ranks, or the outcome if the row failed.
+    Return the results of all ranks, or the outcome if the check failed.
     """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
@@ -151,9 +158,9 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the failure that has caused all other failures, or `None`.
+    """Return the failure that has caused all others, or `None` if there is none.
 
-    An error of one rank that follows from the failure of another rank does not count.
+    If a rank's error only says that another rank has failed, it is not the cause.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:
@@ -182,7 +189,7 @@ def _without_folders(said: str) -> str:
 
 
 def _rank(number: int, link: Connection, how: Work) -> None:
-    """Run a row as one rank, and send its results. If the row fails, send the outcome, too."""
+    """Run a check as one rank; send its results and, if the check fails, the outcome."""
     log = os.open(how.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -194,8 +201,8 @@ def _rank(number: int, link: Connection, how: Work) -> None:
         package = pipe.package
         if how.ranks > 1:
             _join(number, how)
-        # If the adapter has a folder, `load` has removed the modules that define the rows and
-        # `Pipe`, so import the rows again.
+        # If the adapter has a folder, `load` has removed the modules that define rows. So the rows
+        # are imported again.
         rows = importlib.import_module("tests.behaviours.rows.training").ROWS
         row = next(row for row in rows if row.name == how.name)
         result = row.action(pipe(row, how.folder))
@@ -215,7 +222,7 @@ def _rank(number: int, link: Connection, how: Work) -> None:
 
 
 def _join(number: int, how: Work) -> None:
-    """Join the process group of the row's ranks."""
+    """Join the process group of all ranks."""
     rank, ranks = str(number), str(how.ranks)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     options: Any = {"rank": number, "world_size": how.ranks, "timeout": PATIENCE}
@@ -225,7 +232,8 @@ def _join(number: int, how: Work) -> None:
 def judged(error: BaseException, package: str) -> Outcome:
     """Classify an error as "not offered", "refused" or "fails".
 
-    An error is a refusal if the package's own code raised the error with a message.
+    "not offered" means that the adapter says that the library has no such feature. "refused" means
+    that the library's own code raised the error, with a message. All else is "fails".
     """
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))

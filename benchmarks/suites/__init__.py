@@ -1,4 +1,4 @@
-"""Contain benchmarks of single functions of the library, measured with pytest-benchmark.
+"""Benchmarks of single functions of the library, measured with pytest-benchmark.
 
 They may import `reproduce.models` and `torchgpipe`.
 """

@@ -1,7 +1,7 @@
 """Measure with pytest-benchmark how long it takes to balance a model.
 
-`test_balance` measures profiling, in most cases together with the search for a balance.
-`test_minimise_heaviest` measures the search alone.
+Balancing consists of profiling the layers and searching for the balance. `test_balance` measures
+both, or only profiling. `test_minimise_heaviest` measures only the search.
 """
 
 import random
@@ -35,22 +35,22 @@ MODELS = {
 
 
 def by_time(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Find a balance by time: profile each layer (copy, warm-up, forward, backward) and search."""
+    """Time each layer (copy, warm-up, forward, backward), and find a balance by time."""
     return balance_by_time(2, layers, sample, timeout=0.0, device="cpu")
 
 
 def times(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Profile the times of each layer, without searching for a balance."""
+    """Time each layer, without searching for a balance."""
     return profile_times(layers, sample, 0.0, CPU)
 
 
 def by_size(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Find a balance by size: count the bytes that each layer saves in a forward, and search."""
+    """Count the bytes that each layer needs, and find a balance by size."""
     return balance_by_size(2, layers, sample, device="cpu")
 
 
 def by_size_on_meta(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Find a balance by size on the `meta` device, where the forward computes nothing."""
+    """Find a balance by size on the `meta` device, which computes nothing."""
     return balance_by_size(2, layers, sample, device="meta")
 
 
@@ -65,7 +65,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_balance(benchmark: Any, name: str, way: str) -> None:
-    """Balance a model for two partitions, with the shortest possible profile."""
+    """Balance a model for two partitions, or profile it; no layer is timed more than once."""
     model = MODELS[name]
     layers = model.build()
     sample = torch.rand(*model.shape)
@@ -77,9 +77,10 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 @pytest.mark.parametrize("partitions", [2, 8])
 @pytest.mark.parametrize("layers", [24, 241, 1058])
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
-    """Search for the balance of random costs, with the numbers of layers of the papers' models."""
-    cost = random.Random(layers).uniform(0.1, 10.0)
-    given = [cost] * layers, partitions
+    """Find the balance of random costs, for as many layers as models of the papers have."""
+    draw = random.Random(layers)
+    costs = [draw.uniform(0.1, 10.0) for _ in range(layers)]
+    given = costs, partitions
     balance = benchmark.pedantic(minimise_heaviest, args=given, rounds=10, warmup_rounds=1)
     assert sum(balance) == layers
     assert len(balance) == partitions

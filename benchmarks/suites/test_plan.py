@@ -1,7 +1,7 @@
-"""Measure how long it takes to plan a model of 2,000 layers and to replay a million tasks.
+"""Measure how long it takes to plan a model of 2,000 layers, and to replay a million tasks.
 
 The model is planned for 8 devices. The times are measured with pytest-benchmark, and have limits.
-The schedule is made before the replay is timed, because a plan makes the schedule once and replays
+The time of the replay does not include making the schedule: a plan makes it only once, and replays
 it for many balances.
 """
 
@@ -24,9 +24,9 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """A model to plan: the width of linear layer i as a function of i, and a time limit in seconds.
+    """A model to plan: the width of its linear layer i, and a time limit in seconds.
 
-    If several layers have the same shape, a plan counts only the first of these layers.
+    A plan counts equal layers only once, so models with many different layers take longer.
     """
 
     width: Callable[[int], int]
@@ -54,9 +54,9 @@ def timed(
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan(benchmark: Any, name: str, memory: str) -> None:
-    """Plan the balance, the number of micro-batches and checkpointing.
+    """Plan the balance, the number of micro-batches and the checkpoint mode.
 
-    If benchmarks are disabled, the model has fewer layers.
+    If pytest-benchmark is disabled, the model has fewer layers.
     """
     width, limit = MODELS[name]
     layers = LAYERS if benchmark.enabled else LAYERS // 10

@@ -144,6 +144,11 @@ def without_gradients() -> object:
         return step(mse_loss)
 
 
+def transformed() -> object:
+    pipeline = model()
+    return torch.func.grad(lambda x: pipeline(x).sum())(X)
+
+
 LAYER = nn.Linear(2, 2)
 V_BALANCE = "give a balance of 4 partitions"
 DISTRIBUTED = DistributedGPipe
@@ -290,7 +295,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["cannot be traced", "model[:]"],
     ),
     "a pipeline inside a torch.func transform": (
-        lambda: torch.func.grad(lambda x: model()(x).sum())(X),
+        transformed,
         ["torch.func transforms"],
     ),
     "saving a function": (

@@ -6,8 +6,8 @@
 
 A balance is a list: the number of layers in each partition. Both functions run a copy of each layer
 to measure its cost. Then they find the balance whose most expensive partition costs as little as
-possible. The functions do not change the module's mode, gradients or buffers (such as the
-statistics of batch norms), or the random state.
+possible. They leave the module as it was, with its mode, gradients and buffers (such as the
+statistics of batch norms). They also leave the random state as it was.
 """
 
 import torch
@@ -32,9 +32,9 @@ def balance_by_time(
 ) -> list[int]:
     """Balance by the time that the forward and backward of every layer take on a sample.
 
-    The function times the layers one after another, and starts again with the first layer until the
-    timeout. It times every layer at least once. Each copy of a layer runs once before it is timed.
-    The cost of a layer is the median of its times.
+    The cost of a layer is the median of its measured times. The function measures in rounds, from
+    the first layer to the last, until the timeout. It always completes the first round. In each
+    round, it makes a new copy of a layer, runs the copy once as a warm-up, and then times it.
 
     Args:
         partitions: How many partitions to make, from 1 to the number of layers.
@@ -49,8 +49,9 @@ def balance_by_time(
         The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
-        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
-        ValueError: If a number is out of range, or if the device is "meta", which has no times.
+        TypeError: If an argument has a wrong type, a skip is not stashed once and then popped once,
+            or a layer cannot be copied.
+        ValueError: If a number is out of range, or if the device is "meta", which computes nothing.
     """
     sample, place = _check(partitions, module, sample, device)
     if not timeout >= 0:
@@ -76,26 +77,27 @@ def balance_by_size(  # noqa: PLR0913
 
         size = bytes for one micro-batch + param_scale * bytes of parameters
 
-    The bytes for one micro-batch are the bytes of new storages: the layer's forward makes them, and
-    the layer's backward or a later layer needs them. Each storage counts once. Sparse tensors do
-    not count.
+    The bytes for one micro-batch are those of the storages that the layer's forward allocates, and
+    that the layer's backward or a later layer needs. If tensors share a storage, it counts once.
+    Sparse tensors do not count.
 
     Args:
         partitions: How many partitions to make, from 1 to the number of layers.
         module: The sequence to balance, on any device. One layer at a time is copied to `device`.
         input: A mini-batch, on any device: a tensor, or a tuple of tensors.
         chunks: How many micro-batches the mini-batch will be split into.
-        param_scale: How many bytes are held for each byte of parameters. Parameters and gradients
-            make 2. Add the optimizer's state: 0 for SGD, 1 for SGD with momentum, 2 for Adam. Add 1
-            if a copy of the parameters is kept.
+        param_scale: How many bytes of memory each byte of parameters takes. The parameters and
+            their gradients make 2. Add the optimizer's state: 0 for SGD, 1 for SGD with momentum,
+            2 for Adam. Add 1 if a copy of the parameters is kept.
         device: The device on which the layers run. The default is "cuda" if it is available, and
-            "cpu" otherwise. On "meta", the function finds the sizes without computing.
+            "cpu" otherwise. On "meta", sizes are found without computing anything.
 
     Returns:
         The number of layers of each partition: the argument `balance` of `GPipe`.
 
     Raises:
-        TypeError: If an argument has a wrong type, skips do not match, or a layer cannot be copied.
+        TypeError: If an argument has a wrong type, a skip is not stashed once and then popped once,
+            or a layer cannot be copied.
         ValueError: If a number is out of range, or tensors of the input differ in batch size.
     """
     input, place = _check(partitions, module, input, device)

@@ -1,10 +1,12 @@
 """Split a list of costs into consecutive partitions that minimise the cost of the heaviest one.
 
-The answer is exact. Every finite float is a fraction, so the costs are first scaled to integers.
-Then a bisection finds the least possible bound: the cost that no partition exceeds. To test a
-bound, each partition takes as many layers as the bound allows, by a binary search in the prefix
-sums. The bound is possible if the partitions take all layers (Pinar and Aykanat, "Fast optimal load
-balancing algorithms for 1D partitioning", 2004).
+1. Scale the costs to integers, so that the result is exact. (Every finite float is a fraction.)
+2. Find, by bisection, the least bound that is possible: the cost that no partition may exceed.
+
+To test a bound, partitions are filled from the end of the list. Each takes as many layers as the
+bound allows, found by a binary search in the prefix sums. The bound is possible if the partitions
+take all layers (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning",
+2004).
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,12 +17,11 @@ from math import lcm
 
 
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
-    """Return the number of layers in each partition that minimises the heaviest partition's cost.
+    """Return the balance whose heaviest partition costs as little as possible.
 
-    A partition consists of consecutive layers, at least one. Several balances can minimise the
-    heaviest partition's cost. Of these, the function returns a balance in which the costs of the
-    other partitions are about equal. If layers cost nothing, partitions get about equal numbers of
-    these layers.
+    A balance is the number of layers in each partition: consecutive layers, at least one. If
+    several balances are equally good, the function returns one in which the costs of the other
+    partitions are about equal. Layers that cost nothing are divided into about equal numbers.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -40,7 +41,7 @@ def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> lis
 
 
 def check_partitions(partitions: int, layers: int) -> None:
-    """Raise an error if `layers` layers cannot fill this number of partitions."""
+    """Raise an error unless `partitions` is an int from 1 to `layers`."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
         raise TypeError(f"partitions must be an int, got {partitions!r}")
     if partitions < 1:
@@ -53,7 +54,10 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _integers(costs: Sequence[float | Fraction]) -> list[int]:
-    """Scale the costs to even integers, so that sums and halves of sums are exact."""
+    """Multiply all costs by one number that makes them even integers.
+
+    Sums of these integers, and halves of the sums, are exact.
+    """
     numerators: list[int] = []
     denominators: list[int] = []
     for layer, cost in enumerate(costs):
@@ -89,8 +93,8 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
     """Return the first layer of each partition, followed by the number of layers.
 
-    From the first partition on, each partition takes about an equal share of the remaining cost. No
-    partition costs more than `bound`.
+    Partitions are filled from first to last. If k partitions are not filled yet, the next one gets
+    about 1/k of the remaining cost. No partition costs more than `bound`.
     """
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
@@ -108,11 +112,11 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move each partition's start to the middle (by cost) between the previous and next starts.
+    """Move the border between each two neighbouring partitions so that they cost about the same.
 
-    A start separates two partitions. A move never increases the cost of the more expensive of these
-    partitions. Most starts are nearly in the middle already. A start is far from the middle only if
-    a layer is heavier than an equal share.
+    A move never increases the cost of the more expensive one of the two. All borders are moved in
+    turn, until none moves any more, but at most `len(starts)` times. Most borders move only a
+    little: a border is far off only if a layer costs more than an equal share.
     """
     for _ in starts:
         before = list(starts)
@@ -128,8 +132,8 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
     """Return the index from `first` to `last` whose prefix sum is nearest to `share`.
 
-    If layers cost nothing, several indices have that prefix sum. Then the function returns the
-    index nearest to `count`.
+    If several indices have this prefix sum, because layers between them cost nothing, the function
+    returns the index nearest to `count`.
     """
 
     def distance(cut: int) -> tuple[int, int, int]:
@@ -139,7 +143,7 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return for each k the first layer from which k partitions can hold all layers to the end.
+    """Return a list. Item k is the first layer that fits, with all later layers, into k partitions.
 
     No partition may cost more than `bound`.
     """

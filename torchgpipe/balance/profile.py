@@ -2,8 +2,8 @@
 
 Every layer runs on the outputs and skips of the layers before it, detached from their autograd
 graph. A detached tensor requires grad if the original does, so that the layer does the same
-backward as in training. Layers run one at a time, as copies. So the module does not change, and the
-device needs room for only one layer at a time.
+backward as in training. What runs is a copy of the layer, so the module does not change. There is
+only one copy at a time, so the device needs memory for only one layer.
 """
 
 import copy
@@ -38,7 +38,7 @@ def profile_times(
     Args:
         module: The layers.
         sample: An input of the first layer.
-        timeout: Seconds after which no further measurement starts, once each layer has been timed.
+        timeout: Seconds after which no further measurement starts, if each layer has been timed.
         device: Where the layers run.
     """
     seconds: list[list[float]] = [[] for _ in module]
@@ -67,13 +67,13 @@ def profile_sizes(
     param_scale: float,
     device: torch.device,
 ) -> list[float]:
-    """Return every layer's bytes: for one micro-batch, plus `param_scale` * bytes of parameters.
+    """Return, for each layer, the bytes of one micro-batch + `param_scale` * bytes of parameters.
 
     Args:
         module: The layers.
         input: A mini-batch.
         chunks: How many micro-batches the mini-batch is split into.
-        param_scale: How many bytes are held for each byte of parameters.
+        param_scale: How many bytes of memory each byte of parameters takes.
         device: Where the layers run.
     """
 
@@ -115,7 +115,7 @@ class Rehearsal:
         return self.make()
 
     def prepare(self) -> TensorOrTensors:
-        """Delete the last run's outputs and skips, and return a copy of the input for a new run."""
+        """Prepare a run: delete the last results, copy the skips, return a copy of the input."""
         self.output = ()
         self.scope = {}
         for key, x in self.skips.items():
@@ -128,7 +128,7 @@ class Rehearsal:
             self.output = self.layer(value)
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Run the layer like `forward`; return the storages that the graph has saved, by id."""
+        """Call `forward`; return the storages that autograd saves for the backward, by id."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -148,15 +148,15 @@ class Rehearsal:
 
 
 def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) -> TensorOrTensors:
-    """Return a sample's tensors as `module` takes them; raise an error if they cannot be profiled.
+    """Check that a module can be profiled with a sample, and return the sample's tensors.
 
     Args:
         module: The layers.
         sample: An input, with the structure that the layers take.
-        done: A participle for the error message, such as "balanced": what the caller wants.
+        done: The last word of the error message "only an nn.Sequential can be …", a participle.
 
     Raises:
-        TypeError: If an argument has a wrong type, or skips do not match.
+        TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"only an nn.Sequential can be {done}, got {type(module).__name__}")
@@ -215,8 +215,8 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
         TypeError: If the layer cannot be copied.
     """
     original = module[index]
-    # copy.deepcopy refuses tensors with an autograd graph. torch.nn.utils.weight_norm keeps tensors
-    # with a graph as attributes of a module, so they are copied here.
+    # copy.deepcopy refuses tensors with an autograd graph, such as those that
+    # torch.nn.utils.weight_norm keeps as attributes of a module. So they are copied beforehand.
     copies: dict[int, Tensor] = {}
     for submodule in original.modules():
         for x in vars(submodule).values():
@@ -254,7 +254,7 @@ def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Call `work`, and return the seconds until the device has finished all work."""
+    """Return the seconds from calling `work` until the device has finished."""
     synchronize(device)
     start = perf_counter()
     work()
@@ -289,8 +289,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
     """Move a layer's copy to the device.
 
-    Parameters and buffers on `meta` get new values, with which activations keep about their size
-    from layer to layer.
+    If the layer has tensors on `meta`, all its parameters and buffers get new values: ones, or
+    random numbers with such a variance that activations neither grow nor shrink much.
     """
     held = [*layer.parameters(), *layer.buffers()]
     if device.type == "meta" or not any(x.is_meta for x in held):
@@ -307,7 +307,7 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Copy a tensor for one run. A layer may change the copy in place, because it is no leaf."""
+    """Return a copy that a layer may change in place, because it is no leaf that requires grad."""
     return x.detach().requires_grad_(x.requires_grad).clone()
 
 

@@ -17,10 +17,14 @@ number of micro-batches, a checkpoint mode and a schedule.
     print(found)
     model = found.gpipe()
 
-The module `planner` has the function `plan`. `count` counts each layer's operators and bytes, and
-`hardware` tells how long a device takes for an operator. Alternatively, `profiled` measures the
-layers' seconds. `predict` predicts the seconds of a step, and `memory` its bytes. `search` finds
-the best setup.
+These are the modules:
+
+- `planner` has the function `plan`;
+- `count` counts each layer's operators and bytes;
+- `hardware` tells how long a device takes for an operator;
+- `profiled` measures the layers' seconds, instead of predicting them from operators;
+- `predict` predicts the seconds of a step, and `memory` its bytes;
+- `search` finds the best setup.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

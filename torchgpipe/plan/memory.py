@@ -9,7 +9,7 @@ action, these tensors are on a device:
 - stashed: the tensors that tasks between forward and backward keep. A checkpointed task keeps its
   inputs. A task without checkpointing keeps the tensors that its autograd graph has saved. A task
   that has only its weights' gradients left to compute keeps the tensors for that;
-- working: the tensors that the action itself allocates, by the traces of its layers;
+- working: the tensors that the action itself allocates, from the footprints of its layers;
 - copies: the next input, the gradient of the output and the gradient of the last input, while these
   tensors are copied between devices;
 - skips: the skips between two stages, and their gradients on the way back;
@@ -54,12 +54,12 @@ class DeviceBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak of the bytes that the device has allocated, in any step but the first."""
+        """The peak of the bytes that the device has allocated, in a step after the first."""
         return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
-    """Return the peak memory of every device, for any step but the first.
+    """Return the peak memory of every device, for a step after the first.
 
     The prediction assumes that all micro-batches are as large as the first micro-batch, although
     the last micro-batch can be smaller.
@@ -78,15 +78,15 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 
 
 class _Stage:
-    """The bytes that a stage takes: for a task with or without checkpointing, for parameters."""
+    """The bytes of a stage's parameters, and of a task with and without checkpointing."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]
         sizes = setup.sizes
         size = sizes[0]
         recomputed = checkpointed(setup.checkpoint, len(sizes))
-        # `counts.task` is slow. So it is called twice, for checkpointed tasks and for tasks without
-        # checkpointing, only if both results are needed.
+        # `counts.task` is slow, so it is called a second time, for tasks without checkpointing,
+        # only if its result is needed.
         self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
         self.plain = self.checkpointed
         if recomputed < len(sizes) or start == 0:
@@ -113,7 +113,7 @@ class _Stage:
         """The bytes that a task keeps until the weights' gradients are computed."""
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that tasks in flight keep, from their numbers (see `InFlight`)."""
+        """Return the bytes that so many tasks in flight keep (see `InFlight`)."""
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
 
 
@@ -153,8 +153,8 @@ class _Device:
     def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
         """Return the bytes that the device holds when its memory is fullest.
 
-        That is during one of the actions in `moments`, between the forwards and the backwards, or
-        during the optimizer's step.
+        The memory is fullest during one of the actions in `moments`, between the forwards and the
+        backwards, or during the optimizer's step.
         """
         found = [self._at(moment) for moment in moments]
         gathered = 0.0
@@ -228,7 +228,7 @@ class _Device:
     def _working(self, now: Moment, stage: _Stage, task: TaskBytes, first: bool) -> float:
         """Return the bytes that the action allocates.
 
-        `first` says that the action's stage has done no backward yet.
+        `first` is true until the action's stage has done a backward.
         """
         if now.kind == "forward":
             return task.inputs + task.forward

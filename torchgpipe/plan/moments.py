@@ -1,4 +1,4 @@
-"""List the actions of a step during which a device may hold the most bytes."""
+"""List the actions of a step during which a device's memory can reach its peak."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -24,9 +24,9 @@ class InFlight(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The numbers of micro-batches with skips, or gradients of skips, between two stages.
+    """How many micro-batches have skips, or gradients of skips, on their way between two stages.
 
-    The skips and gradients take memory on the device of stage `source`.
+    Only skips and gradients that take memory on the device of stage `source` count.
     """
 
     source: int
@@ -64,7 +64,10 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All numbers of `held` and `skips`, in a fixed order. Larger numbers mean more memory."""
+        """All numbers in `held` and `skips`, in a fixed order.
+
+        The larger they are, the more memory the device uses.
+        """
         counts: list[int] = []
         for in_flight in self.held:
             counts += in_flight
@@ -79,10 +82,10 @@ Alike = dict[tuple[int, ...], Moment]
 
 @lru_cache(maxsize=64)
 def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
-    """Return for each device the moments (actions) during which it may hold the most bytes.
+    """Return for each device the moments (actions) at which its memory can reach its peak.
 
-    A moment is left out if there is another moment with the same kind of action, at which the
-    device holds at least as many tasks and skips of each sort.
+    A moment is left out if at another moment, with the same kind of action, the device holds at
+    least as many tasks and skips of each sort.
 
     Args:
         lists: The schedule, with a recomputation of every task.
@@ -115,8 +118,8 @@ def _walk(
             continue
         traffic: tuple[Traffic, ...] = ()
         if clock is not None:
-            # The clock takes no time for a recomputation. The action after a recomputation is the
-            # backward of the same task.
+            # On the clock, a recomputation takes no time. So its traffic is that of the next
+            # action, which is the backward of the same task.
             timed = actions[k + 1] if kind == "recompute" else action
             traffic = clock.traffic(own, timed)
         states[stage].begin(kind, plain)
@@ -165,7 +168,7 @@ class _State:
 
 
 class _Clock:
-    """A replay of a schedule that tells which forwards and backwards end before an action.
+    """A replay of a schedule, which tells how many forwards and backwards end before an action.
 
     In the replay, a backward that is not split takes two units of time. Recomputations take no
     time. Each other action takes one unit.
@@ -210,7 +213,10 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add a moment to `alike`, but keep only moments whose numbers no other moment exceeds."""
+    """Add a moment to `alike`, unless a moment in `alike` needs at least as much memory.
+
+    If the new moment is added, delete the moments that need no more memory than the new one.
+    """
     counts = now.counts
     if any(_covers(known, counts) for known in alike):
         return

@@ -30,8 +30,9 @@ def pipeline(  # noqa: PLR0913
 ) -> GPipe:
     """Make a pipeline of any module.
 
-    `sequential` traces the module into layers, `plan` finds the fastest setup for the layers, and
-    `GPipe` makes the pipeline.
+    1. `sequential` traces the module into layers.
+    2. `plan` finds the fastest setup for the layers.
+    3. `GPipe` makes the pipeline.
 
         model = pipeline(module, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
         loss(model(input), target).backward()
@@ -43,8 +44,8 @@ def pipeline(  # noqa: PLR0913
         devices: The devices to use. The plan may use fewer devices.
         batch_size: The number of samples in a mini-batch.
         memory: The memory of each device, in bytes or as text such as "24GiB".
-        hardware: The hardware to predict for: a description, its name or its file. By default, the
-            plan profiles the layers on the sample's device.
+        hardware: The hardware to predict for: a hardware description, its name or its file. By
+            default, the plan profiles the layers on the sample's device.
         optimizer: The name of the optimizer, as for `plan`.
         chunks: The numbers of micro-batches to choose from, or a single number.
         checkpoint: The checkpoint modes to choose from, or a single mode.

@@ -47,11 +47,14 @@ def plan(  # noqa: PLR0913
 ) -> Plan:
     """Plan a pipeline for `module`: find the fastest setup that fits the memory.
 
-    The plan predicts seconds from a hardware description or from a profile. With a hardware
-    description, it counts each layer's operators on the `meta` device. This needs no GPU and no
-    memory for the model. A profile times the layers on the sample's device, in steps of the whole
-    model if such a step fits the memory. A profile takes about as long as fifteen steps on the
-    sample. With either, bytes are counted on the `meta` device.
+    The plan predicts the seconds of a step in one of two ways:
+
+    - From a hardware description. Each layer's operators are counted on the `meta` device, which
+      needs no GPU, and no memory for the model.
+    - From a profile. The layers are timed on the sample's device, in steps of the whole model if
+      such a step fits the memory. This takes about as long as fifteen steps on the sample.
+
+    The bytes are always counted on the `meta` device.
 
     Args:
         module: The layers, on any device, also on `meta`.
@@ -62,8 +65,8 @@ def plan(  # noqa: PLR0913
         devices: The largest number of devices to use; by default all devices of the node.
         memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
             memory that the node's devices have.
-        headroom: The memory that is left to the allocator, as a share of the tensors' bytes. It is
-            0.15 by default on a GPU, whose caching allocator reserves more than tensors take, and 0
+        headroom: The memory that is left to the allocator, as a share of the tensors' bytes. The
+            default is 0.15 on a GPU, whose caching allocator reserves more than tensors take, and 0
             on a CPU. See `Hardware.room`.
         hardware: A hardware description, its name such as "h100x8", or its file; `hardware_names`
             lists the names. The default "here" profiles on the sample's device, and predicts for
@@ -85,7 +88,7 @@ def plan(  # noqa: PLR0913
         The plan: the best setup, its prediction, and other setups to compare it with.
 
     Raises:
-        TypeError: If an argument has a wrong type, or skips do not match.
+        TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
         ValueError: If a value is out of range.
         Impossible: If no setup fits (a ValueError). The message says why.
     """
@@ -149,8 +152,8 @@ def plan(  # noqa: PLR0913
 def _numbers(most: int) -> list[int]:
     """Return the numbers of partitions to choose from.
 
-    The list has all numbers up to 16, then powers of two and three times powers of two up to
-    `most`, and `most`.
+    The list has `most` and these smaller numbers: all up to 16, then powers of two, and three times
+    powers of two.
     """
     numbers = {*range(1, min(most, 16) + 1), most}
     for power in range(3, 12):
@@ -161,7 +164,7 @@ def _numbers(most: int) -> list[int]:
 
 
 def _check_number(name: str, given: Any, most: int | None = None) -> None:
-    """Raise an error if `given` is not a whole number from 1 to `most`, the batch size."""
+    """Raise an error unless `given` is an int, at least 1 and at most `most` (the batch size)."""
     whole = isinstance(given, int) and not isinstance(given, bool)
     if not whole or not 1 <= given <= (most or given):
         allowed = f"from 1 to the batch size {most}" if most else "of at least 1"
@@ -200,7 +203,7 @@ def _check_headroom(headroom: Any) -> None:
     number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
     if headroom is not None and not (number and 0 <= headroom < inf):
         raise ValueError(
-            "headroom must be a share of the tensors' bytes, from 0 on, such as 0.15 for 15 %; "
+            "headroom must be a share of the tensors' bytes, 0 or more, such as 0.15 for 15 %; "
             f"got {headroom!r}"
         )
 

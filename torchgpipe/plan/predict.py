@@ -24,7 +24,7 @@ from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 Seconds = list[float]
 Cuts = Sequence[tuple[int, int]]
-"""For each partition, the number of its first layer and of the layer after its last."""
+"""For each partition, the half-open range of its layers: (first, last + 1)."""
 
 DEARER = 1.05
 """How many times longer a backward takes if it is split into two halves.
@@ -47,8 +47,8 @@ class Setup:
             are copied from partition to partition until they reach it.
         streams: Whether devices copy tensors while they run tasks. Otherwise a copy occupies the
             sending and the receiving device.
-        zeroed: Whether gradients stay allocated between steps and are set to zero, like in
-            PyTorch before 2.0 by default. A step then adds its gradients to these tensors.
+        zeroed: Whether gradients stay allocated between steps and are set to zero, as was the
+            default before PyTorch 2.0. A step then adds its gradients to these tensors.
         schedule: The name of a schedule, or a schedule.
     """
 
@@ -70,18 +70,18 @@ class Setup:
     def lists_of(self, m: int) -> Schedule:
         """Return the actions of each device for `m` micro-batches.
 
-        Every task has a recomputation. If the task is not checkpointed, the recomputation takes no
-        time.
+        The actions include a recomputation of every task. It takes no time if the task is not
+        checkpointed.
         """
         schedule, n, v, _ = arranged(self.schedule, len(self.balance))
         return recomputing(schedule, n, m, v)
 
     @property
     def gathered(self) -> bool:
-        """Whether the loss is computed from the outputs of all micro-batches, as `loss(model(x))`.
+        """Whether one loss is computed from the outputs of all micro-batches, `loss(model(x))`.
 
-        This is true of GPipe's schedule. With other schedules, `GPipe.step` runs a step, and
-        computes a loss for each micro-batch.
+        This is so with GPipe's schedule. With other schedules, `GPipe.step` computes a loss for
+        each micro-batch.
         """
         return isinstance(self.schedule, str) and self.schedule.lower() == "gpipe"
 
@@ -100,7 +100,7 @@ class Setup:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """For each partition, the number of its first layer and of the layer after its last."""
+        """For each partition, the half-open range of its layers: (first, last + 1)."""
         return list(pairwise(accumulate(self.balance, initial=0)))
 
 
@@ -123,8 +123,7 @@ class LayerSeconds:
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
     """Return the number of samples in each micro-batch.
 
-    All micro-batches have the same size, except that the last one may be smaller, like in
-    `torch.chunk`.
+    Like in `torch.chunk`, all micro-batches have the same size, but the last one may be smaller.
     """
     size = math.ceil(batch_size / chunks)
     whole, rest = divmod(batch_size, size)
@@ -137,7 +136,9 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 def apart(
     seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
 ) -> Seconds:
-    """Return the part of each layer's backward seconds that is for the gradients of its weights.
+    """Return how many seconds of each layer's backward are for the gradients of its weights.
+
+    The share of these seconds is `products` / `backward`, but at most 1.
 
     Args:
         seconds: The seconds of each layer's whole backward.
@@ -181,7 +182,7 @@ class Predictor:
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
         """Return the seconds of each layer's operators together.
 
-        Layers that behave alike share one tuple of operators. A tuple is added up only once.
+        Layers that behave alike share one tuple of operators, whose seconds are added up only once.
         """
         known: dict[int, float] = {}
         for operators in layers:
@@ -201,8 +202,8 @@ class Predictor:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
         halves = setup.halves
-        # A backward adds its gradients to earlier gradients. Without `zeroed`, there are no earlier
-        # gradients for the first backward.
+        # A backward adds its gradients to earlier gradients. Only the first backward has no earlier
+        # gradients, unless those of the previous step stay (`zeroed`).
         backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
@@ -231,11 +232,11 @@ class Predictor:
     def _row(
         self, cuts: Cuts, size: int, recomputed: bool, first: bool, *, halves: bool
     ) -> tuple[Seconds, ...]:
-        """Return a micro-batch's seconds on each stage: four lists with an item for each stage.
+        """Return the seconds of a micro-batch: four lists with an item for each stage.
 
-        The lists have the seconds of forwards, backwards, recomputations, and the parts of
-        backwards for the weights' gradients. The last list is empty if no backward is split. If
-        `first` is true, there are no earlier gradients to which the backwards add.
+        The lists are for forwards, backwards, recomputations, and the second halves of backwards
+        (for the weights' gradients). The last list is empty if backwards are not split. If `first`
+        is true, there are no earlier gradients to which the backwards add.
         """
         layers = self.layers(size)
         dearer = DEARER if halves else 1.0
@@ -252,7 +253,7 @@ class Predictor:
         return forward, backward, recompute, weights
 
     def copies(self, setup: Setup) -> tuple[Seconds, dict[tuple[int, int], float]]:
-        """Return the seconds of the copy at each boundary, and of copies of skips.
+        """Return the seconds of the copy after each partition, and of copies of skips.
 
         The keys for skips are pairs: the partition that stashes and the partition that pops.
         """
@@ -293,7 +294,7 @@ class Predictor:
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
         """Return the seconds of the optimizer's step, from the bytes of each device's parameters.
 
-        If gradients stay between steps, the time to set them to zero counts, too.
+        If gradients stay allocated between steps, the seconds include setting them to zero.
         """
         optimizer, hardware = setup.optimizer, self.hardware
         if not optimizer.updates:
@@ -311,7 +312,7 @@ class Predictor:
 def crossing(layers: Sequence[Footprint], cuts: Cuts) -> list[tuple[int, int, Stashed]]:
     """List the skips that go from one partition to another.
 
-    An item is the partition that stashes the skip, the partition that pops the skip, and the skip.
+    Each item is a tuple: the partition that stashes, the partition that pops, and the skip.
     """
     popped: dict[int, int] = {}
     stashed: list[tuple[int, Stashed]] = []

@@ -1,7 +1,7 @@
 """Time a model's layers on a device, instead of predicting the seconds of their operators.
 
 The layers are timed for the whole sample, for half of the sample, for a quarter, and so on. For
-other micro-batch sizes, the seconds lie on straight lines between these points and beyond the ends.
+other micro-batch sizes, the seconds are interpolated, or extrapolated, linearly.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Curve:
     def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
         """Return the curve through measured seconds.
 
-        If fewer samples took longer than more samples, this is noise. The curve then goes through
-        the mean of these measurements.
+        Noise can make a smaller micro-batch take longer than a larger one. The curve then goes
+        through the mean of these measurements, so that it never falls.
         """
         level: list[list[float]] = []  # groups of measurements, for their means
         for measured in seconds:
@@ -68,9 +68,9 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the seconds for a micro-batch of `size` samples.
 
-        Below the smallest and above the largest timed size, the curve is a straight line. The line
-        is no steeper than a line from zero to the nearest timed size. A steeper line gives negative
-        seconds for zero samples.
+        Between timed sizes, the seconds are interpolated linearly. For other sizes, the two nearest
+        timed sizes are extrapolated. There, the seconds grow at most in proportion to the size,
+        because a steeper line would give negative seconds for zero samples.
         """
         k = bisect(self.sizes, size)
         k = min(max(k, 1), len(self.sizes) - 1)
@@ -141,12 +141,12 @@ def predictor_here(
     devices: int | None = None,
     memory: float | None = None,
 ) -> ProfiledPredictor:
-    """Time the layers on the sample's device, and return a predictor for devices like that device.
+    """Time the layers on the sample's device, and return a predictor for devices like this one.
 
     `plan` calls this function if it is called without `hardware`. The layers are timed in steps of
     the whole model if a copy of the model and a step with the sample fit the memory. Otherwise each
-    layer is timed alone. On a CPU, the function also measures how much several devices slow each
-    other down, while each of them runs steps of the model with micro-batches of medium size.
+    layer is timed alone. On a CPU, devices that work at the same time slow each other down. The
+    function measures by how much, if the layers were timed in steps of the whole model.
 
     Args:
         module: The layers.
@@ -260,7 +260,7 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample. If that is too few, rows are repeated."""
+    """Return the first `size` rows of the sample, and repeat its rows if it has fewer."""
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         taken = x.detach()

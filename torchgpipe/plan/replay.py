@@ -11,23 +11,25 @@ from torchgpipe.schedules.replay import Event, Timeline
 __all__ = ["Costs", "Event", "Timeline", "recomputing", "replay", "shared"]
 
 Table = Sequence[Sequence[float]]
-"""Seconds for each micro-batch and partition: `table[micro_batch][partition]`."""
+"""Seconds for each micro-batch and stage: `table[micro_batch][stage]`."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """The seconds of every task and copy of a step.
 
+    The seconds of tasks are in tables: `table[micro_batch][stage]`.
+
     Attributes:
         forward: Seconds of each forward.
         backward: Seconds of each whole backward.
         recompute: Seconds of each recomputation: zero if the task is not checkpointed.
-        copy: Seconds of a copy over a boundary between partitions, in one direction: one number for
-            all boundaries, or a list with a number for each boundary.
+        copy: Seconds of a copy from a stage to the next one, or back: one number, or a list with a
+            number for each stage but the last.
         loss: Seconds of the loss, if one loss is computed after all forwards and before all other
             actions. `None` if there is no such loss.
-        skips: Seconds of copying skips. The keys are pairs: the partition that stashes, and the
-            partition that pops.
+        skips: Seconds of copying skips. The keys are pairs: the stage that stashes, and the stage
+            that pops.
         blocking: Whether a copy occupies the sending and the receiving device, and starts when both
             devices are free. Otherwise copies run on separate streams and delay only the receiver.
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
@@ -99,8 +101,8 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
 def shared(timeline: Timeline, sharing: float) -> Timeline:
     """Return the timeline for devices that slow each other down.
 
-    While k devices work at the same time, everything takes 1 + sharing * (k - 1) times as long. All
-    tasks that run at the same time are slowed down equally, so this stretches the time axis.
+    Each period of time in which k devices work is stretched to 1 + sharing * (k - 1) times its
+    length.
     """
     changes: dict[float, int] = {}
     for task in timeline.tasks:

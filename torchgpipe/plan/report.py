@@ -24,14 +24,14 @@ MUCH = 0.1
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text, such as `1.23 s`. Less than one second is in milliseconds."""
+    """Return seconds as text, such as `1.23 s`, or `45.6 ms` if they are less than one."""
     if seconds >= 1:
         return f"{figure(seconds, 3)} s"
     return f"{figure(seconds * 1e3, 3)} ms"
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits, or as an integer if it is 1,000 or more."""
+    """Format a number: as an integer from 1,000 on, otherwise with `digits` significant digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By what share another setup can be faster, at most: 0.05 means 5 %."""
+        """How much faster another setup can be at most, as a share: 0.05 means 5 %."""
         return self.seconds / self.bound - 1
 
     @property
@@ -204,7 +204,7 @@ class Plan:
     def _numbers(self) -> str:
         """Return a table with a row for each number of devices.
 
-        A row compares the best setup with data parallel training.
+        A row has the best setup for this number and, beside it, data parallel training.
         """
         batch_size = self.best.setup.batch_size
         lines = ["devices  samples/s  chunks   checkpoint    GiB  bubble  | data parallel    GiB"]
@@ -242,7 +242,7 @@ class Plan:
         if best.seconds > unlimited * (1 + MUCH):
             faster = best.seconds / unlimited - 1
             sentences.append(
-                f"Memory is in the way: with enough of it, n = {n} would be {faster:.0%} faster."
+                f"Memory limits the speed: with more of it, n = {n} would be {faster:.0%} faster."
             )
         fitting = [other for other in self.beside if other.peak <= self.room]
         other = min(fitting, key=lambda each: each.seconds, default=best)
@@ -255,7 +255,7 @@ class Plan:
         return " ".join(sentences)
 
     def _bubble(self) -> str:
-        """Say how much time the bubble takes, and whether more samples or devices help more."""
+        """Say how much time the bubble takes, and what a larger batch or another device gains."""
         best, setup = self.best, self.best.setup
         n = len(best.devices)
         if len(self.by_devices) == 1:

@@ -1,6 +1,7 @@
 """Schedules: data that says which device does which action, and in which order.
 
-The library derives dependencies, times, memory and pictures from a schedule's lists of actions.
+A schedule has a list of actions for each device. From these lists, the library derives
+dependencies, times, memory and pictures.
 """
 
 from torchgpipe.schedules.action import Action, Kind

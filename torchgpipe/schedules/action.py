@@ -1,4 +1,4 @@
-"""Actions: what a device does for one micro-batch on one stage, and which actions come before."""
+"""Actions: what a device does for one micro-batch on one stage, and what has to be done before."""
 
 from collections.abc import Container
 from typing import Literal, NamedTuple
@@ -36,7 +36,7 @@ def needs(action: Action, among: Container[Action]) -> list[Action]:
     """Return the actions that have to end before an action starts.
 
     - A forward needs the forward of the same micro-batch on the previous stage.
-    - A recomputation needs the forward that it repeats. It does not need the gradient.
+    - A recomputation needs the forward that it repeats, but not the gradient for its backward.
     - A backward of the weights needs the backward of the inputs on the same stage.
     - Every other backward needs the recomputation of its activations, or the forward if nothing is
       recomputed. It also needs the backward on the next stage, which computes its gradient. If that

@@ -25,8 +25,8 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
     Args:
         lists: The actions of each device.
-        room: Maps an action to another action. The buffer between two devices has no room for the
-            first action's result until the other action starts.
+        room: If buffers between devices are limited: maps an action to the action that has to start
+            before the buffer has room for the first action's result.
 
     Raises:
         ValueError: If no order is possible. The message names a device that waits for ever, and
@@ -58,10 +58,15 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
 
 def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action]]:
-    """Return all pairs of actions of which the first must run before the second.
+    """Return all pairs (earlier, later) of actions that must run in this order.
 
-    A device runs the actions of its list in order. An action runs after the actions that it needs,
-    and after the action that makes room for it at a boundary. The last are added to `needed`.
+    A pair has one of these reasons:
+
+    - Both actions are neighbours in the list of one device.
+    - The later action needs the earlier one.
+    - The later action is a recomputation, and the earlier one computes its backward's gradient.
+    - The earlier action makes room in a buffer for the result of the later one (`room`). The
+      function adds these actions to `needed`.
     """
     pairs: list[tuple[Action, Action]] = []
     # Maps a recomputation to the action that computes the gradient for its backward.
@@ -80,7 +85,7 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
 
 
 def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) -> None:
-    """Raise `ValueError` for the first action that waits for an action that is never done."""
+    """Raise `ValueError` for the first action that waits for an action that is not in `done`."""
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:
@@ -89,7 +94,7 @@ def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) 
                 if other not in done:
                     full = ""
                     if room.get(action) == other:
-                        full = ", to make room at the boundary between the two"
+                        full = ", to make room in the buffer between the two"
                     raise ValueError(f"device {d} waits for ever: {action} needs {other}{full}")
 
 
@@ -111,10 +116,10 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
 
 
 def _places(placement: Sequence[int], lists: Lists) -> dict[Action, int]:
-    """Return the index of each action in its device's list, and refuse actions that are wrong.
+    """Return the index of each action in its device's list; raise an error for a wrong action.
 
-    An action is wrong if it has an unknown kind, is on another device than its stage, or is listed
-    twice.
+    An action is wrong if it has an unknown kind, is listed twice, or is on a device that does not
+    have its stage.
     """
     kinds = LETTERS.values()
     places: dict[Action, int] = {}

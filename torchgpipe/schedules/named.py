@@ -1,8 +1,8 @@
 """Well-known schedules by name, for any number of devices and micro-batches.
 
-`torch.distributed.pipelining` uses the same names. The names ZBH1 and ZBH2 come from the Zero
-Bubble paper (arXiv:2401.10241). A schedule's function returns one list of actions for each device.
-Its arguments are n devices, m micro-batches and v stages on each device. The docstring of
+`torch.distributed.pipelining` uses the same names, except ZBH1 and ZBH2, which come from the Zero
+Bubble paper (arXiv:2401.10241). Each schedule has a function that returns one list of actions for
+each device, given n devices, m micro-batches and v stages on each device. The docstring of
 `torchgpipe.schedules.texts` explains how to read the pictures here.
 """
 
@@ -18,13 +18,17 @@ from torchgpipe.schedules.schedule import Schedule, recomputing
 def looped(
     n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind = "backward"
 ) -> list[list[Action]]:
-    """Return lists in which a device does n micro-batches on one stage, then on its next stage.
+    """Return lists in which each device begins with some forwards, then alternates with backwards.
 
-    Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, until only
-    forwards or only backwards are left. If m is not a multiple of n, the lists for the next
-    multiple of n are made, and the surplus micro-batches are removed. Groups of more than n
-    micro-batches make the bubble smaller, but need room for more than one activation or gradient
-    between two devices.
+    1. Micro-batches form groups of n. A device does the forwards of a group on its first stage,
+       then on its second stage, and so on; then the forwards of the next group. It does the
+       backwards in the same way, but begins with its last stage.
+    2. Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, as long
+       as there are any of both.
+    3. If m is not a multiple of n, the last group has too many micro-batches, which are removed.
+
+    Larger groups would make the bubble smaller, but would need buffers between devices for more
+    than one activation or gradient.
 
     Args:
         n: How many devices there are.
@@ -56,7 +60,8 @@ def gpipe(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in GPipe (arXiv:1811.06965).
 
     Each device does all forwards and then all backwards. The backwards start with the last
-    micro-batch::
+    micro-batch. In the picture, each row is a device, 0 is the forward of micro-batch 0, and B0 is
+    its backward. A dot means that the device waits::
 
         0 | 0 1 2 3 . . . . . . B3  B2  B1  B0
         1 | . 0 1 2 3 . . . B3  B2  B1  B0
@@ -73,13 +78,15 @@ def interleaved(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in 1F1B, or in interleaved 1F1B if v > 1.
 
     Each backward runs as soon as possible. In 1F1B (arXiv:2006.09503), device d keeps the
-    activations of at most n - d micro-batches::
+    activations of at most n - d micro-batches. In the pictures, each row is a device, 0 is the
+    forward of micro-batch 0, B0 is its backward, and a dot is a wait::
 
         0 | 0 1 2 . . . . B0  3 B1  . B2  . B3
         1 | . 0 1 . . B0  2 B1  3 B2  . B3
         2 | . . 0 B0  1 B1  2 B2  3 B3
 
-    With several stages on each device, the bubble is smaller (arXiv:2104.04473)::
+    With several stages on each device, the bubble is smaller (arXiv:2104.04473). The letters a and
+    b are the first and the second stage of the device::
 
         0 | 0a 1a 0b 1b 2a .  B0b   3a B1b   2b B0a   3b B1a   .  B2b   .  B3b   B2a   B3a
         1 | .  0a 1a 0b B0b   1b B1b   2a B0a   3a B1a   2b B2b   3b B3b   B2a   B3a
@@ -91,9 +98,9 @@ def interleaved(n: int, m: int, v: int) -> Lists:
 def fill(lists: Lists, most: int) -> Lists:
     """Add backwards of weights to lists, at the times when devices otherwise wait.
 
-    No other action waits for a backward of weights, so it can run late. This function replays the
-    lists, in which each action takes one unit of time. If a device cannot do its next action in a
-    unit, it does the oldest backward of weights that it has not done yet.
+    No other action waits for a backward of weights, so it can run late. The function replays the
+    lists: each action takes one unit of time. If a device has to wait in a unit, it does the oldest
+    backward of weights that it has not done yet.
 
     Args:
         lists: For each device, its forwards and its backwards of inputs.
@@ -131,8 +138,10 @@ def fill(lists: Lists, most: int) -> Lists:
 def zb_h1(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in ZB-H1 of the Zero Bubble paper (arXiv:2401.10241).
 
-    ZB-H1 is 1F1B with backwards that are split into halves. A device does a backward of weights
-    when it otherwise waits, or when it already keeps the activations of n micro-batches::
+    ZB-H1 is 1F1B with backwards that are split into halves: I0 computes the gradients of inputs for
+    micro-batch 0, and W0 those of weights. A device does a backward of weights when it otherwise
+    waits, or when it already keeps the activations of n micro-batches. In the picture, each row is
+    a device, 0 is the forward of micro-batch 0, and a dot is a wait::
 
         0 | 0  1  2  .  .  I0 W0 3  I1 W1 I2 W2 I3 W3
         1 | .  0  1  .  I0 2  I1 W0 3  I2 W1 I3 W2 W3
@@ -145,9 +154,11 @@ def zb_h1(n: int, m: int, v: int) -> Lists:
 def zb_h2(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in ZB-H2 of the Zero Bubble paper (arXiv:2401.10241).
 
-    ZB-H2 is ZB-H1 with twice as many forwards before the first backward. If there are enough
-    micro-batches, devices wait only at the start and at the end. But a device keeps the activations
-    of up to 2n - 1 micro-batches::
+    ZB-H2 is ZB-H1 with more forwards before the first backward: up to 2n - 1 instead of n. If there
+    are enough micro-batches, devices wait only at the start and at the end. But a device keeps the
+    activations of up to 2n - 1 micro-batches. In the picture, each row is a device. For micro-batch
+    0, 0 is the forward, I0 computes the gradients of inputs, and W0 those of weights. A dot is a
+    wait::
 
         0 | 0  1  2  3  .  I0 W0 I1 W1 I2 W2 I3 W3
         1 | .  0  1  2  I0 3  I1 W0 I2 W1 I3 W2 W3
@@ -160,9 +171,11 @@ def zb_h2(n: int, m: int, v: int) -> Lists:
 def zb_v(n: int, m: int, v: int) -> Lists:
     """Return each device's list of actions in ZB-V, which has two stages on each device.
 
-    Each micro-batch goes from the first device to the last one, and then back to the first one. So
-    a device keeps no more activations than in 1F1B. With at least 2n - 1 micro-batches, a device
-    waits only at the start and at the end::
+    Each micro-batch goes from the first device to the last one, and then back to the first one. A
+    device keeps no more activations than in 1F1B. With at least 2n - 1 micro-batches, a device
+    waits only at the start and at the end. In the picture, each row is a device. For micro-batch 0
+    on the device's first stage, 0a is the forward, I0a computes the gradients of inputs, and W0a
+    those of weights. The letter b is for its second stage, and a dot is a wait::
 
         0 | 0a  1a  2a  0b  I0b W0b 1b  I1b W1b I0a W0a 2b  I2b W2b I1a W1a I2a W2a
         1 | .   0a  0b  1a  1b  I0b W0b 2a  I0a W0a 2b  I1b W1b I1a I2b I2a W1a W2b W2a
@@ -171,8 +184,8 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     steady = m >= last
     lists: list[list[Action]] = []
     for d in range(n):
-        # A letter is an action for the next micro-batch. An upper-case letter is for the device's
-        # first stage, and a lower-case letter for its second stage.
+        # A letter is an action for the next micro-batch; `LETTERS` tells its kind. An upper-case
+        # letter is for the device's first stage, and a lower-case letter for its second stage.
         rest = n - d
         letters = "F" * (2 * rest - 1)
         letters += "fF" * d
@@ -238,7 +251,7 @@ def make(
             name = known
     if not name:
         raise ValueError(
-            f"no schedule is called {schedule!r}; there are {', '.join(NAMED)}, "
+            f"no schedule is called {schedule!r}: use one of {', '.join(NAMED)}, "
             "or a Schedule that you have made"
         )
     maker, only = NAMED[name]

@@ -19,7 +19,7 @@ The seconds are the time to copy one activation to the target, or its gradient b
 
 
 def units(action: Action) -> float:
-    """Return an action's width in pictures: 2 units for an unsplit backward, 1 for other kinds."""
+    """Return an action's units of time in pictures: 2 for a whole backward, 1 for other kinds."""
     return 2 if action.kind == "backward" else 1
 
 
@@ -43,7 +43,7 @@ class Timeline:
         events: The tasks. If times are simulated, each task is listed after the tasks it needs.
         seconds: How long the step takes.
         partitions: How many rows the timeline has: one for each device.
-        placement: The row of each stage. It is empty if each device has one stage.
+        placement: The device of each stage. It is empty if each device has one stage.
     """
 
     events: list[Event]
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def order(self) -> list[Action]:
-        """All actions, sorted by their start. One thread can do them in this order."""
+        """All actions, sorted by the time when they start."""
         tasks = sorted(self.tasks, key=attrgetter("start"))
         return [Action(*task[:3]) for task in tasks]
 
@@ -78,7 +78,7 @@ class Timeline:
     def window(self) -> tuple[float, float]:
         """The time when the first task starts, and the time when the last task ends.
 
-        A measured training step ends later, because the optimizer runs after the last task.
+        The step itself can end later, because the optimizer's step follows the last task.
         """
         tasks = self.tasks
         if not tasks:
@@ -93,7 +93,10 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of time, from 0 to 1, in which devices wait between first and last task."""
+        """The fraction of the devices' time, from 0 to 1, in which they wait.
+
+        The time is that between the start of the first task and the end of the last task.
+        """
         start, end = self.window
         if end <= start:
             return 0.0
@@ -102,10 +105,9 @@ class Timeline:
 
     @property
     def bubble_of_longest(self) -> float:
-        """The fraction of time, from 0 to 1, in which one device waits within its own span.
+        """The fraction of time, from 0 to 1, in which a device waits between its own tasks.
 
-        A device's span lasts from its first task to its last task. The result is for the device
-        with the longest span.
+        The device is the one with the longest time from its first task to its last task.
         """
         longest, worked = 0.0, 0.0
         for tasks in self.devices:

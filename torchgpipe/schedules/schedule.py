@@ -31,8 +31,8 @@ class Schedule:
         lists: The actions of each device, in order.
 
     Raises:
-        ValueError: If an action is missing, is listed twice, is on another device than its stage,
-            or comes before an action that it needs. Also if a device waits for ever, or if a
+        ValueError: If an action is missing, is listed twice, is on a device that does not have its
+            stage, or comes before an action that it needs. Also if a device waits for ever, or if a
             recomputation is not directly before its backward. The message names the action and the
             device.
     """
@@ -127,8 +127,8 @@ class Schedule:
                 device waits if the buffer has no room for its item.
             blocking: Whether a copy occupies both devices, and starts when both are free.
             ahead: Whether a recomputation may start before the gradient of its task arrives.
-            loss: For how many seconds the loss is computed, between the last forward and all other
-                actions; `None` for no loss. In the schedule, all forwards have to come first.
+            loss: For how many seconds one loss is computed after all forwards, while all devices
+                wait; `None` for no such loss. The schedule must begin with all forwards.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.
@@ -141,8 +141,8 @@ class Schedule:
         # The times when activations and gradients arrive, by micro-batch and stage.
         activations = [[0.0] * len(at) for _ in range(self.micro_batches)]
         gradients = [[0.0] * len(at) for _ in range(self.micro_batches)]
-        # For each kind of action: whether the action waits for a tensor to arrive, the table of
-        # arrival times, and the stages to which the action's result is sent.
+        # For each kind of action: whether the action waits for a tensor from another stage, the
+        # times when these tensors arrive, and the stages to which the action's result is sent.
         ways = {
             "forward": (True, activations, later),
             "recompute": (not ahead, gradients, nowhere),
@@ -198,11 +198,11 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """For each action that may have to wait for buffer space, return what frees space.
+        """For each action that may have to wait for a full buffer, return what makes room in it.
 
-        A buffer between two devices holds `buffered` results. So there is room for a result as soon
-        as another action takes the result that was sent `buffered` results earlier. The dictionary
-        maps the action that sends the later result to the action that takes the earlier result.
+        A buffer between two devices holds `buffered` results. So there is room for result k as soon
+        as an action takes result k - `buffered`. The dictionary maps the action that sends result k
+        to this action.
         """
         at = self.placement
         takers: dict[Action, Action] = {}
@@ -210,8 +210,7 @@ class Schedule:
             for other in needs(action, self.actions):
                 if at[other.stage] != at[action.stage]:
                     takers[other] = action
-        # For each pair of a source stage and a target stage: the actions that send a result, in
-        # order.
+        # Maps a source stage and a target stage to the actions that send a result, in order.
         senders: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for actions in self.lists:
             for action in actions:
@@ -228,7 +227,10 @@ class Schedule:
 def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
     """Shorten lists to the first m micro-batches, and add recomputations before backwards.
 
-    `checkpoint` says which micro-batches are recomputed: 'always', 'except_last' or 'never'.
+    Args:
+        lists: The actions of each device.
+        m: How many micro-batches there are.
+        checkpoint: Which micro-batches are recomputed: 'always', 'except_last' or 'never'.
     """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:

@@ -3,11 +3,17 @@
     0 | 0 1 . . B0  B1      A row is a device, and a column is a unit of time.
     1 | . 0 B0  1 B1        A forward takes one unit, a whole backward two.
 
-A number without a letter is the forward of the micro-batch with this number. R is a recomputation,
-B a whole backward. A backward can also be split: I computes the gradients of the inputs, and W
-later the gradients of the weights. A dot is a unit in which the device waits. If a device has
-several stages, a letter after the number names the stage: a is the device's first stage, and b the
-second.
+The entries of a picture are:
+
+- 1: the forward of micro-batch 1;
+- R1: the recomputation of micro-batch 1;
+- B1: the whole backward of micro-batch 1;
+- I1 and W1: the two halves of its backward, if it is split. I1 computes the gradients of the
+  inputs, and W1 later those of the weights;
+- a dot: a unit in which the device waits.
+
+If a device has several stages, a letter after the number names the stage: a is the device's first
+stage, and b the second.
 
 A file has a row for each device. An entry such as 0F1 has a stage, a kind and a micro-batch. The
 kinds are F for a forward, B for a whole backward, I for a backward of the inputs, and W for a
@@ -51,7 +57,7 @@ def drawn(units: Timeline) -> str:
 
 
 def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
-    """Return the text (with a space at its end), the start and the end of one device's events."""
+    """Return each event of one device as (text with a space at its end, start, end)."""
     stages = sorted({event.partition for event in events})
     entries = []
     for kind, micro_batch, stage, start, end in events:

@@ -56,7 +56,7 @@ ANOTHER_STAGE = Action("forward", 0, 1)
 WRONG_N = "plain has 1 stages on 1 devices, which does not fit 2 devices"
 WRONG_V = "plain has 1 stages on 1 devices, which does not fit 1 devices with 2"
 NO_MODE = "checkpoint is one of 'always', 'except_last', 'never', not 'last'"
-NO_NAME = "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B, Inter"
+NO_NAME = "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B, Inter"
 SIZES = "needs n >= 1 devices, m >= 1 micro-batches and v = 1 stages on each device, but got"
 NO_V = f"1F1B {SIZES} n = 2, m = 4 and v = 2"
 NO_M = f"ZBH1 {SIZES} n = 2, m = 0 and v = 1"

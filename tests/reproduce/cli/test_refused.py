@@ -73,12 +73,12 @@ REFUSED = {
     f"{PREDICT} --run record.json": "--run record.json: it has no emulated rows",
     f"{PREDICT} --run record.json --out .": "--out is for published tables",
     f"{PREDICT} unet-speed": "predict --run RUN --hardware here for the models of a run",
-    "predict unet-speed --hardware p41": "no hardware is called 'p41'; there are a100x8",
+    "predict unet-speed --hardware p41": "no hardware is called 'p41': use one of a100x8",
     "predict --run RUN --fp32-precision tf32": "a run is predicted in float32, as it ran",
     "predict unet-speed --autocast bfloat16": (
         "name a folder by --out, because results/predicted is"
     ),
-    "schedule LoopedBFS": "no schedule is called 'LoopedBFS'; there are GPipe, 1F1B,",
+    "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
     "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', got '24'",
     "plan resnet101 --size 1 2": "leave --size out",

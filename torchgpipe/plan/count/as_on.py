@@ -1,8 +1,8 @@
 """Run operators on `meta` like on a CPU or a GPU: with that device's fused kernels and autocast.
 
-Without this module, autocast does nothing on `meta`. The lists of operators below come from
-PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list runs in the dtype
-of its inputs. If the inputs have different dtypes, it runs in the widest of these dtypes.
+PyTorch's autocast does nothing on `meta`, so this module casts the inputs of operators. The lists
+of operators below come from PyTorch's documentation ("Autocast Op Reference"). An operator that is
+in no list runs in the dtype of its inputs, or in the widest of their dtypes.
 """
 
 import functools
@@ -55,11 +55,11 @@ FULL = {
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Run this thread's operators on `meta` like PyTorch runs operators on "cuda" or "cpu".
 
-    While autocast is enabled for that type of device, the inputs of operators are cast.
+    If autocast is enabled for this type of device, the inputs of operators are cast.
 
     Args:
         device: The type of device, "cuda" or "cpu".
-        autocast: The dtype to enable autocast with. `None` leaves autocast as it is.
+        autocast: The dtype with which to enable autocast, or `None` to leave autocast as it is.
     """
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if autocast is not None:  # `torch.autocast` refuses a device that this machine does not have.
@@ -102,12 +102,12 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 
 @functools.cache
 def _body(func: Any) -> Callable[..., Any] | None:
-    """Return a Python function of PyTorch without its check for modes; `None` for other functions.
+    """Return a copy of a PyTorch function whose operators a `TorchFunctionMode` sees.
 
-    Some functions are written in Python, such as
-    `torch.nn.functional.multi_head_attention_forward`. When such a function is called, PyTorch
-    shows a `TorchFunctionMode` only this call, and not the operators that the function runs.
-    Without the check, the mode sees the operators.
+    Some functions of PyTorch are written in Python, such as
+    `torch.nn.functional.multi_head_attention_forward`. They check first for an active mode, and
+    then show it only their own call, but not the operators that they run. The copy lacks this
+    check. For all other functions, return `None`.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None

@@ -95,7 +95,7 @@ def attention_operator(
 ) -> Operator | None:
     """Return the `Operator` for a fused attention kernel that ran, or `None` for other operators.
 
-    A kernel with a causal mask does not compute the half of the scores that the mask hides.
+    With a causal mask, only the scores that the mask does not hide are counted.
 
     Args:
         func: The operator that ran.

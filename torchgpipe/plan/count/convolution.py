@@ -1,15 +1,15 @@
 """Count the operations and bytes of convolutions, as matrix products and as Winograd kernels.
 
-A Winograd kernel computes a 3 x 3 convolution at stride 1 with fewer multiplications than the usual
-formula. F(m x m, 3 x 3) computes a tile of m x m results from (m + 2) x (m + 2) values. It
-multiplies once for each of these values; the usual formula multiplies nine times for each result
-(Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). The kernel
-pads images to whole tiles. It also transforms images and weights, which moves bytes. So Winograd
-kernels are not faster if there are few tiles for each weight.
+A Winograd kernel computes a 3 x 3 convolution at stride 1 with fewer multiplications than a matrix
+product. The kernel F(m x m, 3 x 3) computes a tile of m x m results from (m + 2) x (m + 2) values,
+with one multiplication for each value. A matrix product needs nine multiplications for each result
+(Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). On the other
+hand, the kernel transforms images and weights, which moves bytes. It also pads images to whole
+tiles. So Winograd kernels are not faster if there are few tiles for each weight.
 
-The count is for m = 4 and for kernels that write transformed images to memory, like cuDNN's unfused
-kernels. cuDNN also has fused kernels, which keep transformed images on the chip. They are not
-counted, because predictions agree equally well with published timings without them.
+The count is for m = 4, and for kernels that write transformed images to memory, like cuDNN's
+unfused kernels. cuDNN's fused kernels, which keep transformed images on the chip, are not counted:
+predictions agree equally well with published timings without them.
 """
 
 import math
@@ -26,10 +26,10 @@ VALUES = 36
 
 
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
-    """Return the `Operator` items for `aten.convolution` or `aten.convolution_backward`.
+    """Return the operators that count for `aten.convolution` or `aten.convolution_backward`.
 
-    A backward is one item for each gradient that it computes. The gradient of the image and the
-    gradient of the weight each take as many operations as the forward.
+    A backward counts as one operator for each gradient that it computes. The gradient of the image
+    and the gradient of the weight each take as many operations as the forward.
 
     Args:
         args: The operator's arguments.
@@ -47,7 +47,7 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     dtype = dtype_of(weight)
     if dtype == "float32":
         precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-        if precision == "tf32":  # This is PyTorch's default.
+        if precision == "tf32":
             dtype = "tf32"
     flops = 2.0 * weight.numel() * _pixels(image if transposed else result)
     moved = float(sum(map(bytes_of, (image, weight, result))))
@@ -57,9 +57,9 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
 
         Args:
             grid: The number and the size of the matrices.
-            tiled: The tensor that Winograd kernels cut into tiles: the output of the operator, or,
-                for the gradient of the weight, the result of the forward.
-            more: The bytes that the operator moves beside image, weight and result.
+            tiled: The tensor that Winograd kernels cut into tiles: the operator's output. For the
+                gradient of the weight, it is the forward's output.
+            more: The bytes that the operator moves in addition to image, weight and result.
         """
         other = _winograd(weight, tiled, grid, moved) if has_winograd else ()
         return Operator(kind, dtype, flops, moved + more, other, grid if plain else None)
@@ -82,10 +82,10 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
 
 
 def _winograd(weight: Tensor, tiled: Tensor, grid: Grid, moved: float) -> tuple[Operator, ...]:
-    """Return the Winograd kernels as two operators: transforms, and matrix products.
+    """Return the Winograd kernels as two operators.
 
-    The transforms are for tiles and weights. There is one matrix product for each value of a tile.
-    The shape of the product depends on whether the operator computes a result or a gradient.
+    The first transforms tiles and weights. The second computes a matrix product for each of the
+    values in a transformed tile.
     """
     dtype = dtype_of(weight)
     outputs, inputs = weight.shape[:2]

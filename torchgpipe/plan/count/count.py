@@ -3,10 +3,10 @@
     counts = count(model, sample)     # only the shape of a sample matters, not its batch size
     layers = counts.at(16)            # for micro-batches of 16 samples
 
-The layers run one by one as copies (see `torchgpipe.balance.profile`). The cost of a layer is
-linear in the micro-batch size: a fixed cost for the parameters, and an equal cost for each sample.
-So the layers are counted for two sizes, and the costs for all other sizes follow. Layers that
-multiply samples with each other are an exception (see `growth`).
+Copies of the layers run one after another (see `torchgpipe.balance.profile`). The cost of a layer
+is linear in the micro-batch size: a fixed cost for the parameters, and an equal cost for each
+sample. So the layers are counted for only two sizes, and the costs for all other sizes follow. An
+exception is a layer that multiplies samples with each other (see `growth`).
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ class Counts:
 
 
 def _line(low: Any, high: Any, size: int) -> Any:
-    """Return the point for `size` on the straight line through two points at `SIZES`."""
+    """Interpolate or extrapolate costs linearly, from the two counted sizes to `size`."""
     smaller, larger = SIZES
     return between(low, high, (size - smaller) / (larger - smaller), {})
 
@@ -120,10 +120,10 @@ def count(
         module: The layers.
         sample: An input of any batch size.
         device: The type of device whose kernels are counted, "cuda" or "cpu".
-        autocast: The dtype that autocast is enabled with. `None` leaves autocast as it is for that
-            type of device.
-        alike: A memory of earlier counts. If several models are counted with the same `alike`, a
-            layer that two of these models have is counted only once.
+        autocast: The dtype with which to enable autocast for this type of device, or `None` to
+            leave autocast as it is.
+        alike: A cache of counts, to share between calls. A layer that behaves like an earlier
+            layer, also of another model, is not counted again.
 
     Raises:
         TypeError: If a layer cannot be copied.
@@ -237,10 +237,11 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 
 
 class _Entry(torch.autograd.Function):
-    """Copy an input of a layer. In the backward, note that its gradient arrives, and drop it.
+    """Stand between an input and its layer; in the backward, note that the gradient arrives.
 
-    The copy is no leaf of the graph. If a layer passes a gradient on unchanged to a leaf, PyTorch
-    copies the gradient. The count must not contain that copy, because no step of a pipeline has it.
+    Without this node, the input would be a leaf of the autograd graph. If a layer passes a gradient
+    on unchanged to a leaf, PyTorch copies the gradient for `.grad`. In a pipeline there is no such
+    copy, so it must not be counted.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Count each operator that runs: its class, its floating-point operations and its bytes.
 
 The floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`). An
-operator without a formula only moves bytes.
+operator without a formula counts as one that only moves bytes.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
-# The class of an operator by a part of its name. All other operators without a formula for
-# floating-point operations are elementwise.
+# Maps a part of an operator's name to the operator's class, for operators without a formula for
+# floating-point operations. If no part matches, such an operator is elementwise.
 KINDS: dict[str, OperatorClass] = {
     "batch_norm": "norm",
     "instance_norm": "norm",
@@ -43,7 +43,7 @@ VIEWS = (
 
 
 class Counter(TorchDispatchMode):
-    """Append each operator that this thread runs to `operators`, except operators for views."""
+    """List the operators that this thread runs, except those that only make views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

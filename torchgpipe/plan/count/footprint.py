@@ -1,7 +1,7 @@
 """Describe one layer's operators, and the memory that it takes (its footprint).
 
-A tensor that goes from layer to layer has one storage. This storage has the same number in the
-footprints of all layers.
+Footprints refer to storages by numbers. If several layers use a storage, it has the same number in
+all their footprints.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torchgpipe.plan.hardware.operators import Operator
 
 
 class Change(NamedTuple):
-    """A change of the allocated memory: bytes that are allocated, or negative if they are freed."""
+    """A change of the allocated memory: the bytes are positive if allocated, negative if freed."""
 
     bytes: float
     storage: int | None
@@ -35,7 +35,7 @@ class Stashed(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The memory that one layer takes for one micro-batch. Storages are given by their numbers."""
+    """The memory that one layer takes for one micro-batch. Storages are referred to by numbers."""
 
     inputs: tuple[int, ...] = ()
     pops: tuple[int, ...] = ()
@@ -88,7 +88,8 @@ class LayerCount(NamedTuple):
     def products(self) -> tuple[Operator, ...]:
         """The matrix products of the forward that have a parameter as a factor.
 
-        For the parameter's gradient, the backward has one product that is equally large.
+        For each, the backward has an equally large product, which computes the parameter's
+        gradient.
         """
         if not self.parameters:
             return ()

@@ -1,8 +1,8 @@
-"""Compute the cost of any micro-batch size from the costs of two sizes, on a straight line.
+"""Compute the cost for any micro-batch size, by a straight line through the costs for two sizes.
 
-The cost of an operator that multiplies samples with each other is not on a straight line. With
-twice the samples, the operator costs more than twice as much. The straight line through both sizes
-then gives a negative cost for zero samples, which shows that there is such an operator.
+A straight line is wrong for an operator that multiplies samples with each other: with twice the
+samples, it costs more than twice as much. Such an operator is easy to find, because the line
+through both sizes gives a negative cost for zero samples.
 """
 
 import warnings
@@ -17,14 +17,14 @@ KIND = attrgetter("kind", "dtype")
 
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
-    """Return the point on the straight line from `a` to `b`, for all floats within nested tuples.
+    """Compute `a + (b - a) * share` for all floats in two equally nested tuples.
 
     Args:
-        a: The point at which `share` is 0.
-        b: The point at which `share` is 1.
-        share: The position on the line. Numbers above 1 and below 0 are beyond `a` and `b`.
-        known: A cache of the results for pairs of tuples, by their ids. Layers that behave alike
-            share their tuples.
+        a: The result if `share` is 0: a float, or a tuple.
+        b: The result if `share` is 1.
+        share: The position between `a` and `b`; beyond them if it is below 0 or above 1.
+        known: A cache of the results, by the ids of the two tuples. It is useful because layers
+            that behave alike share their tuples.
 
     Raises:
         ValueError: If `a` and `b` differ in anything but floats.
@@ -34,7 +34,7 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     if not isinstance(a, tuple) or len(a) != len(b):
         if a != b:
             raise ValueError(
-                f"a layer does something else for another batch size: {a!r} and {b!r} differ"
+                f"a layer's behaviour depends on the batch size: {a!r} and {b!r} differ"
             )
         return a
     key = id(a), id(b)
@@ -80,7 +80,7 @@ def check_growth(
         more = f" and {len(steeper) - 1} more" if len(steeper) > 1 else ""
         warnings.warn(
             f"layer {steeper[0]!r}{more}: every further sample costs more than the one before, "
-            "as where samples are multiplied with each other; "
-            f"micro-batches of more than {larger} samples are counted too low",
+            "for example because samples are multiplied with each other; "
+            f"the counts for micro-batches of more than {larger} samples are too low",
             stacklevel=3,
         )

@@ -1,7 +1,7 @@
-"""Caches for counting: by the behaviour of layers, and by operators and their arguments' shapes.
+"""Caches that make counting faster, because many layers of a model are alike.
 
-Many layers of a model are alike. Without a cache, counting spends most of its time in PyTorch's
-Python code that finds shapes.
+`Alike` keeps measurements of layers. `Remembered` keeps the shapes of operators' results, because
+PyTorch's Python code that infers shapes on `meta` is slow.
 """
 
 import io
@@ -34,13 +34,13 @@ class Alike:
         self._how: object = None
 
     def begin(self, module: Module, device: str) -> None:
-        """Begin with the layers of another module, and note PyTorch's present settings.
+        """Prepare for the layers of another module, and read PyTorch's present settings.
 
-        The settings are a part of every key, because they change what layers do.
+        The settings are autocast and the precision of float32 products. They are a part of every
+        key, because the measurements depend on them.
 
         Args:
-            module: The module. If it is not in training mode, the copies of its layers are put
-                into training mode (see `placed_copy`).
+            module: The module. Its training mode is also a part of every key (see `placed_copy`).
             device: The type of device on which the layers run.
         """
         self._layers.clear()
@@ -55,13 +55,13 @@ class Alike:
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Return the result of `measure`, from the cache if an earlier layer behaves alike.
+        """Measure a layer, or return the cached measurement of a layer that behaves alike.
 
         Args:
             measure: A function that runs the layer and measures something.
             rehearsal: The layer and its input. The method sets its output.
-            more: A part of the key: whatever else decides the result. Different kinds of
-                measurements need a different `more`.
+            more: An additional part of the key. It has to differ for different kinds of
+                measurements, and contain all else that the result depends on.
         """
         key = self.behaviour(rehearsal.original, rehearsal.value, more)
         if key is None:
@@ -100,9 +100,10 @@ def _state(layer: Module) -> object:
 
 
 def _looks(x: Tensor, numbers: dict[int, int]) -> object:
-    """Return a tensor's shape, dtype, strides and storage, without its contents.
+    """Describe a tensor, without its contents: shape, dtype, strides, storage and so on.
 
-    `numbers` maps the addresses of storages to the storages' numbers.
+    The storage is described by its size and a number. `numbers` maps the addresses of storages to
+    their numbers; the function adds new storages to it.
     """
     storage = x.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
@@ -118,7 +119,7 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
 
 
 class _Shapes(pickle.Pickler):
-    """Pickle an object with a description in place of each tensor (see `_looks`).
+    """Pickle an object, but write a description in place of each tensor (see `_looks`).
 
     The descriptions also tell which tensors share a storage.
     """
@@ -135,10 +136,10 @@ class _Shapes(pickle.Pickler):
 
 
 class Remembered(TorchDispatchMode):
-    """A cache for this thread's operators on `meta`, by their arguments' shapes and dtypes.
+    """A cache of the results of this thread's operators on `meta`, by arguments' shapes and dtypes.
 
-    From the cache come new tensors, each with a new storage, like the tensors that the operator
-    makes. Operators that return views or their arguments always run.
+    If the cache has a result, the operator does not run. Instead, new tensors are made that are
+    like the result's tensors. Operators that return views or their arguments are not cached.
     """
 
     def __init__(self) -> None:
@@ -183,7 +184,8 @@ def _described(item: Any) -> Any:
 def _made(result: Any, given: list[Tensor]) -> bool:
     """Return whether `_again` can make tensors like the tensors of this result.
 
-    Each tensor must have a separate storage, which is as large as that of a new tensor.
+    It cannot if a tensor shares its storage with another tensor or with an argument (`given`), or
+    if the storage is larger than the tensor needs.
     """
     items = result if type(result) in (tuple, list) else [result]
     storages = {id(x.untyped_storage()) for x in given}

@@ -1,4 +1,4 @@
-"""Record which storages are allocated and freed while operators run, and their bytes."""
+"""Record which storages are allocated and freed while operators run, and their sizes in bytes."""
 
 import weakref
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):
             return result
 
     def enter(self, x: Tensor, number: int | None) -> None:
-        """From now on, record when the storage of tensor `x` is freed.
+        """Record when the storage of a tensor is freed.
 
         Args:
             x: The tensor.

@@ -20,16 +20,17 @@ Needs = Sequence[bool] | None
 
 
 class StorageNumbers:
-    """Give each storage one number for all layers of a model.
+    """Number the storages of a whole model.
 
-    When a layer is measured, its storages have numbers from 0 on. `placed` replaces these numbers.
+    In a measured footprint, the storages of one layer are numbered from 0 on. The method `placed`
+    replaces these numbers by numbers for the whole model, one layer after another.
 
     Args:
         inputs: How many inputs the first layer has.
 
     Attributes:
         next: The next free number.
-        value: The numbers of the inputs of the layer that comes next.
+        value: The numbers of the next layer's inputs.
         skips: The numbers of the skips that are stashed and not popped yet.
     """
 
@@ -39,11 +40,11 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Number the tensors of the next layer, and return its footprint with these numbers.
+        """Return the footprint of the next layer with the model's numbers of storages.
 
         Args:
-            own: The layer's footprint, in which tensors have the layer's own numbers.
-            rehearsal: The run of the layer that the footprint comes from.
+            own: The layer's footprint as measured, with numbers from 0 on.
+            rehearsal: The layer, and the skips that it stashed in its last run.
         """
         _, pops = skips_of(rehearsal.original)
         popped = []
@@ -81,7 +82,7 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """The end of the autograd graph. Its backward makes the gradients of the layer's outputs."""
+    """A node after the layer's outputs. Its backward allocates the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -99,14 +100,15 @@ class _Head(torch.autograd.Function):
 
 
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
-    """Measure the footprint of a layer. Its storages have numbers from 0 on.
+    """Measure the footprint of a layer.
 
-    The numbers of the layer's inputs come first, then the numbers of storages that the layer makes.
+    The layer's storages are numbered from 0 on: its inputs, then the skips that it pops, and then
+    the storages that it makes.
 
     Args:
-        gives: For each input, whether the layer gives it a gradient.
-        takes: For each output, whether the next layer gives it a gradient. `None` means that all
-            outputs get a gradient, like the outputs of the last layer.
+        gives: For each input, whether the layer's backward computes its gradient.
+        takes: For each output, whether the next layer's backward computes its gradient. `None` (for
+            the last layer) means that all outputs get a gradient.
         rehearsal: The layer and its input. The function sets its output.
     """
     layer = rehearsal.layer
@@ -180,9 +182,9 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
-    """Return the input for a run, and a list of input tensors and skips with storage numbers.
+    """Return the input for a run, and its tensors and skips, each with its storage's number.
 
-    Tensors that share a storage have the same number.
+    Inputs that share a storage have the same number.
     """
     value = rehearsal.prepare()
     storages = []
@@ -200,10 +202,10 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
 def _backward(
     rehearsal: Rehearsal, held: Sequence[Tensor], takes: Needs, *, hold: bool
 ) -> tuple[float, tuple[Change, ...]]:
-    """Run a forward and, if gradients are enabled, a backward; return their memory.
+    """Run a forward and, if gradients are enabled, a backward; return the memory that they take.
 
     No variable of this function may hold a tensor that the layer makes. Only the autograd graph may
-    hold such tensors, so that they are freed when the graph frees them.
+    hold such tensors, so that they are freed as early as in training.
 
     Args:
         rehearsal: The layer and its input.

@@ -1,15 +1,16 @@
-"""Tell how much memory an optimizer takes on a device, beside parameters and gradients.
+"""Tell how much memory an optimizer takes on a device, in addition to parameters and gradients.
 
-The optimizer holds its state, and its step allocates temporary tensors. There are two kinds of
-steps. On a CPU, PyTorch's default is to update one parameter after another. Such a step allocates
-tensors as large as one parameter, while tensors for the previous parameter can still exist. On
-CUDA, the default is to update all parameters of a device at once (`foreach`). Such a step allocates
-tensors as large as all parameters together.
+The optimizer keeps its state, and its step allocates temporary tensors. How many it allocates
+depends on PyTorch's default for the device:
 
-If parameters have 16 bits, an optimizer can keep a float32 copy of the parameters, the master
-weights, and update the copy. Then its state is as large as for float32 parameters, and its step
-also allocates float32 gradients. With autocast, no copy is needed, because the parameters
-themselves are float32.
+- On a CPU, a step updates one parameter after another. It allocates tensors as large as one
+  parameter, while tensors for the previous parameter may still exist.
+- On CUDA, a step updates all parameters at once (`foreach`). It allocates tensors as large as all
+  parameters together.
+
+If parameters have 16 bits, an optimizer can keep master weights: a float32 copy of the parameters,
+which it updates. Then its state is as large as for float32 parameters, and its step also allocates
+float32 gradients. Training with autocast needs no copy, because its parameters are float32.
 """
 
 from collections.abc import Sequence

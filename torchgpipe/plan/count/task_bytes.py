@@ -11,7 +11,7 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 class TaskBytes:
     """The bytes that one task takes: a micro-batch on a partition, with or without checkpointing.
 
-    The task's inputs count only in the fields that mention inputs.
+    A field includes the task's inputs only if its description mentions inputs.
     """
 
     inputs: float
@@ -49,15 +49,14 @@ def task_bytes(
         start: The first layer of the partition.
         stop: The layer after the partition's last layer.
         checkpoint: Whether the task is checkpointed.
-        copied: Whether the partition gets copies of its inputs. If not, a tensor that an earlier
-            partition's graph saves counts for that partition.
+        copied: Whether the partition gets copies of its inputs. If not, a tensor that the graph of
+            an earlier partition saves counts only for the earlier partition.
     """
     layers = footprints[start:stop]
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
-    # `others` are the storages that something outside the task holds. These storages are not
-    # counted, and the task does not free them. The mini-batch is such a storage for the first
-    # partition.
+    # The storages that something outside the task holds, such as the mini-batch in the first
+    # partition. They are not counted, and the task does not free them.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs
@@ -112,15 +111,15 @@ def _backward(
     later: bool,
     apart: bool = True,
 ) -> float:
-    """Return how many bytes a backward adds at its peak to the bytes before it.
+    """Return by how many bytes a backward, at its peak, exceeds the memory before the backward.
 
     Args:
         layers: The footprints of the partition's layers.
         others: The storages that something outside the task holds.
         saver: For each saved storage, the first layer that saves it.
         later: Whether parameters have gradients before the backward.
-        apart: Whether the task has a separate graph. Then gradients are added in place. Otherwise,
-            autograd makes a new tensor for each sum of gradients.
+        apart: Whether the task's graph is separate from the graphs of other tasks. If so, gradients
+            are added in place. If not, autograd makes a new tensor for each sum of gradients.
     """
     live = most = 0.0
     held = True  # The caller holds the gradients from which the backward starts.

@@ -10,10 +10,12 @@ peak rate that operators of the class reach. The memory efficiency is the share 
 bandwidth that operators of the class reach. A compute efficiency with a name such as `conv.float16`
 is for one class and one dtype.
 
-If an operator can be computed in two ways, the faster way counts. If a description has no
-efficiency for fused attention, the efficiency of `matmul` is used. If a description has no peak
-rate for TF32, the peak rate of float32 is used. If k CPU devices work at the same time, a task
-takes 1 + `sharing` * (k - 1) times as long.
+Some rules are the same for all descriptions:
+
+- If there are several kernels for an operator, the fastest counts.
+- Without an efficiency for fused attention, the efficiency of `matmul` counts.
+- Without a peak rate for TF32, the peak rate of float32 counts.
+- If k CPU devices work at the same time, a task takes 1 + `sharing` * (k - 1) times as long.
 """
 
 import json
@@ -83,11 +85,11 @@ class Hardware:
 
     @property
     def cpu(self) -> bool:
-        """Whether the devices are cores of a CPU, which launch operators themselves."""
+        """Whether the devices are cores of a CPU."""
         return not self.launch_overlaps
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of one operator, computed in the fastest way.
+        """Return the seconds of one operator, with the fastest kernels for it.
 
         On a GPU, computing, moving bytes and launching the next operator happen at the same time,
         so the longest of these three times counts. On a CPU core, the three times add up.
@@ -104,21 +106,21 @@ class Hardware:
     def room(self, memory: float, headroom: float | None = None) -> float:
         """Return the bytes of a device that tensors may take.
 
-        PyTorch's caching allocator for GPUs needs memory beside the tensors, because a freed block
-        that does not suit the next tensor stays reserved. On a CPU, freed memory goes back to the
-        system.
+        PyTorch's caching allocator for GPUs needs more memory than the tensors, because it keeps
+        freed blocks, also blocks of a size that does not suit the next tensor. On a CPU, freed
+        memory goes back to the system.
 
         Args:
             memory: The bytes of the device.
-            headroom: The memory to leave to the allocator, as a share of the tensors' bytes. By
-                default it is `HEADROOM` on a GPU, and 0 on a CPU.
+            headroom: The memory to leave to the allocator, as a share of the tensors' bytes. The
+                default is `HEADROOM` on a GPU, and 0 on a CPU.
         """
         if headroom is None:
             headroom = 0.0 if self.cpu else HEADROOM
         return (memory - self.workspace) / (1 + headroom)
 
     def _work(self, operator: Operator) -> float:
-        """Return the seconds that an operator computes and moves bytes, without its launch."""
+        """Return the seconds of computing and moving bytes, without the operator's launch."""
         moving = operator.bytes / (self.memory_bandwidth * self.memory_efficiency[operator.kind])
         if not operator.flops:
             return moving
@@ -129,15 +131,15 @@ class Hardware:
         return computing + moving if self.cpu else max(computing, moving)
 
     def _rate(self, operator: Operator) -> float:
-        """Return how many floating-point operations per second an operator reaches."""
+        """Return the floating-point operations per second that an operator reaches."""
         dtype = operator.dtype
         if dtype == "tf32" and dtype not in self.peak:
             dtype = "float32"
         if dtype not in self.peak:
             known = ", ".join(self.peak)
             raise ValueError(
-                f"hardware {self.name!r} has no peak rate for {dtype}; it has {known}: "
-                "add it to its file"
+                f"hardware {self.name!r} has no peak rate for {dtype}, only for {known}: "
+                f"add the rate for {dtype} to the hardware's file"
             )
         shares = self.compute_efficiency
         share = shares.get(f"{operator.kind}.{dtype}") or shares[operator.kind]
@@ -164,8 +166,8 @@ def load_hardware(name: str | Path) -> Hardware:
         path = FOLDER / f"{name}.json"
         if not path.is_file():
             raise ValueError(
-                f"no hardware is called {str(name)!r}; there are {', '.join(hardware_names())}, "
-                "or give the path of a description (.json)"
+                f"no hardware is called {str(name)!r}: use one of {', '.join(hardware_names())}, "
+                "or the path of a hardware description (.json)"
             )
     try:
         return _decoded(path.stem, json.loads(path.read_text(encoding="utf-8")))
@@ -214,8 +216,8 @@ def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
 def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Iterable[str]) -> Shares:
     """Check a table of efficiencies; return it with entries for fused attention.
 
-    The table must have every class in `needed`. An efficiency may be for one class in one of
-    `dtypes`.
+    The table must have an entry for each class in `needed`. Other entries may be for one class and
+    one of `dtypes`, such as `conv.float16`.
     """
     known = set(CLASSES)
     for dtype in dtypes:
@@ -231,7 +233,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
-    """Check a figure, return its value, and add its source to `sources`."""
+    """Check a figure (a value and its source); return its value, and note its source."""
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
         raise ValueError(f"{key} has to be an object with value and source, got {figure!r}")
     value, source = figure["value"], figure["source"]

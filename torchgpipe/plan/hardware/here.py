@@ -31,10 +31,11 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     """Describe a node of devices like `device`.
 
     The description does not say how fast the devices compute, because layers are profiled instead.
-    A CPU device has as many cores as PyTorch has threads, and an equal part of the memory. CPU
-    devices share their memory, so nothing is copied between them, but a thread takes time to hand a
-    tensor to another thread. If there is a single GPU, the description has the speed of copies to
-    the host for links between GPUs.
+
+    - A CPU device has as many cores as PyTorch has threads, and an equal part of the memory.
+    - Nothing is copied between CPU devices, because they share their memory. But a thread takes
+      time to hand a tensor to another thread.
+    - If this machine has a single GPU, links between GPUs count as fast as copies to the host.
 
     Args:
         device: A device of this machine.
@@ -70,7 +71,10 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 
 
 def _cpu_devices() -> int:
-    """Return how many CPU devices this process has cores for (one core for a PyTorch thread)."""
+    """Return how many CPU devices this process has cores for.
+
+    A CPU device has as many cores as PyTorch has threads.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -79,7 +83,7 @@ def _cpu_devices() -> int:
 
 
 def _measure_link(source: Tensor) -> tuple[float, str]:
-    """Time a copy of a tensor to another device; return bytes per second, and a text about it.
+    """Time a copy of a tensor to another device; return bytes per second, and what was copied.
 
     With a single GPU, the copy is to the host. Nothing is copied between CPU devices, so the links
     between them are infinitely fast.
@@ -97,7 +101,7 @@ def _measure_link(source: Tensor) -> tuple[float, str]:
 
 
 def hand_over() -> float:
-    """Return the seconds that a CPU partition takes to hand a tensor to the next partition.
+    """Return the seconds that it takes to hand a tensor from a CPU device to the next one.
 
     The seconds are measured with a pipeline whose tasks take almost no time.
     """
@@ -118,8 +122,8 @@ def sharing(works: Sequence[Callable[[], object]]) -> float:
         works: For each device, a function that does its work.
 
     Returns:
-        How much longer the first function takes for each other function that runs at the same time.
-        The number is a share of the time that the first function takes alone.
+        How much longer the first function takes for each other function that runs at the same time,
+        as a share of its time alone. For example, 0.1 means 10 % longer for each other function.
     """
     first, *others = works
     over = threading.Event()
@@ -151,7 +155,8 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         raise ValueError(
-            "this system does not tell its memory: say memory='16GiB' or so, for each device"
+            "this system does not tell how much memory it has: "
+            "give the memory of each device, such as memory='16GiB'"
         ) from None
     try:
         return min(machine, float(limit.read_text()))

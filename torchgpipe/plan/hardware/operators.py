@@ -1,13 +1,16 @@
 """Describe operators for predictions: their class, floating-point operations and bytes.
 
-An operator is a call that reaches PyTorch's dispatcher below autograd. On a GPU, it is about one
-kernel. Libraries cut the output of a matrix product into tiles of fixed sizes. The processors of
-the GPU compute the tiles in rounds, one tile for each processor in a round. A tile that reaches
-over the edge of the matrix takes as long as a full tile. In the last round, some processors have no
-tile, but the round takes as long as all other rounds.
+An operator is a call that reaches PyTorch's dispatcher below autograd. On a GPU, an operator is
+about one kernel.
 
-PyTorch has a table of formulas for floating-point operations, but does not promise to keep it. Only
-this module uses the table. `tests/library/plan/count/test_counter.py` fails if the table moves.
+A kernel for a matrix product cuts the output into tiles of a fixed size. The processors of the GPU
+compute the tiles in rounds, each processor one tile in a round. This wastes time in two places: a
+tile that reaches over the edge of the matrix takes as long as a full tile, and in the last round
+some processors have no tile.
+
+The floating-point operations come from a table of formulas in PyTorch. PyTorch does not promise to
+keep the table, so only this module uses it. `tests/library/plan/count/test_counter.py` fails if the
+table moves.
 """
 
 from __future__ import annotations
@@ -110,9 +113,9 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 @functools.lru_cache(maxsize=1 << 16)
 def excess(grid: Grid, processors: int) -> float:
-    """Return how many times as long matrix products take because of tiles, with the best tile size.
+    """Return the factor by which tiles make matrix products slower: 1 if no time is wasted.
 
-    Tiles that reach over an edge and processors without a tile make products slower.
+    The factor is for the best of the tile sizes in `TILES`.
 
     Args:
         grid: The matrices that the products compute.

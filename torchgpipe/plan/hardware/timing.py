@@ -1,9 +1,9 @@
 """Time the layers of a model on a device: in steps of the whole model, or each layer alone.
 
-A layer in a step of the whole model has other times than a layer that runs alone. In a step, the
-output of the previous layer can still be in the device's caches. The autograd graph of all layers
-stays in memory, so a layer gets new memory, which is slower than memory that was just freed. So
-layers run alone only if a step of the whole model does not fit the memory.
+A step of the whole model gives more realistic times, for two reasons. The output of the previous
+layer can still be in the device's caches. And the autograd graph of all layers stays in memory, so
+a layer gets new memory, which is slower than memory that was just freed. So each layer runs alone
+only if a step of the whole model does not fit the memory.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
 
     The step is a forward without an autograd graph, then a forward with a graph, and a backward.
     The backward of a layer lasts from the arrival of the gradient of its output to the arrival of
-    the gradient of its input. Parameters' gradients are freed before the step. So the times do not
-    include adding to earlier gradients, which is counted separately.
+    the gradient of its input. The gradients of parameters are freed before the step. So the times
+    do not include the addition to earlier gradients, which is predicted separately.
 
     Args:
         module: The layers.
@@ -64,9 +64,9 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # The times at which the backward reaches each layer, from the last layer to the first. If a
-    # layer's output gets no gradient, the end of the backward counts. The backward can reach very
-    # fast layers out of order, so the times are made to increase.
+    # The times at which the backward reaches the layers, from the last layer to the first. If a
+    # layer's output gets no gradient, its time is the end of the backward. Very fast layers can be
+    # reached out of order, so `max` makes the times increase.
     arrivals = [arrived.get(i, end) for i in reversed(range(len(module) - 1))]
     times = [*accumulate([start, *arrivals], max), end]
     backward = [later - earlier for earlier, later in pairwise(times)]
@@ -94,9 +94,9 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            # If a view's base was changed in place, the view gets its new graph node when its
-            # `grad_fn` is read. PyTorch crashes if a tensor gets a hook before that, so `grad_fn`
-            # is read for all tensors first.
+            # Read each `grad_fn` before any hook is registered, or PyTorch can crash: a view whose
+            # base was changed in place gets its new graph node only when its `grad_fn` is read, and
+            # must not get a hook before.
             nodes = [(x, x.grad_fn) for x in tensors_of(value) if x.requires_grad]
             for x, _ in nodes:
                 x.register_hook(partial(notice, i))
@@ -136,8 +136,8 @@ def time_alone(
     except torch.OutOfMemoryError as error:
         samples = len(tensors_of(sample)[0])
         raise ValueError(
-            f"layer {len(layers)} cannot be profiled on {device} with {samples} samples, because "
-            "there is no memory: give a smaller sample, or name the hardware to predict for"
+            f"layer {len(layers)} with {samples} samples does not fit the memory of {device}, so "
+            "it cannot be profiled: give a smaller sample, or name the hardware to predict for"
         ) from error
     found = []
     for run in zip(*layers, strict=True):

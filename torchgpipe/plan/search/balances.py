@@ -20,19 +20,20 @@ SAFE = 1 - 1e-9
 class Work:
     """The seconds and bytes of a setup's layers, and balances that divide them evenly.
 
-    Of the setup, only the micro-batches, the checkpoint mode and the schedule matter. Its balance
-    does not matter.
+    The balance of the setup is ignored.
 
-    The seconds give a lower bound on the step time, whatever the balance. In GPipe's schedule, a
-    partition waits while a micro-batch is in other partitions: at the start and at the end, while
-    the first micro-batch is in earlier partitions, and between, while the last micro-batch is in
-    later partitions. So a step takes at least the sum of two times: one micro-batch's forward and
-    backward through all layers, and the work of any one partition for the other micro-batches
-    (`seconds`).
+    The seconds also give a lower bound on the step time of all balances. It has two terms:
 
-    In other schedules, a step takes at least the longer of two times. One is a micro-batch's
-    forward and backward through all layers, without work that can be done later. The other is all
-    work of any one partition (`seconds`).
+    - one micro-batch's forward and backward through all layers. (If backwards are split, the second
+      halves are left out, because they can run later.)
+    - the work of the busiest partition (`seconds`).
+
+    In GPipe's schedule, the bound is the sum of both, and the second term is only for the other
+    micro-batches. The reason is that a partition waits while one micro-batch is in other
+    partitions: the first one in earlier partitions (at the start and at the end of the step), and
+    the last one in later partitions (in the middle of the step).
+
+    In other schedules, the bound is the larger of the two terms.
 
     Args:
         predictor: The predictor of the model.
@@ -100,10 +101,9 @@ class Work:
         return self.bound(n, heaviest(self.seconds, balance), sum(copies))
 
     def stages(self, n: int) -> int:
-        """Return how many stages the setup's schedule has on `n` devices together.
+        """Return the number of stages that the setup's schedule has on all `n` devices.
 
-        The number is 0 if the schedule cannot run on `n` devices, or not with the setup's number of
-        micro-batches.
+        The number is 0 if the schedule cannot run on `n` devices with so many micro-batches.
         """
         schedule = self.setup.schedule
         if isinstance(schedule, str):
@@ -126,12 +126,14 @@ class Work:
 
     @functools.cached_property
     def held(self) -> list[float]:
-        """The least bytes that each layer adds to its partition during the second backward."""
+        """For each layer, the least bytes that its device holds for it in the second backward."""
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        copies = 1 + setup.optimizer.state  # bytes of memory for each byte of parameters
-        if m > 1:  # With one micro-batch, activations are freed before all gradients exist.
+        # The parameters, the optimizer's state and the gradients. With one micro-batch, gradients
+        # do not count, because activations are freed before all gradients exist.
+        copies = 1 + setup.optimizer.state
+        if m > 1:
             copies += 1
         outputs = kept = 1
         if setup.gathered:
@@ -159,7 +161,7 @@ def held_by_layers(layers: Sequence[LayerCount], optimizer: Optimizer) -> list[f
 
 
 def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return the sum of the layers' costs in the partition that costs the most."""
+    """Return the cost of the most expensive partition."""
     sums = list(accumulate(costs, initial=0.0))
     partitions = pairwise(accumulate(balance, initial=0))
     return max([sums[stop] - sums[start] for start, stop in partitions])

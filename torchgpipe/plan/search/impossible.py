@@ -43,8 +43,9 @@ def refuse_hopeless(
             need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # With one micro-batch, each gradient is made once. With several micro-batches, a backward
-    # allocates its gradients while the sum of the earlier gradients exists.
+    # Either of these can need less memory. With one micro-batch, activations of many samples exist,
+    # but each gradient is made only once. With micro-batches of one sample, activations are small,
+    # but a backward allocates gradients while the sum of earlier gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
@@ -52,8 +53,8 @@ def refuse_hopeless(
     if most > memory:
         heaviest = needs.index(most)
         raise Impossible(
-            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(most)} "
-            f"of {amount(memory)}, with micro-batches of any size: "
+            f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(most)}, more than the "
+            f"{amount(memory)} that tensors may take on a device, whatever the micro-batch size: "
             "split the layer, or use devices with more memory"
         )
     static = sum(held_by_layers(layers, optimizer))
@@ -64,16 +65,16 @@ def refuse_hopeless(
     room = devices * memory
     if static > room:
         raise Impossible(
-            f"{what} need {amount(static)}, and {devices} device(s) have {amount(room)}: "
+            f"{what} need {amount(static)}, but {devices} device(s) have only {amount(room)}: "
             "use more devices, or an optimizer with less state"
         )
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return for each layer the least memory of a device that has only this layer.
+    """Return for each layer the memory that a device needs if it has only this layer.
 
     This is the peak memory during a forward or a backward of `size` samples, or during the
-    optimizer's step. With `summed`, the backward adds its gradients to earlier gradients.
+    optimizer's step. If `summed` is true, the backward adds its gradients to earlier gradients.
     """
     footprints = predictor.counts.footprints(size)
     needs = []
@@ -104,7 +105,7 @@ def least(  # noqa: PLR0913
 ) -> Candidate:
     """Return the setup that needs the least memory, among setups with evenly divided parameters.
 
-    The memory of a setup is the memory of the device that needs the most memory.
+    What counts is the memory of the fullest device.
 
     Args:
         predictor: The predictor of the model.
@@ -129,7 +130,7 @@ def least(  # noqa: PLR0913
     if not found:
         raise Impossible(
             f"none of the schedules that were asked for can run {len(needed)} layers on "
-            f"{partitions} device(s) with {chunks[0]} micro-batches or more: allow other schedules"
+            f"{partitions} device(s) with {chunks[0]} or more micro-batches: allow other schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
@@ -153,12 +154,13 @@ def why(
     room, free_peak, free_setup = amount(memory), amount(free.peak), told(free.setup)
     if free.peak <= memory:
         return (
-            f"what was asked for is in the way: with {told(allowed.setup)}, {balanced}, "
-            f"the fullest device needs {amount(allowed.peak)} of {room}; "
-            f"on {partitions} device(s), {free_setup} needs {free_peak}"
+            "the chunks, checkpoint modes or schedules that were asked for need too much memory: "
+            f"with {told(allowed.setup)}, {balanced}, the fullest device needs "
+            f"{amount(allowed.peak)} of {room}; on {partitions} device(s), {free_setup} needs only "
+            f"{free_peak}"
         )
     return (
         f"no balance fits {devices} device(s) of {room}: "
-        f"even with {free_setup}, {balanced}, the fullest needs {free_peak}; "
+        f"even with {free_setup}, {balanced}, the fullest device needs {free_peak}; "
         "use more devices, or a smaller batch"
     )

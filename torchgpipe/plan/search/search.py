@@ -1,13 +1,17 @@
 """Search for the fastest setup for which every device has enough memory.
 
-The search chooses the balance, the number of micro-batches, the checkpoint mode and the schedule.
-For each number of micro-batches, checkpoint mode and schedule, there is a lower bound on the step
-time of all balances (see `balances`). The search tries the choices in the order of their bounds,
-the lowest first. It skips a choice if its bound is not below the step time of the best setup so
-far. For each choice, it begins with a balance whose partitions take about equal time or equal
-memory. If the step time is near the step time of the best setup, the search moves layers from
-partition to partition as long as this makes the predicted step shorter (see `trial`). Every
-returned setup was replayed, and its memory was predicted.
+A choice is a number of devices, a number of micro-batches, a checkpoint mode and a schedule. For
+each choice, the search looks for the fastest balance:
+
+1. Compute a lower bound on the step time of all balances (see `balances`), for each choice.
+2. Try the choices, the one with the lowest bound first. Skip a choice if its bound is not below the
+   step time of the best setup so far with as many devices.
+3. For each choice, begin with a balance whose partitions take about equal time. If this balance
+   does not fit the memory, also try balances whose partitions take about equal memory.
+4. If the step time is near that of the best setup, move layers from partition to partition as long
+   as this makes the predicted step shorter (see `trial`).
+
+Every returned setup was replayed, and its memory was predicted.
 """
 
 from collections.abc import Sequence
@@ -41,8 +45,8 @@ class Found:
     Attributes:
         best: The best setup, or `None` if no setup fits.
         bound: A lower bound on the seconds of any setup.
-        unlimited: The seconds of the fastest setup that is balanced by seconds, whether or not it
-            fits the memory.
+        unlimited: The seconds of the fastest setup that is balanced by seconds, even if it does not
+            fit the memory.
     """
 
     best: Candidate | None = None
@@ -128,7 +132,7 @@ def search(  # noqa: PLR0913
 
 
 def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
-    """List (bound, number of devices, work) for all combinations, the lowest bound first."""
+    """List all combinations as (bound, number of devices, work), the lowest bound first."""
     asked: list[tuple[float, int, Work]] = []
     for work in works:
         layers = len(work.seconds)
@@ -162,7 +166,7 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
 
 
 def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
-    """Search once more with other first balances, because this can find a faster setup."""
+    """Search again, but begin with balances by bytes, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), memory)

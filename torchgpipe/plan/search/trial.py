@@ -42,7 +42,7 @@ class Candidate:
         return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
-        """Return how many bytes are missing on all devices together, if each has `memory` bytes."""
+        """Return how many bytes are missing, added up over all devices of `memory` bytes."""
         return sum([max(0.0, device.peak - memory) for device in self.devices])
 
 
@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def lacking(self) -> float:
-        """How many bytes are missing on all devices together, with the best balance."""
+        """How many bytes the best balance lacks, added up over all devices."""
         return self.best.lacks(self.memory)
 
     def take(self, balance: Balance) -> bool:
@@ -126,7 +126,7 @@ class Trial:
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[Balance]:
-    """Yield each balance that results from moving `stride` layers from a source to another stage.
+    """Yield the balances in which `stride` layers are moved from a source to another stage.
 
     Args:
         balance: The number of layers of each stage.
@@ -149,8 +149,8 @@ def data_parallel(
     Every device has the whole model and an equal part of the batch, and nothing is recomputed. A
     ring all-reduce sums the gradients over the devices: each of k devices sends 2 (k - 1) / k of
     the gradients' bytes to the next device (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009). The all-reduce overlaps with the backward, like
-    in `DistributedDataParallel`. For this, each device keeps a second copy of the gradients. On one
+    algorithms for clusters of workstations", 2009). As in `DistributedDataParallel`, the all-reduce
+    overlaps with the backward, and each device keeps a second copy of the gradients for it. On one
     device, the prediction is for training without a pipeline.
 
     Args:

@@ -150,8 +150,8 @@ BFLOAT16 = Operator("matmul", "bfloat16", 1, 1)
     ("ask", "message"),
     [
         (lambda: load_hardware("nothing.json"), "cannot be read"),
-        (lambda: load_hardware("p100"), "there are a100x8, h100x8, h200x8, p40x8, v100x8"),
-        (lambda: P40.seconds(BFLOAT16), "no peak rate for bfloat16; it has float32"),
+        (lambda: load_hardware("p100"), "use one of a100x8, h100x8, h200x8, p40x8, v100x8"),
+        (lambda: P40.seconds(BFLOAT16), "no peak rate for bfloat16, only for float32"),
     ],
 )
 def test_refuses_what_is_unknown(ask: Callable[[], object], message: str) -> None:
