@@ -1,4 +1,4 @@
-"""The state of a training in one process: `State`."""
+"""The part of a training's state that one process saves and loads: `State`."""
 
 import pickle
 from collections import defaultdict
@@ -30,11 +30,13 @@ Options = dict[str, Content]
 class State:
     """The state of this process's layers, of their optimizer, and of random generators.
 
-    Each value has a key, which does not depend on the balance. The key is `model.NAME` for a
-    parameter or buffer, and `optimizer.state.NAME.KEY` for a value that the optimizer holds for a
-    parameter. The key is `generator.NAME` for a generator that a layer has, `random.RANK` for a
-    rank's default CPU generator, and `random.device.PARTITION` for the default generator of a
-    partition's GPU.
+    Each value has a key. The keys of layers and optimizers do not depend on the balance.
+
+        model.NAME                  a parameter or buffer
+        optimizer.state.NAME.KEY    a value that the optimizer holds for a parameter
+        generator.NAME              a generator that is an attribute of a layer
+        random.RANK                 the default CPU generator of a rank
+        random.device.PARTITION     the default generator of a partition's GPU
 
     Attributes:
         kind: The name of the optimizer's class, or `None` without an optimizer.
@@ -65,7 +67,7 @@ class State:
                 self._defaults[f"random.device.{partition}"] = generator
 
     def content(self) -> Content:
-        """Return all values to save, by their keys."""
+        """Return a dictionary of all values to save."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
@@ -76,9 +78,9 @@ class State:
         return content
 
     def fixed(self) -> Content:
-        """Return the values to save that the layers determine: parameters, buffers and generators.
+        """Return the values to save of the layers: parameters, buffers and states of generators.
 
-        A saved state fits only if its values have the same keys, types and shapes.
+        A saved state fits these layers only if it has the same keys, dtypes and shapes.
         """
         fixed: Content = {}
         for name, x in self._model.state_dict().items():
@@ -88,7 +90,7 @@ class State:
         return fixed
 
     def options(self) -> Options:
-        """Return the optimizer's options for each parameter.
+        """Return the optimizer's options, such as the learning rate, for each parameter name.
 
         The parameters of one group share a single dictionary, so that pickle writes it only once.
         """
@@ -116,11 +118,11 @@ class State:
         return wanted
 
     def packed(self, content: Mapping[str, Any], options: Options) -> Content:
-        """Return the optimizer's saved state as a dictionary for its `load_state_dict`.
+        """Return the argument for the optimizer's `load_state_dict`, from a saved state.
 
         Args:
             content: The values that were read from the saved state.
-            options: The saved options of every parameter.
+            options: The saved options of each parameter, by the parameter's name.
 
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
@@ -141,9 +143,9 @@ class State:
         return {"state": numbered, "param_groups": groups}
 
     def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
-        """Return the values that the optimizer holds for each parameter, by the parameter's name.
+        """Return the optimizer's saved values of each parameter, by the parameter's name.
 
-        Tensors get the strides of their parameter.
+        A tensor that has the shape of its parameter gets the parameter's strides, too.
         """
         states: dict[str, Content] = defaultdict(dict)
         for key, value in content.items():
@@ -183,7 +185,10 @@ class State:
             generator.set_state(content[key])
 
     def _restore_types(self, states: dict[int, Content]) -> None:
-        """Restore the saved types: `load_state_dict` has cast values to the parameter's type."""
+        """Restore the saved dtypes of the optimizer's tensors.
+
+        The optimizer's `load_state_dict` has converted them to the dtypes of their parameters.
+        """
         for number, values in states.items():
             p = self._parameters[self._names[number]]
             state = self._optimizer.state[p]
@@ -192,10 +197,11 @@ class State:
                     state[key] = saved.to(state[key].device)
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
-        """Return pairs of a key in the saved state and the default generator that loads its value.
+        """Return pairs: a key of the saved state, and the default generator that loads its value.
 
-        A generator has its own key. If the number of ranks has changed, or the saved state lacks
-        this key, the generator loads the value of the first rank or the first partition.
+        A generator loads the value of its own key, if the number of ranks is the same as before and
+        the saved state has this key. Otherwise, a CPU generator loads the value of rank 0, and a
+        GPU's generator loads the value of partition 0.
         """
         drawing = []
         for own, generator in self._defaults.items():
@@ -210,7 +216,7 @@ def _check_nothing_else(held: list[Any]) -> None:
     """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
 
     Args:
-        held: The optimizer's keys for state of this kind; empty if there is none.
+        held: The keys of such state; empty if there is none.
     """
     if held:
         other = held[0]
@@ -218,14 +224,14 @@ def _check_nothing_else(held: list[Any]) -> None:
         if isinstance(other, Tensor):
             what = f"a tensor of shape {list(other.shape)}"
         raise ValueError(
-            f"the optimizer holds {what} that belongs to no parameter, so it would not be saved; "
-            "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
-            "under another name"
+            f"the optimizer holds {what}, which belongs to no parameter and would not be saved; "
+            "call save() with optimizer=None, and pass the optimizer's state_dict() to save() as "
+            "one more keyword argument"
         )
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return a list of parameter names for each parameter group of an optimizer."""
+    """Return, for each parameter group of an optimizer, the names of its parameters."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -233,14 +239,14 @@ def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[
             raise ValueError(
                 "the optimizer has a parameter that the model does not have; use a separate "
                 "optimizer for parameters outside the model, and pass its state_dict() to save() "
-                "under another name"
+                "as one more keyword argument"
             )
         groups.append([names[p] for p in parameters])
     return groups
 
 
 def _generators_of(model: Partitioned) -> dict[str, Generator]:
-    """Return the generators that are attributes of layers, by their keys."""
+    """Return the generators that are attributes of layers, by their keys in a saved state."""
     generators = {}
     for name, module in model.named_modules():
         for attribute, value in module.__dict__.items():
@@ -250,7 +256,7 @@ def _generators_of(model: Partitioned) -> dict[str, Generator]:
 
 
 def _check_one_group(names: list[str], options: Options) -> None:
-    """Raise `ValueError` if the saved options of one group's parameters differ."""
+    """Raise `ValueError` if the parameters of one group (`names`) have different saved options."""
     for name in names:
         for option, first in options[names[0]].items():
             other = options[name].get(option)
@@ -263,7 +269,7 @@ def _check_one_group(names: list[str], options: Options) -> None:
 
 
 def parameter(key: str) -> str | None:
-    """Return the parameter's name in a key `optimizer.state.NAME.KEY`, or `None` for other keys."""
+    """Return NAME if a key has the form `optimizer.state.NAME.KEY`, or `None` for other keys."""
     if not key.startswith(_STATE):
         return None
     name, _, _ = key.removeprefix(_STATE).rpartition(".")
@@ -271,7 +277,10 @@ def parameter(key: str) -> str | None:
 
 
 def _placed(saved: Any, now: Any) -> Any:
-    """Return an option's saved value; move a tensor to the device of the option's current value."""
+    """Return the saved value of an option.
+
+    A saved tensor is moved to the device of the option's current value (`now`).
+    """
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)
     return saved
