@@ -33,15 +33,15 @@ def form_of(value: TensorOrTensors) -> Form:
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Return the tensors as one value of class `form`; this is the inverse of `tensors_of`."""
+    """Return the tensors as one value of class `form`. This is the inverse of `tensors_of`."""
     if form is Tensor:
         return tensors[0]
     if form is tuple:
         return tensors
     if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
         return form(tensors)
-    # Named tuples, too, are made without their constructor, because the constructor of a subclass
-    # can take other arguments.
+    # A named tuple is made without its own constructor, because the constructor of a subclass can
+    # take other arguments.
     return tuple.__new__(form, tensors)
 
 
@@ -56,7 +56,7 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
-    """Return the tensors on a device, with their Python attributes."""
+    """Move tensors to a device, and keep their Python attributes."""
     there: list[Tensor | None] = []
     for x in tensors:
         if x is not None:
@@ -132,7 +132,7 @@ def scatter(
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the outputs of all micro-batches along dimension 0; the inverse of `scatter`.
+    """Concatenate the outputs of all micro-batches along dimension 0: the inverse of `scatter`.
 
     Raises:
         TypeError: If the outputs differ in their number of tensors.
