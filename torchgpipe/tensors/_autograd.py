@@ -88,7 +88,7 @@ These nodes accumulate gradients themselves, but only in a backward that goes to
 
 
 def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves of the graph of `y`, and whether it has a node in `ONLY_WHOLE`."""
+    """Return the leaves of the graph of `y`, and whether a backward has to go to all of them."""
     leaves: list[Tensor] = []
     only_whole = False
     unseen = [get_gradient_edge(y).node]

@@ -45,14 +45,14 @@ _PLAIN = (
 class Recorder(TorchFunctionMode):
     """A `TorchFunctionMode` that records the calls of a module's forward.
 
-    It records each call of a PyTorch function, and each call of a submodule that is kept whole.
-    PyTorch tells the mode about calls of functions; `watched` tells the mode about calls of
-    modules. Calls within a recorded call are not recorded.
+    It records each call of a PyTorch function, and each call of a submodule that is kept whole (not
+    cut into layers). PyTorch tells the mode about calls of functions. The context `watched` tells
+    it about calls of modules. Calls within a recorded call are not recorded.
 
     Args:
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
-        notes: Gets an entry for each module that uses something a recording cannot repeat.
+        notes: Gets an entry for each module that uses something that a recording cannot repeat.
 
     Attributes:
         fake: The mode in which the module's tensors are fake.
@@ -93,8 +93,8 @@ class Recorder(TorchFunctionMode):
         # list after an error, so that the error's message can name them.
         self._opened = [root]
         self._thread = threading.get_ident()
-        # The random states, which recorded code must not change; `None` if other threads may change
-        # them.
+        # The states of random generators. Recorded code must not change them. This is not checked
+        # (`None`) if other threads may change them.
         self._random: tuple[Any, ...] | None = random_states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,11 +160,11 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether a call is not recorded: within a recorded call, or in another thread."""
+        """Return whether calls are not recorded now: in a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
-        """Note that the module whose forward runs uses something that cannot be recorded."""
+        """Note that the module whose forward is running uses `what`, which cannot be recorded."""
         if not self.passes():
             self._notes.setdefault(self._opened[-1], (what, where()))
 
@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
 
         Args:
             run: The function to run.
-            target: What the recording names as called: a function, or a submodule's name.
+            target: What is recorded as the target of the call: a function, or a submodule's name.
             args: The positional arguments.
             kwargs: The keyword arguments.
         """
@@ -236,11 +236,11 @@ class Recorder(TorchFunctionMode):
             self._calls_under_way -= 1
 
     def _views(self, made: list[Tensor], changed: list[Tensor]) -> dict[int, Tensor]:
-        """Return views to replace the tensors of a call's result that are not new, by their ids.
+        """Return a view of each tensor in a call's result that is not new, by the tensor's id.
 
-        Some calls, such as `contiguous`, return their argument for one batch size and a new tensor
-        for another. With a view, the result has a new number in both cases. A tensor that the call
-        changes in place keeps its number.
+        The views take the place of these tensors. Some calls, such as `contiguous`, return their
+        argument for one batch size, and a new tensor for another. With a view, the result has a new
+        number in both cases. A tensor that the call has changed in place keeps its number.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -312,7 +312,7 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return a value that is no tensor and no structure, or the placeholder of a device."""
+        """Return an argument that is no tensor and no structure, or a placeholder for a device."""
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
             return value
@@ -342,6 +342,6 @@ def random_states() -> tuple[Any, ...]:
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Return a real tensor with the shape and dtype of `x`, filled with numbers."""
+    """Return a real tensor with the shape and dtype of `x`, with random numbers or zeros."""
     real = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return real.normal_() if x.is_floating_point() else real

@@ -19,8 +19,8 @@ from torchgpipe.trace.parts import tensors_in
 def as_it_was(root: Module) -> Iterator[None]:
     """At the end of the context, restore a module and all random states.
 
-    It restores the attributes of all submodules, and the contents of the attributes. It does not
-    restore the contents of parameters.
+    The attributes of all submodules are restored, and also the contents of these attributes. But
+    the contents of parameters are not restored.
     """
     with _same_attributes(root), _same_contents(root), _same_random_states(root):
         yield
@@ -52,7 +52,7 @@ def _same_attributes(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_contents(root: Module) -> Iterator[None]:
-    """Restore the contents of tensors, except parameters, and the states of generators."""
+    """Restore the states of generators and the contents of tensors, but not those of parameters."""
     buffers = set(map(id, root.buffers()))
     tensors: list[tuple[Tensor, int | None, Tensor]] = []
     generators: list[tuple[torch.Generator, Tensor]] = []

@@ -68,10 +68,10 @@ class Signature:
         return module(**by_name)
 
     def arguments(self, input: Any) -> Arguments:
-        """Return the positional and keyword arguments that an input gives.
+        """Convert an input of the pipeline into positional and keyword arguments.
 
         A dictionary gives keyword arguments, and a tuple gives positional arguments. If the module
-        cannot take these arguments, the input is a single argument.
+        cannot take these arguments, the input itself is the only argument.
         """
         args, kwargs = arguments(input)
         try:
@@ -84,8 +84,8 @@ class Signature:
         """Return the tensors in the arguments of a call.
 
         Raises:
-            ValueError: If the arguments differ from the sample's in more than the batch size and
-                the contents of tensors.
+            ValueError: If the arguments are not like those of the sample. Only the batch size and
+                the contents of tensors may differ.
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
@@ -136,7 +136,7 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Return the positional and keyword arguments that a sample gives."""
+    """Convert a sample into positional and keyword arguments."""
     if isinstance(sample, Mapping):  # a tokenizer returns a mapping that is no dictionary
         return (), dict(sample)
     if isinstance(sample, tuple):

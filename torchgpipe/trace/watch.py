@@ -24,18 +24,23 @@ _one_at_a_time = threading.RLock()
 def watched(recorder: Recorder) -> Iterator[None]:
     """Within the context, tell a recorder about events that a `TorchFunctionMode` does not see.
 
-    These are calls of modules and of custom autograd functions, assignments to buffers, and reads
-    of `training`. To see these events, the context replaces functions of PyTorch, such as methods
-    of `nn.Module`, in the whole process. So calls of other threads reach the recorder, too. The
-    recorder does not record calls of other threads (`Recorder.passes`).
+    These events are:
+
+    - calls of modules and of custom autograd functions
+    - assignments to buffers, and reads of `training`
+    - uses of autocast, grad mode, random states and random numbers
+
+    To see these events, the context replaces functions of PyTorch, such as methods of `nn.Module`,
+    in the whole process. So the recorder is also told about events in other threads, but ignores
+    them (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),
         *_module_attributes(recorder),
         *_noted_functions(recorder),
     ]
-    # Compiled functions run eagerly in the context. The compiler cannot handle the recorder, and
-    # crashes the process.
+    # Compiled functions run eagerly in this context, because the compiler cannot handle the
+    # recorder: it would crash the process.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement, create=True))
@@ -43,7 +48,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 def _module_calls(recorder: Recorder) -> list[Replacement]:
-    """Return replacements for calls of modules and of custom autograd functions."""
+    """Return replacements that tell the recorder about calls of modules and of custom functions."""
     call: Any = Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
