@@ -68,7 +68,10 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
 
 
 def _trained(names: Iterable[str]) -> Forms:
-    """Return a dictionary with a key "optimizer of NAME" for each parameter name."""
+    """Return a dictionary with a key "optimizer of NAME" for each parameter name.
+
+    All values are empty, because only the keys are compared.
+    """
     return {f"optimizer of {name}": "" for name in names}
 
 

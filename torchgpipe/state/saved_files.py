@@ -1,8 +1,8 @@
 """Read and write the files of a saved state.
 
 The files are a checkpoint of `torch.distributed.checkpoint`, and one more file with the checksums
-of all other files. While ranks write a state together, they exchange plans and checksums through a
-`Meeting`.
+of all other files. While ranks write a state together, they use a `Meeting` to tell each other what
+they write, and the checksums.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def explain(error: BaseException, partition: int) -> None:
     """
     if "through the graph a second time" in str(error):
         raise RuntimeError(
-            f"layers of partition {partition} use one tensor that has a graph in several "
-            "micro-batches, but the first backward frees this graph; make this tensor a buffer, or "
+            f"layers of partition {partition} use the same tensor in several micro-batches, but "
+            "the first backward frees the tensor's autograd graph; make this tensor a buffer, or "
             "compute it in the layer's forward"
         ) from error

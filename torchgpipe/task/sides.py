@@ -165,8 +165,8 @@ def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> b
     """Return whether it saves time to compute the weight gradients of a matrix product later.
 
     Args:
-        name: The name of the product's node class.
-        below: The number of the next node for each argument of the product, or -1.
+        name: The name of the class of the product's autograd node.
+        below: For each argument of the product, the number of the next node, or -1.
         sides: Has a key for each argument whose gradient can be computed later.
     """
     # For a bias alone, adding up its gradient costs less than keeping the tensors for later.

@@ -151,7 +151,8 @@ def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     Modules without a lock get a common lock, which is added to `known`.
 
     Modules of an inner pipeline are left out. The worker threads of the inner pipeline take the
-    locks of these modules, while the task of the outer pipeline waits for these threads.
+    locks of these modules, while the task of the outer pipeline waits for these threads. If the
+    outer task held the locks, both would wait forever.
     """
     inner = modules_of_pipelines(modules)
     # A module without parameters and buffers needs no lock. So several partitions can run one

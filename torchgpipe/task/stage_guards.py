@@ -163,7 +163,7 @@ _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
 
 @cache
 def _moments_of(kind: Any) -> list[str]:
-    """Return the names of the methods that a class overrides, of those that `Guard` has."""
+    """Return the names of those methods of `Guard` that a guard's class overrides."""
     return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
 

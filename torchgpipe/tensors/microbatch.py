@@ -119,7 +119,7 @@ def scatter(
         sizes.append(x.size(0))
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"all input tensors must have one batch size (dimension 0), but they have {sizes}"
+            f"all input tensors must have the same batch size (dimension 0), but they have {sizes}"
         )
 
     if chunks == 1 or not sizes:
@@ -145,8 +145,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         if _structure(y) != expected:
             raise TypeError(
                 f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} returned {_structure(y)}; return one structure "
-                "for every input"
+                f"{expected} and micro-batch {i} returned {_structure(y)}; return the same "
+                "structure for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

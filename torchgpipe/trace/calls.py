@@ -147,9 +147,9 @@ def cut(
     layer as the call before it. If a call makes a tensor and later calls change this tensor in
     place, all calls from the first to the last of these calls are in one layer.
 
-    A tensor goes from each layer that has it to the next layer that uses it. If this is the
-    following layer, the tensor is an output of the first layer. If it is a later layer, the tensor
-    is a skip.
+    A tensor goes from the layer that makes it to the next layer that uses it, and so on. For
+    example, layer 2 makes a tensor, and layers 3 and 6 use it. Then the tensor is an output of
+    layer 2, and a skip from layer 3 to layer 6.
 
     Args:
         calls: The calls.
@@ -212,9 +212,9 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs an output.
 
-    If only skips go from layer k or an earlier layer to a later layer, one of these skips becomes
-    an output of layer k: the skip that passes the fewest layers. For this, k and k + 1 are added to
-    its stops, which are the layers that make, use or pass it.
+    If only skips pass the border between these two layers, the skip over the fewest layers also
+    becomes an output of layer `k`. For this, `k` and `k` + 1 are added to its stops, which are the
+    layers that make, use or pass it.
     """
     shortest = (layers, 0)
     for number, places in stops.items():

@@ -23,7 +23,7 @@ Ran = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def check_state(module: Module, layers: Layers) -> None:
-    """Raise an error unless the layers' `state_dict` has the tensors and names of the module's."""
+    """Raise an error unless the layers' `state_dict` has the names and tensors of the module's."""
     ours = layers.state_dict(keep_vars=True)
     plain = module.state_dict(keep_vars=True)
     names = sorted(ours.keys() ^ plain.keys())

@@ -229,7 +229,7 @@ class Layers(nn.Sequential):
 
 
 def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Return the tensors in a sample of the arguments of `module`.
+    """Return the tensors in `sample`, which has the arguments of a call of `module`.
 
     If the module is not a `Layers`, the result is the sample itself.
     """

@@ -166,8 +166,8 @@ class Sizes:
         state = (training, _autocast(tensors[0]))
         known = (size, *state)
         if known not in self._known and not tensors[0].is_meta:
-            # The check runs in a new thread, because modes can be active in this thread, such as a
-            # recorder (a `TorchFunctionMode`).
+            # The check runs in a new thread. In this thread, modes can be active that would see the
+            # check, such as a recorder (a `TorchFunctionMode`).
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, size, state).result()
             self._known.add(known)
@@ -182,8 +182,8 @@ class Sizes:
         if module.training != training:
             module.train(training)
         for part in module.modules():
-            # A batch norm in training mode refuses a single sample. The module's own batch norms
-            # can be in evaluation mode now, although the copy's batch norms are not.
+            # A batch norm in training mode would refuse a single sample. (The module's own batch
+            # norms may be in evaluation mode, so that they take it.)
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))

@@ -174,7 +174,10 @@ class Recorder(TorchFunctionMode):
             self.note("a random state")
 
     def add(self, x: Tensor, call: int) -> int:
-        """Give a number to a tensor that call number `call` has made; return the number."""
+        """Give a number to a tensor, and return the number.
+
+        `call` is the index of the call that has made the tensor, or -1 for an input.
+        """
         number = len(self.shapes)
         self._alive.append(x)
         self._numbers[id(x)] = number

@@ -99,15 +99,15 @@ def sequential(
                 except Untraceable as error:
                     first = first or error
                     # If the error has no `__cause__`, the module has run with this guess, but it
-                    # cannot be traced. Then no guess with fewer batched inputs is tried: the module
-                    # would run with it, too, but would compute something else.
+                    # cannot be traced. Then no guess with fewer batched inputs is tried: even if
+                    # the module ran with such a guess, it would compute something else.
                     if error.__cause__ is None:
                         break
                 else:
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
-                    # Submodules that the user keeps whole may compare samples, such as experts with
-                    # a capacity.
+                    # Submodules that the user keeps whole may compare samples, so then the halves
+                    # of the sample may give other outputs.
                     if not kept:
                         check_halves(module, signature, inputs)
                     return layers
@@ -215,7 +215,7 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
     """Return the modules in `notes` that have at most half of the parameters of `root`.
 
     Raises:
-        Untraceable: If there is no such module, and a module cannot be recorded.
+        Untraceable: If there is no such module, but a module that cannot be recorded.
     """
     total = sum(map(Tensor.numel, root.parameters()))
     small: set[Module] = set()
@@ -229,7 +229,10 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return for each call the name of a layer that can begin with it; "" if no layer can."""
+    """Return for each call the name of a layer that can begin with it; "" if no layer can.
+
+    A layer can begin with a call that uses parameters.
+    """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
     for call in calls:

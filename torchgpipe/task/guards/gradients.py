@@ -53,8 +53,8 @@ class OutputGradients(Guard):
     def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Decide whether the task makes a graph in its forward.
 
-        If it is the first task with these inputs that require grad, return a context that records
-        whether layers read gradients or `requires_grad`.
+        For the first task of its kind, return a context that records whether layers read gradients
+        or `requires_grad`. (Tasks are of the same kind if the same inputs require grad.)
         """
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:

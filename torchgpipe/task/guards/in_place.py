@@ -10,7 +10,8 @@ stand-in. So the gradient of the penalty would be added to the parameter separat
 Therefore, worker threads and ranks put the stand-ins into the layers for a whole run: all forwards,
 all backwards, or a whole step. Then the layers, the criterion and a penalty over
 `model.parameters()` all read the same stand-ins. The graph engine puts the stand-ins into the
-layers for each task, because it does not learn when a backward has failed.
+layers only while a task runs. It does not learn when a backward has failed, so after a failure it
+could not remove stand-ins that stay longer.
 
 If two threads ran the same layers at the same time, they would mistake each other's stand-ins for
 parameters. So if two runs compute gradients through the same layers, the second run waits until the
@@ -41,8 +42,8 @@ class Change(NamedTuple):
         place: The dictionary.
         key: The key of the entry.
         value: The temporary value.
-        may_stay: Whether a value stays that a layer has set in place of `value`. By default, the
-            old value is restored in any case.
+        may_stay: Whether another value stays that a layer has set meanwhile. Otherwise, the old
+            value is restored in any case.
     """
 
     place: dict[str, Any]

@@ -66,7 +66,7 @@ class Statistics(Guard):
 
 
 class _Unread(dict[str, Any]):
-    """A batch norm's buffers, with an error if a layer reads them at a wrong time.
+    """A batch norm's buffers. If a layer reads them at the wrong time, an error is raised.
 
     This dictionary replaces the buffers of a batch norm in training mode:
 
