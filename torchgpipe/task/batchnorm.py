@@ -89,8 +89,14 @@ class DeferredBatchNorm(_BatchNorm):
         gets one replacement.
 
         Not replaced are `nn.SyncBatchNorm`, layers that track no running statistics, and layers of
-        a pipeline within the module. If the module itself is a batch normalization, its replacement
-        is returned.
+        a pipeline within the module.
+
+        Args:
+            module: The module.
+            chunks: The argument ``chunks`` of the new layers.
+
+        Returns:
+            The module. If the module itself is a batch normalization, its replacement.
 
         Raises:
             ValueError: ``chunks`` is below 1, or a lazy layer has not had its first input.

@@ -204,8 +204,8 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 def outer_turns() -> list[Turn]:
     """Return the `Turn` of each outer run that uses the same layers as the innermost run.
 
-    A run is inside an outer run if a layer, a hook or a criterion of the outer run calls a
-    pipeline.
+    A `Turn` is the exclusive use of some layers by one run. A run is inside an outer run if a
+    layer, a hook or a criterion of the outer run calls a pipeline.
     """
     *outer, own = _turns.get() or [Turn(frozenset())]
     return [turn for turn in outer if turn.locks & own.locks]

@@ -96,7 +96,7 @@ class PrivateGenerator(TorchDispatchMode):
     Args:
         seed: The seed.
         drew: Called each time an operator draws.
-        exchanged: Called before each collective operation, because this mode sees every operator.
+        exchanged: Called before each collective operation (of `torch.distributed`).
     """
 
     supports_higher_order_operators = True  # to refuse them in a line of its own
@@ -117,7 +117,7 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Allow `torch.compile` in this mode; compiled layers draw from the generator, too."""
+        """Allow `torch.compile` in this mode: compiled layers use the private generator, too."""
         return True
 
     @staticmethod
