@@ -114,7 +114,7 @@ class Saves:
                 raise ValueError(
                     f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
                     "pipeline over all ranks can be saved; if other ranks hold replicas, use "
-                    "torch.distributed.checkpoint itself (docs/processes.md)"
+                    "torch.distributed.checkpoint directly (see docs/processes.md)"
                 )
             state = State(model, optimizer, ranks.own)
             part = cast(Path, ranks.first(self.folder, self._begin))
