@@ -22,9 +22,10 @@ class of the optimizer of each optimized parameter."""
 
 
 def form_of(x: Any) -> str:
-    """Return the type and shape of a tensor or a saved tensor as text.
+    """Return a tensor's dtype and shape as text, such as "float32 [2, 3]".
 
-    For other values, and for sparse tensors, return "".
+    `x` can also be the metadata of a saved tensor. For all other values, and for sparse tensors,
+    the text is "".
     """
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
@@ -36,13 +37,15 @@ def form_of(x: Any) -> str:
 
 
 def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]) -> None:
-    """Raise `ValueError` if a saved state does not fit the ranks' model and optimizer.
+    """Raise `ValueError` if a saved state does not fit the model and the optimizers of the ranks.
 
     Args:
         path: The folder of the saved state, for messages.
         saved: The metadata of the saved state.
-        training: The optimizers' classes and options in the saved state.
-        held: What each rank has.
+        training: The saved dictionary. It has the classes of the optimizers, and the options of
+            each parameter.
+        held: For each rank: the dtypes and shapes of its tensors, the classes of its optimizers,
+            and the class of the optimizer of each optimized parameter.
     """
     there: Forms = {}
     for key, x in saved.state_dict_metadata.items():
@@ -80,12 +83,19 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
 
 
 def _trained(names: Iterable[str]) -> Forms:
-    """Return a dictionary with a key for each parameter of an optimizer, and empty values."""
+    """Return a dictionary with a key "optimizer of NAME" for each parameter name.
+
+    All values are empty, because only the keys are compared.
+    """
     return {f"optimizer of {name}": "" for name in names}
 
 
 def _differences(there: Forms, here: Forms) -> list[str]:
-    """Return texts that name the keys in which a saved state and the ranks' state differ."""
+    """Describe how a saved state (`there`) differs from the state of the ranks (`here`).
+
+    The list has at most three texts. They name the keys that the saved state lacks, the keys that
+    only the saved state has, and the keys whose tensors differ in dtype or shape.
+    """
     unlike = []
     for key, form in here.items():
         saved = there.get(key, form)

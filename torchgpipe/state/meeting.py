@@ -1,6 +1,6 @@
 """Exchange values between ranks while they save or load a state: `Meeting`.
 
-A pipeline in a single process has one rank, which exchanges values only with itself.
+A pipeline in a single process counts as one rank, which exchanges values only with itself.
 """
 
 import pickle
@@ -25,8 +25,8 @@ class Meeting:
     All ranks have to call the methods, in the same order.
 
     Attributes:
-        own: This rank's index.
-        n: How many ranks there are.
+        own: The index of this rank.
+        n: The number of ranks.
     """
 
     def __init__(self, own: int, exchange: Callable[[Tensor], list[Tensor]]) -> None:
@@ -36,15 +36,18 @@ class Meeting:
         self.n = len(self.all(None))
 
     def all(self, own: Any) -> list[Any]:
-        """Send a plain value to all ranks, and return the values of all ranks in order."""
+        """Send the value `own` to all ranks; return the values of all ranks, in the order of ranks.
+
+        The value has to consist of plain Python values, such as numbers, strings and lists.
+        """
         given = self._exchange(packed(own))
         return list(map(unpacked, given))
 
     def through(self, folder: Path, own: Any) -> list[Any]:
         """Give a value of any type to all ranks through files; return the values of all ranks.
 
-        Ranks pickle their values into files `told-*` of the folder. Values do not go over the
-        network, because nothing that comes from the network is ever unpickled.
+        Ranks pickle their values into files `told-*` in `folder`. Values do not go over the
+        network, because this library unpickles nothing that comes from the network.
         """
         if self.n == 1:
             return [own]
@@ -59,10 +62,11 @@ class Meeting:
 
         Args:
             folder: The folder that contains the subfolder.
-            name: Returns the subfolder's name, or `None`. It is called on rank 0 only.
+            name: A function that returns the subfolder's name, or `None`. It is called on rank 0
+                only.
 
         Raises:
-            RuntimeError: If this rank does not see the subfolder.
+            RuntimeError: If this rank does not see the subfolder in its filesystem.
         """
         own = name() if self.own == 0 else None
         named = self.all(own)[0]

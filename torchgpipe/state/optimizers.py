@@ -109,7 +109,7 @@ class OptimizerState:
     def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
         """Return the saved values for each parameter, by the parameter's name.
 
-        Tensors get the strides of their parameter.
+        A tensor that has the shape of its parameter gets the parameter's strides, too.
         """
         states: dict[str, Content] = defaultdict(dict)
         for key, value in content.items():
@@ -127,7 +127,8 @@ class OptimizerState:
     def put(self, packed: Content) -> None:
         """Load the state that the method `packed` has returned into the optimizer."""
         self._optimizer.load_state_dict(packed)
-        # `load_state_dict` has cast values to the parameter's type; restore the saved types.
+        # `load_state_dict` has converted tensors to the dtypes of their parameters. Restore the
+        # saved dtypes.
         for number, values in packed["state"].items():
             p = self._parameters[self.names[number]]
             state = self._optimizer.state[p]
@@ -163,7 +164,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
 
 
 def parameter(key: str) -> str | None:
-    """Return the parameter's name in a key `optimizer.state.NAME.KEY`, or `None` for other keys."""
+    """Return NAME if a key has the form `optimizer.state.NAME.KEY`, or `None` for other keys."""
     if not key.startswith(_STATE):
         return None
     name, _, _ = key.removeprefix(_STATE).rpartition(".")
@@ -194,7 +195,7 @@ def _check_nothing_else(held: list[Any]) -> None:
     """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
 
     Args:
-        held: The optimizer's keys for state of this kind; empty if there is none.
+        held: The keys of such state; empty if there is none.
     """
     if held:
         other = held[0]
@@ -202,14 +203,14 @@ def _check_nothing_else(held: list[Any]) -> None:
         if isinstance(other, Tensor):
             what = f"a tensor of shape {list(other.shape)}"
         raise ValueError(
-            f"the optimizer holds {what} that belongs to no parameter, so it would not be saved; "
-            "save the layers with optimizer=None, and pass the optimizer's state_dict() to save() "
-            "under another name"
+            f"the optimizer holds {what}, which belongs to no parameter and would not be saved; "
+            "call save() with optimizer=None, and pass the optimizer's state_dict() to save() as "
+            "one more keyword argument"
         )
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return a list of parameter names for each parameter group of an optimizer."""
+    """Return, for each parameter group of an optimizer, the names of its parameters."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -217,14 +218,14 @@ def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[
             raise ValueError(
                 "the optimizer has a parameter that the model does not have; use a separate "
                 "optimizer for parameters outside the model, and pass its state_dict() to save() "
-                "under another name"
+                "as one more keyword argument"
             )
         groups.append([names[p] for p in parameters])
     return groups
 
 
 def _check_one_group(names: list[str], options: Options) -> None:
-    """Raise `ValueError` if the saved options of one group's parameters differ."""
+    """Raise `ValueError` if the parameters of one group (`names`) have different saved options."""
     for name in names:
         for option, first in options[names[0]].items():
             other = options[name].get(option)
@@ -237,7 +238,10 @@ def _check_one_group(names: list[str], options: Options) -> None:
 
 
 def _placed(saved: Any, now: Any) -> Any:
-    """Return an option's saved value; move a tensor to the device of the option's current value."""
+    """Return the saved value of an option.
+
+    A saved tensor is moved to the device of the option's current value (`now`).
+    """
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)
     return saved

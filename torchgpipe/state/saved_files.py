@@ -1,6 +1,8 @@
-"""The files of a saved state: a checkpoint of `torch.distributed.checkpoint`, and its checksums.
+"""Read and write the files of a saved state.
 
-Ranks use a `Meeting` to exchange what each rank writes.
+The files are a checkpoint of `torch.distributed.checkpoint`, and one more file with the checksums
+of all other files. While ranks write a state together, they use a `Meeting` to tell each other what
+they write, and the checksums.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ _BLOCK = 2**20
 def marked(path: Path) -> bool:
     """Return whether a folder holds a state that this library has saved.
 
-    Older versions did not write the file `MARK`, so the content of `.metadata` identifies their
-    folders. A broken link (for example, to a disk that is not mounted) counts as a state. Then
-    loading fails with an error, and does not silently load an older state.
+    Such a folder has the file `MARK`. Older versions of this library did not write this file, so
+    their folders are identified by the content of `.metadata`.
+
+    A broken link (for example, to a disk that is not mounted) counts as a state. So loading it
+    fails with an error, and an older state is not loaded silently.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -58,12 +62,13 @@ def remove(path: Path) -> None:
 
 
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
-    """Check some of a state's files on this rank, and return the checksums of all files.
+    """Compare some of a state's files with their checksums, and return the checksums of all files.
 
-    Each rank checks a different part of the files.
+    Each rank compares a different part of the files. A state of an older version has no checksums.
+    Then nothing is compared, and the result is empty.
 
     Raises:
-        ValueError: If a file's content does not have the checksum from the time of writing.
+        ValueError: If a file has changed since it was written.
     """
     mark = path / MARK
     if not mark.exists():
@@ -90,7 +95,7 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     Args:
         content: The values that this rank writes.
         path: The folder of the checkpoint.
-        ranks: The exchange of values between ranks.
+        ranks: An object through which this rank exchanges values with the other ranks.
     """
     first = ranks.own == 0
     writer = FileSystemWriter(path)
@@ -114,7 +119,12 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
 
 
 def _mark(path: Path, sums: list[dict[str, int]]) -> None:
-    """Write the checksums of all ranks' files as the last file of a state, and flush it."""
+    """Write and flush the file `MARK`, which has the checksums of all other files of a state.
+
+    Args:
+        path: The folder of the state.
+        sums: For each rank, the checksums of the files that the rank has written.
+    """
     every: dict[str, int] = {}
     for part in sums:
         every |= part
@@ -141,7 +151,7 @@ class _Box:
 
 
 class _Files(FileSystem):
-    """A filesystem for PyTorch's checkpoint writer that computes the checksum of each file."""
+    """A filesystem for PyTorch's checkpoint writer. It computes the checksum of each new file."""
 
     def __init__(self) -> None:
         self._made: dict[str, _File] = {}
@@ -152,15 +162,16 @@ class _Files(FileSystem):
         return file
 
     def sums(self) -> dict[str, int]:
-        """Return the checksum of each file by the file's final name."""
+        """Return a dictionary from the final name of each file to the file's checksum."""
         # PyTorch writes `.metadata` under a name that ends with `.tmp`, and renames it.
         return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}
 
 
 class _File(io.BufferedWriter):
-    """A file that computes its checksum; `flush` does nothing after the file was closed.
+    """A file that computes the checksum of its content.
 
-    PyTorch's writer flushes a closed file after an item that it could not write.
+    If PyTorch's writer cannot write an item, it closes the file and flushes it afterwards. So
+    `flush` does nothing if the file is closed.
     """
 
     sum = 0
@@ -175,7 +186,7 @@ class _File(io.BufferedWriter):
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
-    """Return the values of a checkpoint that have these keys."""
+    """Read the values of these keys from a checkpoint."""
     content: dict[str, Any] = {}
     for key in keys:
         content[key] = _blank(saved.state_dict_metadata[key])
@@ -189,7 +200,10 @@ def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
 
 
 def _blank(saved: Any) -> Tensor | None:
-    """Return an empty tensor into which PyTorch reads, or `None` if the value is not a tensor."""
+    """Return an uninitialized tensor, into which PyTorch will read a saved tensor.
+
+    `saved` is the metadata of the saved value. If this value is not a tensor, return `None`.
+    """
     if not isinstance(saved, TensorStorageMetadata):
         return None
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
@@ -206,28 +220,31 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert any error within the context into a `RuntimeError` that says what to do.
+    """Convert an error in reading a state into a `RuntimeError` that says what to do.
 
-    Raises:
-        RuntimeError: If the state cannot be read. The message names the folder of the state.
+    The message names `path`, the folder of the state.
     """
     try:
         yield
     except Exception as error:
         raise RuntimeError(
             f"the state in {path} cannot be read ({in_one_line(error)}); if it is damaged, remove "
-            "the folder, and the previous state is loaded"
+            "the folder, so that the previous state is loaded next time"
         ) from caught(error)
 
 
 class FileLock:
     """An exclusive lock on a file, which is held as long as this object exists.
 
-    The lock belongs to the open file (`flock`). A POSIX lock (`lockf`) ends as soon as this process
-    closes any descriptor of the file, for example after it has copied the folder. With `flock`, a
-    process cannot lock a file twice. So there is one object for each file, and the whole process
-    shares it (`FileLock.all`). A forked process inherits the open file, and closes it. Otherwise
-    the forked process would hold the lock after the end of the process that has taken the lock.
+    The lock is a `flock`, which belongs to the open file. A POSIX lock (`lockf`) would end too
+    early: as soon as this process closes any descriptor of the file, for example after copying the
+    folder.
+
+    A process cannot take the same `flock` twice. So the whole process shares one object for each
+    file (`FileLock.all`).
+
+    A forked process inherits the open file, and closes it at once. Otherwise the file would stay
+    locked after the end of the parent process, until the forked process ends.
 
     Raises:
         RuntimeError: If another process holds the lock.
@@ -243,8 +260,8 @@ class FileLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # systems raise different errors
             raise RuntimeError(
-                f"another job saves into {path.parent} (a process of it holds the lock); give each "
-                "job a folder of its own"
+                f"another job saves into {path.parent} (one of its processes holds the lock); give "
+                "each job a folder of its own"
             ) from None
         except OSError:
             pass  # this filesystem has no locks

@@ -1,12 +1,18 @@
 """Save states of a training, and load a state to continue the training: `Saves`.
 
-A state counts as saved only when it is complete. All ranks write the state into one folder with a
-preliminary name, and flush the files to the disk. When every rank has written its files, rank 0
-gives the folder its final name. If a rank or a machine dies earlier, the next save removes the
-incomplete folder. An older state is removed only when the newer state is complete.
+A state is saved in three steps:
 
-A state is a checkpoint of `torch.distributed.checkpoint`. Ranks exchange its metadata by messages
-of the pipeline. So if a rank fails or dies during a save, the pipeline ends on all ranks.
+1. All ranks write the state into one folder with a preliminary name, and flush the files to the
+   disk.
+2. When every rank has written its files, rank 0 gives the folder its final name. Now the state
+   counts as complete.
+3. Rank 0 removes older states.
+
+If a rank or a machine fails before step 2, the next save removes the incomplete folder.
+
+A state is a checkpoint of `torch.distributed.checkpoint`. During a save, ranks exchange values
+through the connections of the pipeline. So if a rank fails or dies during a save, the pipeline
+raises an error on all other ranks.
 """
 
 import os
@@ -56,19 +62,19 @@ class Saves:
             ...
             saves.save(step, model, optimizer, data=generator.get_state())
 
-    All ranks call `load` and `save`, between mini-batches. A state holds the layers, the optimizer,
-    the states of random generators, and the values that the caller adds. A state can be loaded with
-    any balance. If the number of ranks is the same as before, each rank loads its own state of
-    PyTorch's default generator. Otherwise all ranks load the generator state of rank 0, which
-    determines the pipeline's random numbers.
+    A state holds the layers, the optimizer, the states of random generators, and the values that
+    the caller adds. All ranks have to call `load` and `save`, between mini-batches.
+
+    A state can be loaded with another balance, and on another number of ranks. If the number of
+    ranks is the same as before, each rank loads its own state of PyTorch's default generator.
+    Otherwise, all ranks load the generator state of rank 0.
 
     Args:
-        folder: A folder that all ranks see. Each pipeline needs a separate folder. If a second job
-            saves into the same folder, the second job raises an error, provided that the filesystem
-            has locks.
-        keep: How many complete states to keep; older states are removed. Each state is a checkpoint
-            of `torch.distributed.checkpoint` in a folder `NUMBER-step-STEP`. Folders are numbered
-            in the order in which they were saved.
+        folder: A folder that all ranks see. Each pipeline needs a separate folder. On filesystems
+            that have locks, `save` raises an error if another job saves into the same folder.
+        keep: How many complete states to keep; older states are removed. Each state is a folder
+            `NUMBER-step-STEP`, where NUMBER increases with each save, and STEP is the step that was
+            saved.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -95,7 +101,8 @@ class Saves:
         Raises:
             OSError: If the state cannot be written, for example because the disk is full. States
                 that were saved earlier are kept.
-            RuntimeError: If a rank does not see the folder of rank 0, or another job saves into it.
+            RuntimeError: If a rank does not see the folder of rank 0, or if another job saves into
+                the same folder.
             TypeError: If a value cannot be pickled, such as a function.
             ValueError: If the pipeline does not use all ranks, if the optimizer has state that does
                 not belong to a parameter, or if ranks give different values of `others`.
@@ -109,7 +116,7 @@ class Saves:
                 raise ValueError(
                     f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
                     "pipeline over all ranks can be saved; if other ranks hold replicas, use "
-                    "torch.distributed.checkpoint itself (docs/processes.md)"
+                    "torch.distributed.checkpoint directly (see docs/processes.md)"
                 )
             state = State(model, optimizer, ranks.own)
             part = cast(Path, ranks.first(self.folder, self._begin))
@@ -117,8 +124,8 @@ class Saves:
             try:
                 self._write(part, ranks, state, training)
             except BaseException:
-                # With several ranks, other ranks may still write into the folder. In that case, the
-                # next save removes it.
+                # With several ranks, the folder stays, because other ranks may still write into it.
+                # The next save removes it.
                 if ranks.n == 1:
                     remove(part)
                 raise
@@ -163,8 +170,9 @@ class Saves:
     def load(self, model: nn.Module, optimizer: Optimizers) -> dict[str, Any] | None:
         """Load the newest state into the pipeline, the optimizer and the random generators.
 
-        Nothing is changed before every rank has read its part of the state. Gradients are deleted,
-        so that gradients of a failed mini-batch are not added to gradients of the next mini-batch.
+        Nothing is changed before every rank has read its part of the state. All gradients are
+        deleted. Otherwise, gradients that a failed mini-batch has left would be added to those of
+        the next mini-batch.
 
         Args:
             model: The pipeline, or the whole model without a pipeline, for example for inference.
@@ -223,7 +231,7 @@ class Saves:
         return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return a dictionary from the number of each complete state to its folder's name."""
+        """Return a dictionary from the number of each complete state to the name of its folder."""
         whole: dict[int, str] = {}
         if not self.folder.is_dir():
             return whole
@@ -234,9 +242,10 @@ class Saves:
         return whole
 
     def _newest(self) -> str | None:
-        """Return the name of the newest state, or `None` if there is no state.
+        """Return the name of the newest state's folder, or `None` if there is no state.
 
-        If there is no state, check that the folder can be written, before a long training begins.
+        If there is no state, raise an error if states cannot be written into the folder. So the
+        error comes before the training, and not only at the first save.
         """
         whole = self._whole()
         if whole:
@@ -251,10 +260,10 @@ class Saves:
         return None
 
     def _begin(self) -> str:
-        """Make a folder with a preliminary name for a new state, and return the name.
+        """Lock the folder, remove incomplete states, and make a subfolder for a new state.
 
-        Each name is used only once. If a rank has looked for a name earlier, its network filesystem
-        may remember that the name does not exist.
+        Return the subfolder's preliminary name. The name is random, so no rank has looked it up
+        before. If a rank had, its network filesystem could remember that there is no such folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
@@ -306,7 +315,7 @@ def _new_part() -> str:
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """Return the first `OSError` among an error and its causes, or `None` if there is none."""
+    """Return the first `OSError` in the chain of an error and its causes, or `None`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         if cause.__cause__ is not None or cause.__suppress_context__:

@@ -1,4 +1,4 @@
-"""The state of a training in one process: `State`."""
+"""The part of a training's state that one process saves and loads: `State`."""
 
 from collections.abc import Collection
 
@@ -13,11 +13,13 @@ from torchgpipe.task.guards.randomness import default_generators
 class State:
     """The state of this process's layers, of their optimizers, and of random generators.
 
-    Each value has a key, which does not depend on the balance. The key is `model.NAME` for a
-    parameter or buffer, and `optimizer.state.NAME.KEY` for a value that an optimizer holds for a
-    parameter. The key is `generator.NAME` for a generator that a layer has, `random.RANK` for a
-    rank's default CPU generator, and `random.device.PARTITION` for the default generator of a
-    partition's GPU.
+    Each value has a key. The keys of layers and optimizers do not depend on the balance.
+
+        model.NAME                  a parameter or buffer
+        optimizer.state.NAME.KEY    a value that the optimizer holds for a parameter
+        generator.NAME              a generator that is an attribute of a layer
+        random.RANK                 the default CPU generator of a rank
+        random.device.PARTITION     the default generator of a partition's GPU
 
     Args:
         model: The pipeline, or layers without a pipeline.
@@ -48,7 +50,7 @@ class State:
         return kind_of
 
     def content(self) -> Content:
-        """Return all values to save, by their keys."""
+        """Return a dictionary of all values to save."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
@@ -57,9 +59,9 @@ class State:
         return content
 
     def fixed(self) -> Content:
-        """Return the values to save that the layers determine: parameters, buffers and generators.
+        """Return the values to save of the layers: parameters, buffers and states of generators.
 
-        A saved state fits only if its values have the same keys, types and shapes.
+        A saved state fits these layers only if it has the same keys, dtypes and shapes.
         """
         fixed: Content = {}
         for name, x in self._model.state_dict().items():
@@ -94,7 +96,7 @@ class State:
 
         Args:
             content: The values that were read from the saved state.
-            options: The saved options of every parameter.
+            options: The saved options of each parameter, by the parameter's name.
 
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
@@ -130,10 +132,11 @@ class State:
             generator.set_state(content[key])
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
-        """Return pairs of a key in the saved state and the default generator that loads its value.
+        """Return pairs: a key of the saved state, and the default generator that loads its value.
 
-        A generator has its own key. If the number of ranks has changed, or the saved state lacks
-        this key, the generator loads the value of the first rank or the first partition.
+        A generator loads the value of its own key, if the number of ranks is the same as before and
+        the saved state has this key. Otherwise, a CPU generator loads the value of rank 0, and a
+        GPU's generator loads the value of partition 0.
         """
         drawing = []
         for own, generator in self._defaults.items():

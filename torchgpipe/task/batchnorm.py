@@ -1,10 +1,11 @@
 """Batch normalization that runs on micro-batches, but updates its statistics once per mini-batch.
 
-The layer keeps the count, the mean and the variance of each micro-batch. At the end of the
-mini-batch it combines these values, by the formula of Chan, Golub and LeVeque ("Algorithms for
-computing the sample variance", 1983). The formula adds squared distances to a mean, and never
-subtracts sums of squares from each other. So no digits are lost if a mean is far from zero. A few
-operators update all layers of a model at once.
+The layer keeps the number of values, the mean and the variance of each micro-batch. At the end of
+the mini-batch it combines them by the formula of Chan, Golub and LeVeque ("Algorithms for computing
+the sample variance", 1983). This formula does not compute the variance as a difference between sums
+of squares. So the variance stays precise even if the mean is far from zero.
+
+At the end of a mini-batch, a few operators update all layers of a model at once.
 """
 
 from collections import Counter, defaultdict
@@ -34,22 +35,25 @@ The tensor has the means and the unbiased variances.
 class DeferredBatchNorm(_BatchNorm):
     """Normalize micro-batches, and update the running statistics once per mini-batch.
 
-    The running statistics become the same as those of `nn.BatchNorm` with the undivided mini-batch.
-    `commit` ends the mini-batch and updates the statistics. `GPipe` calls `commit` after its
-    forward, or the layer calls it after ``chunks`` micro-batches. The layer tracks no statistics in
-    evaluation mode or during a recomputation. If a layer is called several times in a mini-batch,
-    it commits once.
+    Each micro-batch is normalized with its own mean and variance. The running statistics become the
+    same as those of `nn.BatchNorm` with the undivided mini-batch.
+
+    The method `commit` ends the mini-batch and updates the running statistics. `GPipe` calls it
+    once after the forward of a mini-batch, even if the layer occurs several times in the model.
+    Without `GPipe`, the layer itself calls it after ``chunks`` micro-batches. In evaluation mode
+    and during a recomputation, the layer tracks no statistics.
 
     Args:
         num_features: The number of channels, which is dimension 1 of the input. The input has the
             shape ``(N, C)`` or ``(N, C, ...)``.
         eps, momentum, affine, track_running_stats, device, dtype: The same as for
             `torch.nn.BatchNorm2d`.
-        chunks: The number of micro-batches after which the layer commits by itself. With `None`,
-            only a call of `commit` ends the mini-batch.
+        chunks: The number of micro-batches after which the layer calls `commit` itself. With
+            `None`, the layer never does.
 
     Raises:
-        ValueError: ``chunks`` is below 1, or a micro-batch in training has one value per channel.
+        ValueError: ``chunks`` is below 1, or a micro-batch in training has only one value per
+            channel.
     """
 
     def __init__(  # noqa: PLR0913 - those of `torch.nn.BatchNorm2d`
@@ -80,13 +84,22 @@ class DeferredBatchNorm(_BatchNorm):
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
         """Replace every batch normalization in a module by a deferred one, and return the module.
 
-        The new layer has the parameters, buffers, hooks and mode of the old layer. So optimizers
-        that were made before still work, and ``state_dict`` keeps its keys. A layer that occurs
-        twice gets one replacement. `nn.SyncBatchNorm` and layers that track no statistics are not
-        replaced. If the module is a batch normalization itself, its replacement is returned.
+        A new layer has the parameters, buffers, hooks and mode of the old layer. So optimizers that
+        were made before still work, and ``state_dict`` keeps its keys. A layer that occurs twice
+        gets one replacement.
+
+        Not replaced are `nn.SyncBatchNorm`, layers that track no running statistics, and layers of
+        a pipeline within the module.
+
+        Args:
+            module: The module.
+            chunks: The argument ``chunks`` of the new layers.
+
+        Returns:
+            The module. If the module itself is a batch normalization, its replacement.
 
         Raises:
-            ValueError: ``chunks`` is below 1, or a layer is lazy and has not had an input.
+            ValueError: ``chunks`` is below 1, or a lazy layer has not had its first input.
             TypeError: The class of a layer overrides ``forward``, ``train`` or ``eval``. The
                 replacement would not have the overriding method.
         """
@@ -193,7 +206,7 @@ def _can_defer(layer: _BatchNorm) -> bool:
 
 
 def _own_methods(kind: type[_BatchNorm]) -> list[str]:
-    """Return which of `forward`, `train` and `eval` a class of batch normalization overrides."""
+    """Return which of the methods `forward`, `train` and `eval` a batch norm's class overrides."""
     methods = "forward", "train", "eval"
     return [name for name in methods if getattr(kind, name) is not getattr(_BatchNorm, name)]
 
@@ -205,7 +218,7 @@ _Tracked = tuple[DeferredBatchNorm, list[Statistics]]
 def commit(layers: Iterable[DeferredBatchNorm]) -> None:
     """End the mini-batch of several layers: update their running statistics together.
 
-    The host never waits for the device.
+    This function does not wait for the GPU.
     """
     groups: dict[tuple[object, ...], list[_Tracked]] = defaultdict(list)
     sharing = Counter[Tensor]()
@@ -225,9 +238,13 @@ def commit(layers: Iterable[DeferredBatchNorm]) -> None:
 
 
 def _update(group: Sequence[_Tracked]) -> None:
-    """Update the running statistics of several layers together, in float32 or a more precise dtype.
+    """Update the running statistics of several layers together.
 
-    The channels of all layers are concatenated to one row.
+    The channels of all layers are concatenated, so that each operator runs once for all layers. The
+    operators compute in float32, or in the dtype of the statistics if that is more precise.
+
+    Args:
+        group: The layers, each with the statistics of its micro-batches.
     """
     layers = [layer for layer, _ in group]
     means_before = [cast(Tensor, layer.running_mean) for layer in layers]
@@ -242,8 +259,8 @@ def _update(group: Sequence[_Tracked]) -> None:
     rows = []
     for (layer, parts), width in zip(group, channels, strict=True):
         rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
-    # One copy moves the widths, momenta and sample counts of all layers to the device. The host
-    # does not wait for the copy, because the copy is made from pinned memory.
+    # A single copy moves the numbers of channels, the momenta and the counts of all layers to the
+    # GPU. The copy is made from pinned memory, so the CPU does not wait for it.
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     table = table.to(device, non_blocking=True).t()
     if batches and layers[0].momentum is None:
@@ -274,6 +291,6 @@ def _checked(chunks: int | None) -> int | None:
         not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1
     ):
         raise ValueError(
-            f"chunks must be a positive int, or None to commit by commit() only, got {chunks!r}"
+            f"chunks must be a positive int, or None if you call commit() yourself, got {chunks!r}"
         )
     return chunks

@@ -1,4 +1,4 @@
-"""Both ends of a task's autograd graph: the node where inputs enter, and the outputs' edges."""
+"""The two ends of a task's autograd graph: the node where inputs enter, and the outputs' edges."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,10 +13,16 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Return the inputs as outputs of a new node, which writes their gradients to `input_grads`.
+    """Return the inputs as outputs of a new autograd node.
 
-    The node refers to the list `input_grads`, and not to the task. Otherwise the node and the task
-    would keep each other alive.
+    In backward, the node writes the gradients of the inputs into the list `input_grads`. The node
+    refers to this list, and not to the task. Otherwise the node and the task would keep each other
+    alive.
+
+    Args:
+        inputs: The inputs.
+        needs: Whether each input requires grad. If none does, no node is made.
+        input_grads: The list for the gradients.
     """
     if True not in needs:
         return leaves(inputs, needs)
@@ -64,13 +70,13 @@ def refuse_unusual_backward(grads: Flat) -> None:
 
 
 def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
-    """Mark those outputs of a node that do not require grad as not differentiable."""
+    """Mark those of a node's outputs that do not require grad as not differentiable."""
     if others := [y for y in outputs if y is not None and not y.requires_grad]:
         ctx.mark_non_differentiable(*others)
 
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
-    """Detach each tensor, and set its `requires_grad` to its entry of `needs`."""
+    """Return detached tensors; `needs` says which of them require grad."""
     found = [None if x is None else x.detach() for x in tensors]
     for x, leaf, n in zip(tensors, found, needs, strict=True):
         if x is not None and leaf is not None:
@@ -89,9 +95,10 @@ def all_none(grads: Flat) -> bool:
 def used(
     edges: Sequence[GradientEdge | None], grads: Flat
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the edges for which there is a gradient, and the gradients.
+    """Return the edges that have a gradient, and these gradients.
 
-    Without any gradient, a checkpointed task is not recomputed, and so it can have no edges.
+    `edges` can be empty: if there is no gradient at all, a checkpointed task is not recomputed, and
+    so it has no graph.
     """
     found, given = [], []
     for edge, grad in zip(edges, grads, strict=False):
@@ -108,10 +115,14 @@ SPENT = (
 
 
 def explain(error: BaseException, partition: int) -> None:
-    """Raise a clearer error if several micro-batches use the same graph, which is already freed."""
+    """Raise a clearer error in place of PyTorch's error that a graph is already freed.
+
+    PyTorch's error occurs if several micro-batches use the same tensor that has a graph. The
+    backward of the first of these micro-batches frees the tensor's graph.
+    """
     if "through the graph a second time" in str(error):
         raise RuntimeError(
-            f"layers of partition {partition} use the same tensor in several micro-batches, and "
-            "its graph is freed after the first backward; make this tensor a buffer, or compute it "
-            "in the layer's forward"
+            f"layers of partition {partition} use the same tensor in several micro-batches, but "
+            "the first backward frees the tensor's autograd graph; make this tensor a buffer, or "
+            "compute it in the layer's forward"
         ) from error

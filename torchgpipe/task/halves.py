@@ -1,22 +1,25 @@
 """Split the backward of a task: gradients of inputs first, gradients of weights later.
 
-Zero bubble schedules need this (Qi et al., arXiv:2401.10241). The two halves are:
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241). In this file, a product is the matrix
+product of a linear layer, or a convolution. The part of the graph that leads from a weight to a
+product is called a side. The two halves are:
 
     inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
                         ▲
               weight ─▶ side            second half: each product's gradient for its weight,
                                         then the backward of its sides
 
-A product is the matrix product of a linear layer, or a convolution. About half of the work of its
-backward is for its weight. All other operators with parameters stay in the first half. In a norm,
-one kernel computes the gradients of inputs and parameters. In an embedding, nothing would be gained
-by a split. The first half is one run of autograd, which frees the graph. For each product, its
-input and the gradient of its output are kept. From these tensors, the second half computes exactly
-the gradients that autograd would have computed.
+The first half is one run of autograd, which frees the graph. For each product, its input and the
+gradient of its output are kept. From these tensors, the second half computes exactly the gradients
+that autograd would have computed.
 
-A side is the part of the graph between a parameter and a product, if no other node uses that part:
-the parameter alone, its transpose, its cast, or a weight norm. If the task uses a weight twice,
-autograd adds its two gradients before it writes to `.grad`, so both stay in the first half.
+Only products are split, because about half of the work of their backward is for the weight. All
+other operators with parameters stay in the first half. In a norm, one kernel computes the gradients
+of inputs and parameters. In an embedding, a split would gain nothing.
+
+A side consists of nodes that nothing else uses: the parameter alone, or its transpose, its cast, or
+a weight norm. If a task uses a weight in two products, autograd adds the two gradients before it
+writes to `.grad`. So such a weight gets its gradients in the first half.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,9 +66,13 @@ PLANS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The postponed work of one matrix product: its weight gradients, from `saved` tensors.
+    """The postponed work of one matrix product: to compute its weight gradients.
 
-    `sides` are the edges from the product to the parts of the graph that lead to its parameters.
+    Attributes:
+        formula: Computes the gradients from the saved tensors.
+        saved: The tensors that autograd has saved. `catch` puts the gradient of the product's
+            output before them.
+        sides: The edges from the product to the parts of the graph that lead to its parameters.
     """
 
     formula: Callable[..., Sequence[Tensor]]
@@ -79,7 +86,7 @@ class _Later:
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
-        """Compute the product's weight gradients, and run the backward from there to parameters.
+        """Compute the weight gradients, and run the backward from the product to its parameters.
 
         Raise `RuntimeError` if a saved tensor has changed.
         """
@@ -97,16 +104,16 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Compute the weight gradients that were left for later, and free their tensors."""
+    """Compute all postponed weight gradients, and free the tensors that were kept for them."""
     while later:
         later.pop().run(keep_graph)
 
 
 class Halves:
-    """Split the backward of a stage's tasks: gradients of inputs first, of weights later.
+    """Split the backward of a stage's tasks: gradients of inputs first, gradients of weights later.
 
-    Tasks with graphs of the same structure share a plan. `str()` says how many matrix products get
-    their weight gradients later, and why other products do not.
+    Tasks whose graphs have the same structure share a plan, which says what is computed later.
+    `str()` says how many matrix products get their weight gradients later, and why others do not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -136,8 +143,12 @@ class Halves:
     ) -> Callable[[], None] | None:
         """Run a backward without weight gradients; return a function that computes them later.
 
-        The backward starts at `roots`. If the backward cannot be split, compute all gradients, and
-        return `None`.
+        If the backward cannot be split, compute all gradients at once, and return `None`.
+
+        Args:
+            roots: The edges at which the backward starts.
+            grads: The gradient of each root.
+            keep_graph: Whether the graph can be used for another backward.
         """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
@@ -166,9 +177,12 @@ class Halves:
     def _plan_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Plan:
-        """Return the plan that splits a graph of this structure; make it if there is none yet.
+        """Return the plan that splits a graph; make it if there is none for its structure.
 
-        `rows` is the structure, and `nodes` are the graph's nodes.
+        Args:
+            roots: The edges at which the backward starts.
+            nodes: The nodes of the graph.
+            rows: The structure of the graph: a description of each node.
         """
         if rows not in self._plans:
             if len(self._plans) == PLANS:
@@ -183,10 +197,11 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Return the work that is left for later for one matrix product: its weight gradients.
+    """Return the postponed work of one matrix product: to compute its weight gradients.
 
-    `node` is the product's autograd node. `places` are the indices of the inputs that get their
-    gradients later.
+    Args:
+        node: The autograd node of the product.
+        places: The indices of the product's arguments that get their gradients later.
     """
     name = type(node).__name__
     first, *names = PRODUCTS[name]
@@ -210,9 +225,9 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
 
 
 def _lies_by_columns(node: Any, name: str) -> bool:
-    """Return whether a factor of a matrix product is stored column by column.
+    """Return whether a factor of a matrix product is stored in column-major order.
 
-    If it is, autograd stores its gradient column by column, too.
+    If it is, autograd stores its gradient in column-major order, too.
     """
     rows, _ = saved_by(node, f"{name}_sym_sizes")
     return tuple(saved_by(node, f"{name}_sym_strides")) == (1, rows)

@@ -1,6 +1,7 @@
 """Find the matrix products in a task's graph whose weight gradients can be computed later.
 
-These products have sides: parts of the graph that lead to a parameter only (halves.py).
+This is possible if a part of the graph connects the product with a parameter, and nothing else uses
+this part. Such a part is called a side (halves.py).
 """
 
 from collections import Counter
@@ -41,13 +42,17 @@ class Plan(NamedTuple):
     """A plan to split the backward of all graphs that have the same structure.
 
     Numbers stand for the nodes of a graph.
+
+    Attributes:
+        later: The matrix products whose weight gradients are computed later. Each has the indices
+            of its arguments that get their gradients later.
+        now: The nodes at which the first half of the backward ends.
+        reasons: Why the weight gradients of other matrix products are not computed later.
     """
 
-    later: list[
-        tuple[int, list[int]]
-    ]  # the matrix products with weight gradients that come later, and the inputs of the weights
-    now: list[int]  # the nodes at which the first half of the backward ends
-    reasons: list[str]  # the reasons why the weight gradients of other products come at once
+    later: list[tuple[int, list[int]]]
+    now: list[int]
+    reasons: list[str]
 
 
 NO_PLAN = Plan([], [], [])
@@ -77,7 +82,8 @@ def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Pl
     Args:
         rows: The structure of the graph.
         begins: The numbers of the nodes at which backward begins.
-        named: For each node, the name of the parameter or buffer that it accumulates into, or "".
+        named: For each node that accumulates the gradient of a parameter or buffer, the name of
+            this tensor. For all other nodes "".
     """
     if any(kind.__name__ in ONLY_WHOLE for kind, _, _ in rows):
         return Plan([], [], [REENTRANT])
@@ -123,10 +129,10 @@ class _Planner:
         return Plan(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
-        """Return the nodes behind `begin`, if no other path of the graph leads to these nodes.
+        """Return `begin` and all nodes behind it, if only one edge from other nodes leads to them.
 
-        Return an empty set if another path leads to one of these nodes, or if one of the nodes is a
-        matrix product or a custom Function.
+        Return an empty set if there are more such edges, or if one of the nodes is a matrix product
+        or a custom Function.
         """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile
@@ -158,7 +164,10 @@ class _Planner:
 def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:
     """Return whether it saves time to compute the weight gradients of a matrix product later.
 
-    `sides` has a key for each input of the product for which this is possible.
+    Args:
+        name: The name of the class of the product's autograd node.
+        below: For each argument of the product, the number of the next node, or -1.
+        sides: Has a key for each argument whose gradient can be computed later.
     """
     # For a bias alone, adding up its gradient costs less than keeping the tensors for later.
     first = PRODUCTS[name][0]

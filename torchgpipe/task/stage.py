@@ -34,9 +34,9 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    Each micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
-    gradients holds the locks in `turn` from beginning to end. Partitions and pipelines that share
-    layers share these locks, too.
+    A micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
+    gradients (all forwards, all backwards, or a whole `step`) holds the locks in `turn` from its
+    beginning to its end. If partitions or pipelines share layers, they share these locks, too.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -84,10 +84,14 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return a dictionary that says which outputs require grad, for mini-batches of a kind.
+        """Return a dictionary that says whether all floating-point outputs of a task require grad.
 
-        A key says which inputs require grad; its value says whether all outputs then require grad,
-        too. Mini-batches of the same kind share the dictionary, which `OutputGradients` fills.
+        A key of the dictionary says which inputs of the task require grad. Its value says whether
+        all floating-point outputs require grad then. `OutputGradients` fills the dictionary.
+
+        Args:
+            kind: The training modes of the layers, and the `requires_grad` of the parameters.
+                Mini-batches of the same kind get the same dictionary.
         """
         return self._gradients.setdefault(kind, {})
 
@@ -99,10 +103,12 @@ class Stage:
         Args:
             inputs: The tensors of the micro-batch, then the skips.
             form: The class of the micro-batch: `Tensor`, or a class of tuples.
-            shared: For each input, whether the layers must not change it in place.
+            shared: For each input, whether it shares memory with another tensor. The layers must
+                not change such an input in place.
 
         Returns:
-            The tensors of the output and then the skips that leave; and the class of the output.
+            First the tensors of the output, followed by the skips that leave the partition. Second
+            the class of the output.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -141,10 +147,13 @@ class Stage:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks of the modules, from `known`; modules without a lock get a common lock.
+    """Return the locks of the modules, from the dictionary `known`.
 
-    Modules of an inner pipeline are left out, because that pipeline has its own locks. The inner
-    worker threads take these locks while the outer task waits for the threads.
+    Modules without a lock get a common lock, which is added to `known`.
+
+    Modules of an inner pipeline are left out. The worker threads of the inner pipeline take the
+    locks of these modules, while the task of the outer pipeline waits for these threads. If the
+    outer task held the locks, both would wait forever.
     """
     inner = modules_of_pipelines(modules)
     # A module without parameters and buffers needs no lock. So several partitions can run one

@@ -38,9 +38,10 @@ class StageGuards:
     Args:
         stage: The stage.
         ambient: The modes (such as autocast) that are active in the caller's code.
-        recomputed: Whether some tasks run the layers twice.
-        outer: The ids of the stand-ins (detached parameters that tasks use) of outer runs, if a
-            layer or hook has started this run.
+        recomputed: Whether some tasks are recomputed, so that they run the layers twice.
+        outer: If a layer or hook has started this run of the pipeline, another run is still in
+            progress. Then these are the ids of the other run's stand-ins (detached parameters that
+            tasks use).
 
     Attributes:
         index: The index of the stage.
@@ -98,7 +99,7 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard, which is called after all earlier guards; its contexts are the innermost."""
+        """Add a guard. It is called after the earlier guards; its contexts are inside theirs."""
         kind: Any = type(guard)
         for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
@@ -107,6 +108,10 @@ class StageGuards:
         """Call all guards before a task's forward, recomputation or backward.
 
         Return a context in which the layers have to run.
+
+        Args:
+            moment: The name of the guards' method to call, such as "before_first_pass".
+            task: The task.
         """
         contexts = []
         for before in (*self._at[moment], getattr(task.randomness, moment)):
@@ -135,10 +140,12 @@ class StageGuards:
                 check()
 
     def backward_begins(self, backward: int) -> None:
-        """Call all guards when a backward reaches the stage; a second call does nothing.
+        """Call all guards when a backward reaches the stage for the first time.
 
-        `backward` is the number of the backward. Raise `RuntimeError` if layers or gradients have
-        changed since the forward.
+        Raise `RuntimeError` if layers or gradients have changed since the forward.
+
+        Args:
+            backward: The number of the backward.
         """
         if self.parameters.begin(backward) and self._recomputed:
             refuse_cached_parametrizations()
@@ -146,7 +153,7 @@ class StageGuards:
                 check()
 
     def ended(self) -> None:
-        """Call all guards when a step has ended; they raise `RuntimeError` if a check fails."""
+        """Call all guards at the end of a step; they raise `RuntimeError` if a check fails."""
         for check in self._at["ended"]:
             check()
 
@@ -156,7 +163,7 @@ _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
 
 @cache
 def _moments_of(kind: Any) -> list[str]:
-    """Return the names of the methods of `Guard` that a class of guards overrides."""
+    """Return the names of those methods of `Guard` that a guard's class overrides."""
     return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
 
@@ -175,8 +182,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
     Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
-    has its own stand-ins for the layer's parameters. The stand-ins of a stage are put into the
-    layer only while a task of the stage runs.
+    has its own stand-ins for the layer's parameters. These are not put into the layer for the whole
+    run, but only while a task of their stage runs.
     """
     times = Counter[int]()
     for guards in stages:

@@ -4,10 +4,10 @@
                             ▲
     stand-ins (detached parameters)
 
-Backward starts at the edges. It ends at the entrance node, which keeps the inputs' gradients, and
-at the stand-ins, which sum up gradients over all tasks of a mini-batch. A checkpointed task keeps
-its inputs, and builds its graph in a recomputation (GPipe paper, 2.3; torchgpipe paper, 3.2).
-Guards (`guards/`) make sure that a recomputation does the same as the first pass.
+Backward starts at the edges of the outputs. It ends at the entrance, a node that keeps the inputs'
+gradients, and at the stand-ins, which sum up the gradients of all tasks of a mini-batch. A
+checkpointed task keeps its inputs, and builds its graph in a recomputation (GPipe paper, 2.3;
+torchgpipe paper, 3.2). Guards (`guards/`) make the recomputation do the same as the first pass.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class TaskGraph(GuardedTask):
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
-        """Run the layers; return detached outputs with the `requires_grad` of the real outputs."""
+        """Run the layers; return the detached outputs, which require grad like the real outputs."""
         self.form = form
         self.needs = tuple([x is not None and x.requires_grad for x in inputs])
         if not (True in self.needs or self.guards.parameters.by_parameter):
@@ -77,7 +77,7 @@ class TaskGraph(GuardedTask):
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Run the layers again to build a graph, if there is none; free inputs unless `keep`."""
+        """Run the layers of a checkpointed task again to build its graph, if there is none yet."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 # A copy, because other threads may recompute at the same time.
@@ -94,7 +94,7 @@ class TaskGraph(GuardedTask):
             self.inputs = None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers while autograd records; return inputs, outputs, and the output's form."""
+        """Run the layers and build a graph; return inputs, outputs, and the class of the output."""
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
@@ -104,10 +104,10 @@ class TaskGraph(GuardedTask):
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Add the parameters' gradients to the stand-ins, and return the inputs' gradients.
+        """Return the inputs' gradients, and add the parameters' gradients to the stand-ins.
 
-        Stand-ins are detached parameters. If `keep` is set, backward can be called again. The kind
-        `"backward_inputs"` leaves some weight gradients to a later call of `backward_weights`.
+        Stand-ins are detached parameters. If `keep` is set, backward can be called again. With the
+        kind `"backward_inputs"`, some weight gradients are left to `backward_weights`.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
@@ -128,7 +128,7 @@ class TaskGraph(GuardedTask):
         return input_grads
 
     def backward_weights(self) -> None:
-        """Compute the weight gradients that a `"backward_inputs"` backward did not compute."""
+        """Compute the weight gradients that a `"backward_inputs"` backward has left."""
         with observed(self.observer, "backward_weights", self.i, self.stage.index):
             later, self._later = self._later, None
             if later is not None:

@@ -1,23 +1,26 @@
-"""Add a note to an error that says where it was raised; Python prints it below the message."""
+"""Add a note to an error that says where it was raised. Python prints notes below the message."""
 
 from torch import nn
 
 
 def note(error: BaseException, place: str) -> None:
-    """Add a note with the place to an error, unless an inner pipeline has added such a note."""
+    """Add a note with a place to an error, unless the error already has a note.
+
+    If an inner pipeline has added a note, its place is more exact than `place`.
+    """
     # Before Python 3.11 there are no notes.
     if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: in {place}")
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Add the rank to an error that already has a note with its place."""
+    """Add a note with the rank to an error, if the error already has a note with a place."""
     if hasattr(error, "add_note") and getattr(error, "__notes__", None):
         error.add_note(f"torchgpipe: on rank {rank}")
 
 
 def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module) -> None:
-    """Add to an error which task, which stage and which layer raised it.
+    """Add a note to an error that says which task, which stage and which layer raised it.
 
     Args:
         error: The error.

@@ -59,10 +59,10 @@ _NODES_KEEP_GRAPHS = (int(_major), int(_minor)) >= (2, 13)
 
 
 def edge_of(y: Tensor) -> GradientEdge:
-    """Return the gradient edge of `y`, at which a backward can begin; it keeps the graph alive.
+    """Return the gradient edge of `y`: the place in the graph at which a backward can begin.
 
-    The result equals that of `get_gradient_edge`. But `get_gradient_edge` takes longer, and it
-    needs a view of `y`, which sparse tensors do not support.
+    The edge keeps the graph alive. It equals the result of `get_gradient_edge`. But that function
+    takes longer, and it needs a view of `y`, which sparse tensors do not support.
     """
     node = y.grad_fn
     if node is None:
@@ -73,7 +73,7 @@ def edge_of(y: Tensor) -> GradientEdge:
 
 
 def accumulator_of(leaf: Tensor) -> Any:
-    """Return the node that accumulates a leaf's gradient.
+    """Return the `AccumulateGrad` node of a leaf.
 
     The node exists only while a graph or a Python reference holds it.
     """
@@ -88,7 +88,7 @@ These nodes accumulate gradients themselves, but only in a backward that goes to
 
 
 def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves behind `y`, and whether a backward works only if it goes to all leaves."""
+    """Return the leaves of the graph of `y`, and whether a backward has to go to all of them."""
     leaves: list[Tensor] = []
     only_whole = False
     unseen = [get_gradient_edge(y).node]
@@ -148,7 +148,7 @@ def run_backward(
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """Return the value that a graph node has saved under a name; a tensor is returned detached."""
+    """Return the value that a graph node has saved under a name. A tensor is returned detached."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -228,7 +228,7 @@ def averages_gradients(modules: Iterable[Module]) -> bool:
 
 
 def is_compiled(module: Module) -> bool:
-    """Return whether a module, its call or its `forward` is a result of `torch.compile`."""
+    """Return whether `torch.compile` has compiled a module, its call, or its `forward`."""
     compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
     return compiled or module._compiled_call_impl is not None
 
@@ -242,8 +242,8 @@ def _note_averaging(module: Module, name: str, submodule: Module | None) -> None
         _averaging.add(module)
 
 
-# PyTorch calls this function for every submodule that a module gets. There is no other way for a
-# module to learn that `DistributedDataParallel` wraps it.
+# PyTorch calls `_note_averaging` each time a module gets a submodule. A pipeline has no other way
+# to learn that `DistributedDataParallel` wraps it.
 register_module_module_registration_hook(_note_averaging)
 
 
@@ -251,8 +251,8 @@ def misses_steps(model: Module) -> bool:
     """Return whether `DistributedDataParallel` wraps `model`, but does not average in `model.step`.
 
     `DistributedDataParallel` averages gradients only in a backward after its own `forward`, and
-    `step` does not call this `forward`. `replicate` averages the gradients of `step`, because it
-    treats each call of the model as a forward.
+    `step` does not call this `forward`. `replicate` works with `step`, because it treats each call
+    of the model as a forward.
     """
     if not _averaging or averages_gradients([model]):
         return False
@@ -268,8 +268,8 @@ def refuse_cached_parametrizations() -> None:
     if parametrize._cache_enabled:
         raise RuntimeError(
             "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each "
-            "micro-batch needs a graph of its own; call the pipeline and backward() outside of it, "
-            "or under torch.no_grad()"
+            "micro-batch needs a graph of its own; call the pipeline and backward() outside of "
+            "cached(), or under torch.no_grad()"
         )
 
 
@@ -299,7 +299,7 @@ NO_MODES: Stacks = ([], [])
 
 
 def mode_stacks() -> Stacks:
-    """Return the `TorchFunctionMode`s and the `TorchDispatchMode`s of this thread."""
+    """Return this thread's `TorchFunctionMode`s, and its `TorchDispatchMode`s."""
     functions = torch._C._len_torch_function_stack()
     operators = torch._C._len_torch_dispatch_stack()
     if not functions and not operators:

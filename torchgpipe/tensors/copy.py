@@ -1,15 +1,17 @@
 """Copies between devices, on separate CUDA streams (torchgpipe paper, section 3.2.4).
 
-One node of the autograd graph copies all tensors that a task sends to another device:
+One node of the autograd graph copies all tensors that a task sends to another device. The right
+column has the method of `StreamFence` that is called at each moment:
 
-    the task ends          the source's compute stream records an event         `StreamFence.leave`
+    the task ends          the source's compute stream records an event         `leave`
     the copy begins        the source's copy stream waits for that event        `hold`
     the copy ends          the target's copy stream records an event            `expect`
     the next task begins   the target's compute stream waits for that event     `arrive`
 
-In backward, gradients are copied back in the same way. So copies run at the same time as the
-computation of both devices. If a stream uses memory that was allocated on another stream,
-`Tensor.record_stream` records the use, so that PyTorch does not reuse the memory too early.
+In backward, gradients are copied back in the same way. Because copies have their own streams, they
+run at the same time as the computation of both devices. If a stream uses memory that was allocated
+on another stream, `Tensor.record_stream` records the use, so that PyTorch does not reuse the memory
+too early.
 
 When a stream waits, all later work on the stream waits, too. So streams wait for single events, not
 for all work of another stream, and each `CopyPath` has its own copy streams.
@@ -31,10 +33,13 @@ from torchgpipe.tensors.observe import NOTHING, Observer, observed
 class StreamFence:
     """The synchronization of CUDA streams for the inputs of a task, or for its outputs.
 
-    A task has two fences. At the fence of the inputs, inputs arrive in forward, and their gradients
-    leave in backward. At the fence of the outputs, outputs leave in forward, and their gradients
-    arrive in backward. The module's docstring lists when the four methods are called. The compute
-    stream is the device's current stream at the time when the fence is made.
+    A task has two fences:
+
+    - At the fence of the inputs, inputs arrive in forward, and their gradients leave in backward.
+    - At the fence of the outputs, outputs leave in forward, and their gradients arrive in backward.
+
+    The module's docstring lists when the four methods are called. The compute stream is the stream
+    that was current on the device when the fence was made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,12 +48,12 @@ class StreamFence:
         self._expected: list[Event] = []
 
     def leave(self) -> None:
-        """Record an event on the compute stream: after it, the tensors to copy are ready."""
+        """Record an event on the compute stream: when it occurs, the tensors to copy are ready."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait for the expected copies; `tensors` are these copies."""
+        """Let the compute stream wait for the expected copies (`tensors`)."""
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)
@@ -62,7 +67,7 @@ class StreamFence:
             _keep(tensors, stream)
 
     def expect(self, stream: Stream | None) -> None:
-        """Record an event on a copy stream: after it, the copies have arrived."""
+        """Record an event on a copy stream: when it occurs, the copies have arrived."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 
@@ -132,7 +137,7 @@ class CopyPath:
     ) -> Flat:
         """Copy tensors to the target on the current streams.
 
-        A copy to the host has ended when this method returns.
+        A copy to the CPU has ended when this method returns.
 
         Args:
             i: The index of the micro-batch.
@@ -181,7 +186,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _keep(tensors: Flat, stream: Stream) -> None:
-    """Keep the memory of CUDA tensors until the stream has done its present work."""
+    """Make PyTorch keep the memory of CUDA tensors until a stream has done its current work."""
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)

@@ -1,9 +1,9 @@
 """Items: the tensors that one task passes to another task, and whether these share memory.
 
 A layer can return the same tensor twice: as an output and as a skip, or twice in a tuple. Without a
-pipeline, if a later layer changes one of these two tensors in place, the other tensor changes, too.
-A pipeline copies the two tensors separately between partitions, so the other tensor does not
-change. To avoid different results, the pipeline refuses such in-place changes.
+pipeline, if a later layer changes one of these two tensors in place, the other one changes, too.
+But a pipeline copies them separately to the next device, so the other one would not change. To
+avoid different results, the pipeline raises an error for such in-place changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Item:
         fence: The synchronization of CUDA streams; only the graph engine uses it.
         tie: A tensor that makes an extra edge in the graph, so that tasks run in the right order in
             backward; only the graph engine uses it.
-        versions: How often each tensor had been changed in place when the item was made.
+        versions: The version counter of each tensor at the time when the item was made.
     """
 
     flat: Flat
@@ -47,7 +47,10 @@ class Item:
         self.versions = versions(self.flat)
 
     def with_skip(self, skip: Item, partition: int) -> Item:
-        """Return this item with one more skip; an error names `partition`, which gets the skip."""
+        """Return this item with one more skip, which enters partition number `partition`.
+
+        Raise `RuntimeError` if the skip was changed in place after it was made.
+        """
         skip.check_handed_on(partition)
         flat = self.flat + skip.flat
         shared = self.shared + skip.shared
@@ -64,8 +67,8 @@ class Item:
         if versions(self.flat) != self.versions:
             raise RuntimeError(
                 f"an input of partition {partition} was changed in place before the partition took "
-                "it: a layer returns memory that it uses again (a buffer) for the next "
-                "micro-batch; return a copy (x.clone())"
+                "it: a layer returns a tensor, such as a buffer, and uses its memory again for the "
+                "next micro-batch; return a copy (x.clone())"
             )
 
 
@@ -109,7 +112,7 @@ def versions(tensors: Flat) -> list[int | None]:
 
 
 def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:
-    """Return the pipeline's outputs after replacing tensors that share memory with copies.
+    """Return the pipeline's outputs, with copies in place of those tensors that share memory.
 
     This function is needed only if a mini-batch has a single micro-batch. The outputs of several
     micro-batches are concatenated, so they are copies anyway.

@@ -78,15 +78,15 @@ def form_of(value: TensorOrTensors) -> Form:
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Return the tensors as one value of class `form`; this is the inverse of `tensors_of`."""
+    """Return the tensors as one value of class `form`. This is the inverse of `tensors_of`."""
     if form is Tensor:
         return tensors[0]
     if form is tuple:
         return tensors
     if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
         return form(tensors)
-    # Named tuples, too, are made without their constructor, because the constructor of a subclass
-    # can take other arguments.
+    # A named tuple is made without its own constructor, because the constructor of a subclass can
+    # take other arguments.
     return tuple.__new__(form, tensors)
 
 
@@ -101,7 +101,7 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
-    """Return the tensors on a device, with their Python attributes."""
+    """Move tensors to a device, and keep their Python attributes."""
     there: list[Tensor | None] = []
     for x in tensors:
         if x is not None:
@@ -175,7 +175,7 @@ def scatter(
         sizes.append(x.size(0))
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"all input tensors must have one batch size (dimension 0), but they have {sizes}"
+            f"all input tensors must have the same batch size (dimension 0), but they have {sizes}"
         )
 
     if chunks == 1 or not sizes:
@@ -188,7 +188,7 @@ def scatter(
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the outputs of all micro-batches along dimension 0; the inverse of `scatter`.
+    """Concatenate the outputs of all micro-batches along dimension 0: the inverse of `scatter`.
 
     Raises:
         TypeError: If the outputs differ in their number of tensors.
@@ -201,8 +201,8 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         if _structure(y) != expected:
             raise TypeError(
                 f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} returned {_structure(y)}; return one structure "
-                "for every input"
+                f"{expected} and micro-batch {i} returned {_structure(y)}; return the same "
+                "structure for every input"
             )
     columns = list(zip(*map(tensors_of, outputs), strict=True))
     for column in columns:

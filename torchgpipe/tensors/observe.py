@@ -1,4 +1,4 @@
-"""Observers: a context for each task, which measures the task's time, memory or utilization."""
+"""Observers: functions that return a context for each task, for example to measure its time."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,8 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    A copy moves all tensors, or all gradients, that one task sends to another device. The copy
-    belongs to the partition that sends.
+    A copy moves all tensors, or all gradients, that one task sends to another device. The field
+    `partition` of a copy is the partition that sends.
     """
 
     kind: Kind

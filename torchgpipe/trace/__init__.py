@@ -1,7 +1,9 @@
 """Turn any module into a sequence of layers (`sequential`).
 
-The calls that the module's forward makes are recorded for several batch sizes. They are generalised
-to all batch sizes, and cut into layers. Then the layers' outputs are compared with the module's.
+1. The module runs on fake tensors, for several batch sizes. The calls that it makes are recorded.
+2. The recordings are merged into one list of calls that is valid for all batch sizes.
+3. The list is cut into layers.
+4. The layers' outputs and gradients are compared with the module's.
 """
 
 from torchgpipe.trace.refuse import Untraceable

@@ -1,4 +1,7 @@
-"""Recordings of a module's calls, with placeholders for tensors; and calls cut into layers."""
+"""Recorded calls of a module, and a function that cuts the calls into layers (`cut`).
+
+In the recorded arguments of a call, placeholders stand for tensors and devices.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +16,20 @@ from torchgpipe.trace.refuse import Where
 
 @dataclass(frozen=True)
 class Value:
-    """A placeholder in recorded arguments for an input, or for a tensor that a call returned."""
+    """A placeholder in recorded arguments for an input, or for a tensor that a call returned.
+
+    The inputs and these tensors are numbered. The inputs come first.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class Held:
-    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor."""
+    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor.
+
+    The name is the tensor's name in the module. Constant tensors get a new name.
+    """
 
     name: str
 
@@ -40,7 +49,8 @@ class Call(NamedTuple):
         kwargs: The keyword arguments, with the same placeholders.
         outputs: The numbers of the tensors that the call returns, in order.
         grad: Whether gradients are enabled during the call.
-        spent: In a layer: the numbers of the values that no later call of the layer uses.
+        spent: In a layer, the numbers of the tensors that are not used after this call. They are
+            freed.
         caller: The name of the module whose forward makes the call.
         since: If the call changes a tensor in place, the index of the call that made the tensor, or
             -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`
@@ -60,13 +70,13 @@ class Call(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """The tensor, and its dimension, from which a layer reads the batch size.
+    """Where a layer reads the batch size: a dimension of a tensor.
 
-    The batch size is the length of a dimension, divided by `each`.
+    The batch size is the length of this dimension, divided by `each`.
 
     Attributes:
         value: The number of the tensor, which is an input or a skip of the layer.
-        dimension: The dimension of the tensor.
+        dimension: The index of the dimension.
         each: How much longer the dimension is for each additional sample.
     """
 
@@ -84,12 +94,12 @@ class Recording:
         calls: The calls, in order.
         shapes: The shapes of the inputs and of all tensors that calls returned, by number. The
             inputs come first.
-        result: The structure that the module returned, with slots (placeholders) instead of
-            tensors, and these slots.
-        outputs: The numbers of the tensors that belong into the slots.
+        result: What the module returned, with slots (placeholders) in place of tensors; and a list
+            of these slots.
+        outputs: For each slot, the number of its tensor.
         extra: Tensors that the module holds and that are neither parameters nor buffers, by name.
-        state: A text for messages: the mode and the autocast of this recording, if they differ from
-            the first recordings.
+        state: For messages: the training mode and the autocast of this recording. The text is empty
+            if they are the same as in the first recordings.
     """
 
     size: int
@@ -110,8 +120,8 @@ class LayerPlan:
         calls: The calls that the layer makes.
         inputs: The numbers of the tensors from the previous layer.
         outputs: The numbers of the tensors for the next layer.
-        pops: The skips that the layer pops: their names, and the numbers of their tensors.
-        stashes: The skips that the layer stashes: their names, and the numbers of their tensors.
+        pops: The names of the skips that enter the layer, and the numbers of their tensors.
+        stashes: The names of the skips that leave the layer, and the numbers of their tensors.
         batch: Where the layer reads the batch size; `None` if no call needs the batch size.
     """
 
@@ -137,8 +147,9 @@ def cut(
     layer as the call before it. If a call makes a tensor and later calls change this tensor in
     place, all calls from the first to the last of these calls are in one layer.
 
-    A tensor goes to the next layer that uses it. If that is the following layer, the tensor is an
-    output of its layer. If it is a later layer, the tensor is a skip.
+    A tensor goes from the layer that makes it to the next layer that uses it, and so on. For
+    example, layer 2 makes a tensor, and layers 3 and 6 use it. Then the tensor is an output of
+    layer 2, and a skip from layer 3 to layer 6.
 
     Args:
         calls: The calls.
@@ -163,7 +174,7 @@ def cut(
 
 
 def _divided(calls: Sequence[Call], names: Sequence[str]) -> list[LayerPlan]:
-    """Cut the calls into layers; set only the layers' names and calls."""
+    """Cut the calls into layers. Of each layer, only the name and the calls are set."""
     # No layer begins between a call that makes a tensor and a call that changes the tensor.
     inside: set[int] = set()
     for k, call in enumerate(calls):
@@ -201,8 +212,9 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs an output.
 
-    If all tensors that go past layer k are skips, the skip that passes the fewest layers becomes an
-    output of layer k: layers k and k + 1 are added to its stops.
+    If only skips pass the border between these two layers, the skip over the fewest layers also
+    becomes an output of layer `k`. For this, `k` and `k` + 1 are added to its stops, which are the
+    layers that make, use or pass it.
     """
     shortest = (layers, 0)
     for number, places in stops.items():

@@ -1,8 +1,8 @@
 """Merge recordings for several batch sizes into one list of calls for all batch sizes.
 
-If a number differs between the recordings, it has to be linear in the batch size. Any other
-difference means that the module makes other calls for other batch sizes. A fixed list of calls
-cannot repeat this, so such a module raises an error.
+If a number differs between the recordings, it has to be a linear function of the batch size. If
+anything else differs, the module makes other calls for other batch sizes. A fixed list of calls
+cannot repeat this, so an error is raised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,21 @@ SIZES = (2, 3, 5)
 
 @dataclass(frozen=True)
 class Grows:
-    """A placeholder for a number that grows with the batch size: `each * batch size + fixed`."""
+    """A placeholder for a number that is a linear function of the batch size.
+
+    The number is `each * (batch size) + fixed`.
+
+    Attributes:
+        each: How much the number increases for each additional sample.
+        fixed: The part of the number that does not depend on the batch size.
+    """
 
     each: int
     fixed: int
 
 
 def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
-    """Merge the recordings into one list of calls, with `Grows` in place of numbers that differ.
+    """Merge the recordings into one list of calls. Numbers that differ are replaced by `Grows`.
 
     Raises:
         Untraceable: If the recordings differ in anything but numbers that grow with the batch size.
@@ -77,7 +84,7 @@ _fixed = attrgetter("target", "outputs", "grad", "since")
 
 
 def _check_ends(recordings: Sequence[Recording]) -> None:
-    """Raise `Differs` if recordings return different structures or use different tensors."""
+    """Raise `Differs` if the recordings return different structures or use different constants."""
     structures: list[Any] = []
     ends: list[Any] = []
     for recording in recordings:
@@ -87,8 +94,8 @@ def _check_ends(recordings: Sequence[Recording]) -> None:
     if not all(same(end, ends[0]) for end in ends):
         returned = ", ".join(map(repr, structures))
         raise Differs(
-            f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can "
-            "return tensors alone, and values that are equal for all batch sizes"
+            f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can only "
+            "return tensors, and values that are equal for all batch sizes"
         )
 
 
@@ -139,7 +146,7 @@ class Differs(Exception):
 def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Merge the arguments of one call, recorded for several batch sizes, into one value.
 
-    `Grows` replaces numbers that differ.
+    Numbers that differ are replaced by `Grows`.
 
     Args:
         values: The value that was recorded for each batch size.
@@ -197,8 +204,12 @@ _COMPARED = (
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
     """Return a value's type and contents in a form that can be compared with `==`.
 
-    A recording may have a copy of an object, so the identity of objects does not matter. Tensors
-    and classes are compared by their ids. `within` has the ids of the objects that contain `x`.
+    Two recordings can have different copies of one object. So most objects are compared by their
+    contents, and not by their ids. Tensors and classes are compared by their ids.
+
+    Args:
+        x: The value.
+        within: The ids of the objects that contain `x`.
     """
     if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"

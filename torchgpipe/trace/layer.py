@@ -1,11 +1,11 @@
 """Layers of a traced module. Each layer makes some of the module's calls.
 
-A layer holds the module's own submodules, parameters and buffers under their names, such as
-`layer1.0.conv2`. Empty modules take the place of the modules that contain them, such as `layer1`.
+A layer holds submodules, parameters and buffers of the module under their old names, such as
+`layer1.0.conv2`. For this, the layer has empty modules `layer1` and `layer1.0`.
 
-The `state_dict` of the layers has the names of the module's `state_dict`. Each layer also has a
-name in the sequence, such as `12:layer1/0/conv2`. `state_dict` leaves this name out, and hooks of
-the sequence insert it when a state is loaded.
+The names in the `state_dict` of all layers are the names in the module's `state_dict`. Each layer
+also has a name of its own, such as `12:layer1/0/conv2`. `state_dict` leaves this name out, and
+hooks insert it when a state is loaded.
 """
 
 from collections import OrderedDict
@@ -115,8 +115,9 @@ class Layer(Module):
     ) -> Iterator[tuple[str, Module]]:
         """Yield the layer and its submodules, under the names that the traced module has for them.
 
-        PyTorch derives the names of parameters from these names. So the layer's name in the
-        sequence is left out if the layer itself has parameters or buffers.
+        The layer itself is yielded under the layer's own name, such as `12:layer1/0/conv2`. But
+        this name is left out if the layer itself has parameters or buffers, because PyTorch derives
+        the names of parameters from it.
         """
         own = self._parameters or self._buffers
         outer = self._outer(f"{prefix}.")[:-1]
@@ -180,13 +181,13 @@ class Layer(Module):
         return filled
 
     def _outer(self, prefix: str) -> str:
-        """Return `prefix` without the layer's name in the sequence, with which `prefix` ends."""
+        """Remove the layer's own name, such as `12:layer1/0/conv2`, from the end of a prefix."""
         outer = prefix.removesuffix(f"{self.name}.")
         return outer if outer == "" or outer.endswith(".") else prefix
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return a layer's calls; the field `spent` of a call lists the tensors to free after it."""
+    """Return a layer's calls. Their field `spent` is set to the tensors to free after each call."""
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):
@@ -201,14 +202,14 @@ def _steps(plan: LayerPlan) -> list[Call]:
 
 
 class Layers(nn.Sequential):
-    """The layers of a traced module. They are called like the module and have its state.
+    """The layers of a traced module: an `nn.Sequential` that is called like the module.
 
-    `GPipe` takes them like any other `nn.Sequential`.
+    Its `state_dict` has the names and tensors of the module's `state_dict`.
 
     Args:
         layers: The layers by name.
-        signature: The structure of the module's arguments and results. A slice of the layers has no
-            signature: it takes and returns tensors, like a layer.
+        signature: The structure of the module's arguments and results. It is `None` for a part of
+            the layers, which takes and returns only tensors.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Layers(nn.Sequential):
         keep_names(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layers one after another, with the arguments and results of the module."""
+        """Call the layers one after another. Arguments and result are those of the module."""
         if self.signature is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         tensors = self.signature.flat(args, kwargs)
@@ -228,9 +229,9 @@ class Layers(nn.Sequential):
 
 
 def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Return the tensors in a sample of the arguments of `module`.
+    """Return the tensors in `sample`, which has the arguments of a call of `module`.
 
-    If the module is not a `Layers`, the function returns the sample itself.
+    If the module is not a `Layers`, the result is the sample itself.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return sample if signature is None else signature.flat(*arguments(sample))
@@ -243,16 +244,13 @@ def batched(module: Module) -> Sequence[bool] | None:
 
 
 def keep_names(module: Module) -> None:
-    """Let `module` load a state with the names of the traced module.
-
-    The children of `module` can be layers of a traced module.
-    """
+    """Let a sequence of layers load a state that has the names of the traced module."""
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)
 
 
 def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Insert the layers' names in the sequence into the keys of a state."""
+    """Insert the names of the layers, such as `12:layer1/0/conv2`, into the keys of a state."""
     given = dict(state)
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
@@ -264,7 +262,7 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _out_of_layers(module: Module, incompatible: Any) -> None:
-    """Remove the layers' names in the sequence from missing and unexpected keys."""
+    """Remove the names of the layers from the missing and unexpected keys that PyTorch reports."""
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
             for names in incompatible:
@@ -272,7 +270,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module that replaces a submodule if the layer holds only a part of the submodule."""
+    """An empty module in place of a submodule, if a layer holds only a part of this submodule."""
 
 
 def _submodule(module: Module, path: str) -> Any:

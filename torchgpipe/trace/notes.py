@@ -1,4 +1,4 @@
-"""Notes: which modules use something that a recording cannot repeat, such as their mode."""
+"""Notes: which modules use something that a recording cannot repeat, such as random states."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ Notes = dict[Module, tuple[str, Where]]
 CHECKPOINT = "torch.utils.checkpoint"
 """The note of a module that checkpoints a part of its forward."""
 
-# Functions whose results can differ when the layers run, and functions that do more than return a
-# result. A recorder sees the use of an attribute as a call of its `__get__` or `__set__`.
+# Functions that cannot be recorded: their results can differ when the layers run, or they do more
+# than return a result. A recorder sees the use of an attribute as a call of `__get__` or `__set__`.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
@@ -42,7 +42,8 @@ for name in (
 def check_notes(root: Module, notes: Notes) -> None:
     """Raise an error if a module uses something that a recording cannot repeat.
 
-    A module may read its mode, because a second recording is made for the other mode.
+    Only reading the mode (`training`) is allowed, because the calls are recorded again for the
+    other mode.
     """
     for what, at in notes.values():
         if what != "training":

@@ -51,8 +51,8 @@ class Slot:
 class Slots(TorchFunctionMode):
     """Take tensors out of structures and leave a slot (placeholder) for each tensor.
 
-    It is also a `TorchFunctionMode`: while it is active, `copy.deepcopy` puts slots in place of the
-    tensors of any object.
+    This class is also a `TorchFunctionMode`. While the mode is active, `copy.deepcopy` of any
+    object puts slots in place of the tensors.
 
     Args:
         slots: The slots to use first. More slots are made when all of them are used.
@@ -64,7 +64,7 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of `value` with slots for the tensors, and add the tensors to `tensors`."""
+        """Return a copy of `value` with slots in place of tensors; add the tensors to `tensors`."""
         if isinstance(value, Tensor):
             return self._slot(value)
         if type(value) in (tuple, list):

@@ -1,9 +1,13 @@
 """Record a module's calls by running it once on fake tensors, which have shapes but no contents.
 
-Every call of a PyTorch function becomes a `Call`. So does every call of a submodule that is kept
-whole: PyTorch's own layers, and submodules with hooks or without submodules. Reading an attribute
-of a tensor, such as its shape, is not recorded. Code that needs the contents of a tensor cannot be
-recorded.
+Recorded are:
+
+- each call of a PyTorch function
+- each call of a submodule that is kept whole, such as one of PyTorch's own layers, or a submodule
+  that has hooks or that has no submodules itself
+
+Reading an attribute of a tensor, such as its shape, is not recorded. Code that needs the contents
+of a tensor cannot be recorded.
 """
 
 import copy
@@ -42,11 +46,11 @@ def record(
     """Record a module's calls on fake tensors, then restore the module's state.
 
     Args:
-        recorder: A new recorder of the module. Its notes get the modules whose forward uses
+        recorder: A new recorder of the module. Its notes name the modules whose forward uses
             something that a recording cannot repeat.
         signature: The module's signature.
         inputs: Tensors with the shapes and dtypes of the module's inputs.
-        size: How many samples the fake tensors have, if they have a batch dimension.
+        size: The batch size of those fake tensors that have a batch dimension.
         device: A device for the fake tensors if the module is on `meta`. With `None`, they have the
             devices of the module and of `inputs`.
 
@@ -104,11 +108,11 @@ class Recorded(NamedTuple):
 
 
 class Sizes:
-    """A check that, for each batch size, the module makes the same calls as the layers.
+    """A check that the module makes the same calls as its layers, also for other batch sizes.
 
-    It keeps a copy of the module on `meta`, without hooks. For each new batch size, mode and
-    autocast, it records the copy, and compares this recording with the recordings from which the
-    layers were made.
+    For each new batch size, mode and autocast, a copy of the module is recorded. This recording is
+    compared with the recordings from which the layers were made. The copy is on `meta` and has no
+    hooks.
 
     Args:
         module: The module.
@@ -165,22 +169,22 @@ class Sizes:
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the module makes the traced calls for this batch size and mode, too.
+        """Check that the module makes the calls of the layers for this batch size and mode, too.
 
         Args:
             tensors: The inputs of the first layer.
             training: Whether the layers are in training mode.
 
         Raises:
-            Untraceable: If the module makes calls that differ from the traced ones.
+            Untraceable: If the module's calls differ from those of the layers.
         """
         given = zip(tensors, self._signature.batched, strict=True)
         size = next(len(x) for x, batched in given if batched)
         state = (training, _autocast(tensors[0]))
         known = (size, *state)
         if known not in self._known and not tensors[0].is_meta:
-            # The check runs in a new thread, because modes can be active in this thread, such as a
-            # recorder (a `TorchFunctionMode`).
+            # The check runs in a new thread. In this thread, modes can be active that would see the
+            # check, such as a recorder (a `TorchFunctionMode`).
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, size, state).result()
             self._known.add(known)
@@ -195,8 +199,8 @@ class Sizes:
         if module.training != training:
             module.train(training)
         for part in module.modules():
-            # A batch norm in training mode refuses a single sample. The module's own batch norms
-            # can be in evaluation mode now, although the copy's batch norms are not.
+            # A batch norm in training mode would refuse a single sample. (The module's own batch
+            # norms may be in evaluation mode, so that they take it.)
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))

@@ -1,8 +1,6 @@
 """Record the calls of a module's forward, with placeholders for the tensors in arguments."""
 
 import copy
-import random
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Container
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
@@ -22,6 +20,7 @@ from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import NOTED, Notes
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import Untraceable, Where, refused, where
+from torchgpipe.trace.restore import random_states
 from torchgpipe.trace.whole import stays_whole
 
 Run = Callable[..., Any]
@@ -47,14 +46,14 @@ _PLAIN = (
 class Recorder(TorchFunctionMode):
     """A `TorchFunctionMode` that records the calls of a module's forward.
 
-    It records each call of a PyTorch function, and each call of a submodule that is kept whole.
-    PyTorch tells the mode about calls of functions; `watched` tells the mode about calls of
-    modules. Calls within a recorded call are not recorded.
+    It records each call of a PyTorch function, and each call of a submodule that is kept whole (not
+    cut into layers). PyTorch tells the mode about calls of functions. The context `watched` tells
+    it about calls of modules. Calls within a recorded call are not recorded.
 
     Args:
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
-        notes: Gets an entry for each module that uses something a recording cannot repeat.
+        notes: Gets an entry for each module that uses something that a recording cannot repeat.
         results: The results of submodules that cannot run on fake tensors, if they are known.
 
     Attributes:
@@ -106,8 +105,8 @@ class Recorder(TorchFunctionMode):
         # list after an error, so that the error's message can name them.
         self._opened = [root]
         self._thread = threading.get_ident()
-        # The random states, which recorded code must not change; `None` if other threads may change
-        # them.
+        # The states of random generators. Recorded code must not change them. This is not checked
+        # (`None`) if other threads may change them.
         self._random: tuple[Any, ...] | None = random_states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,11 +171,11 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether a call is not recorded: within a recorded call, or in another thread."""
+        """Return whether calls are not recorded now: in a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
-        """Note that the module whose forward runs uses something that cannot be recorded."""
+        """Note that the module whose forward is running uses `what`, which cannot be recorded."""
         if not self.passes():
             self._notes.setdefault(self._opened[-1], (what, where()))
 
@@ -186,7 +185,10 @@ class Recorder(TorchFunctionMode):
             self.note("a random state")
 
     def add(self, x: Tensor, call: int) -> int:
-        """Give a number to a tensor that call number `call` has made; return the number."""
+        """Give a number to a tensor, and return the number.
+
+        `call` is the index of the call that has made the tensor, or -1 for an input.
+        """
         number = len(self.shapes)
         self._alive.append(x)
         self._numbers[id(x)] = number
@@ -208,7 +210,7 @@ class Recorder(TorchFunctionMode):
 
         Args:
             run: The function to run.
-            target: What the recording names as called: a function, or a submodule's name.
+            target: What is recorded as the target of the call: a function, or a submodule's name.
             args: The positional arguments.
             kwargs: The keyword arguments.
         """
@@ -248,11 +250,11 @@ class Recorder(TorchFunctionMode):
             self._calls_under_way -= 1
 
     def _views(self, made: list[Tensor], changed: list[Tensor]) -> dict[int, Tensor]:
-        """Return views to replace the tensors of a call's result that are not new, by their ids.
+        """Return a view of each tensor in a call's result that is not new, by the tensor's id.
 
-        Some calls, such as `contiguous`, return their argument for one batch size and a new tensor
-        for another. With a view, the result has a new number in both cases. A tensor that the call
-        changes in place keeps its number.
+        The views take the place of these tensors. Some calls, such as `contiguous`, return their
+        argument for one batch size, and a new tensor for another. With a view, the result has a new
+        number in both cases. A tensor that the call has changed in place keeps its number.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -276,11 +278,9 @@ class Recorder(TorchFunctionMode):
         return refused(self.root, at, why, what)
 
     def _class_of(self, module: Module) -> str:
-        """Return an expression for a submodule's class; by its path if the name is ambiguous."""
+        """Return an expression for a submodule's class; by its path if PyTorch has this name."""
         kind = type(module)
-        alike = {type(other) for other in self._paths if type(other).__name__ == kind.__name__}
-        known = getattr(nn, kind.__name__, kind)
-        if len(alike) > 1 or known is not kind:
+        if getattr(nn, kind.__name__, kind) is not kind and module in self._paths:
             return f"type(module.get_submodule({self._paths[module]!r}))"
         return kind.__name__
 
@@ -328,7 +328,7 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return a value that is no tensor and no structure, or the placeholder of a device."""
+        """Return an argument that is no tensor and no structure, or a placeholder for a device."""
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
             return value
@@ -347,12 +347,3 @@ class Recorder(TorchFunctionMode):
                 raise refused(self.root, where(), why, what)
             raise self.refusal(where(), why)
         return taken
-
-
-def random_states() -> tuple[Any, ...]:
-    """Return the states of the default random generators of PyTorch, Python and NumPy."""
-    numpy = sys.modules.get("numpy")
-    _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
-    with unset_fake_temporarily():
-        state = torch.default_generator.get_state()
-        return (state.numpy().tobytes(), random.getstate(), bytes(keys), others)

@@ -39,8 +39,7 @@ def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceab
 def where(error: BaseException | None = None) -> Where:
     """Return the file and line of the innermost code that is not PyTorch's or this library's.
 
-    The function searches the traceback of `error`, if an error is given, and then the current call
-    stack.
+    If an error is given, its traceback is searched first. Then the current call stack is searched.
     """
     traceback = error.__traceback__ if error else None
     raised = reversed(list(walk_tb(traceback)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module
 
 from torchgpipe.trace.parts import tensors_in
@@ -19,8 +20,8 @@ from torchgpipe.trace.parts import tensors_in
 def as_it_was(root: Module) -> Iterator[None]:
     """At the end of the context, restore a module and all random states.
 
-    It restores the attributes of all submodules, and the contents of the attributes. It does not
-    restore the contents of parameters.
+    The attributes of all submodules are restored, and also the contents of these attributes. But
+    the contents of parameters are not restored.
     """
     with _same_attributes(root), _same_contents(root), _same_random_states(root):
         yield
@@ -52,7 +53,7 @@ def _same_attributes(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_contents(root: Module) -> Iterator[None]:
-    """Restore the contents of tensors, except parameters, and the states of generators."""
+    """Restore the states of generators and the contents of tensors, but not those of parameters."""
     buffers = set(map(id, root.buffers()))
     tensors: list[tuple[Tensor, int | None, Tensor]] = []
     generators: list[tuple[torch.Generator, Tensor]] = []
@@ -90,3 +91,12 @@ def _same_random_states(root: Module) -> Iterator[None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(array)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Return the states of the default random generators of PyTorch, Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
+    with unset_fake_temporarily():
+        state = torch.default_generator.get_state()
+        return (state.numpy().tobytes(), random.getstate(), bytes(keys), others)

@@ -1,4 +1,4 @@
-"""Cut any module into a sequence of layers that hold its own parameters (`sequential`)."""
+"""Cut any module into a sequence of layers that have the module's own parameters (`sequential`)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
 from torchgpipe.trace.compare import check_halves, check_outputs, check_state, ran
 from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
@@ -44,19 +43,21 @@ def sequential(
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The function records the module's forward on fake tensors, for three batch sizes. It cuts the
-    recording where a submodule with parameters is called. A tensor becomes a skip if a layer after
-    the next layer uses the tensor. The layers hold the module's own submodules, parameters and
-    buffers, and their `state_dict` has the module's names. The layers and the pipeline are called
-    like the module.
+    The function records the calls in the module's forward on fake tensors, for three batch sizes.
+    It cuts the list of calls where a submodule with parameters is called. A tensor becomes a skip
+    if a layer after the next layer uses it.
 
-    The layers' outputs and gradients on the sample are compared with the module's. In evaluation
-    mode, the module's outputs for the two halves of the sample are compared with its outputs for
-    the whole sample, unless some submodules are kept `whole`. So the function raises an error if
-    the module compares samples, or if the batch is not in the first dimension.
+    The layers hold the module's own submodules, parameters and buffers. Their `state_dict` has the
+    module's names. The layers and the pipeline are called like the module.
 
-    A submodule is kept whole (not cut) if its forward reads `training` or does something that a
-    recording cannot repeat. If it has more than half of the parameters, there is an error instead.
+    The layers' outputs and gradients on the sample are compared with the module's. Unless some
+    submodules are kept `whole`, the module's outputs (in evaluation mode) for the two halves of the
+    sample are also compared with those for the whole sample. So the function raises an error if the
+    module compares samples, or if the batch is not in the first dimension.
+
+    A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
+    recording cannot repeat. If it has more than half of the parameters, an error is raised instead.
+
     Later calls need arguments like the sample's, with the same shapes except for the batch size. A
     later call raises an error if the module makes other calls for its batch size, mode or autocast.
 
@@ -81,7 +82,7 @@ def sequential(
     """
     _check_root(module)
     signature = Signature(module, sample)
-    inputs = tensors_of(signature.flat(*arguments(sample)))
+    inputs = signature.tensors(*arguments(sample))
     if not inputs:
         raise Untraceable(
             f"{type(module).__name__} is given no tensor, so there is nothing to split"
@@ -97,16 +98,16 @@ def sequential(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # An error without a `__cause__` says that the module runs if these inputs have
-                    # a batch dimension, but that it cannot be traced. Then no guess with fewer
-                    # batched inputs is tried, because the module computes something else with it.
+                    # If the error has no `__cause__`, the module has run with this guess, but it
+                    # cannot be traced. Then no guess with fewer batched inputs is tried: even if
+                    # the module ran with such a guess, it would compute something else.
                     if error.__cause__ is None:
                         break
                 else:
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
-                    # Submodules that the user keeps whole may compare samples, such as experts with
-                    # a capacity.
+                    # Submodules that the user keeps whole may compare samples, so then the halves
+                    # of the sample may give other outputs.
                     if not kept:
                         check_halves(module, signature, inputs)
                     return layers
@@ -117,7 +118,7 @@ def sequential(
 
 
 def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
-    """Return the submodules that the user wants to keep whole, by the argument `whole`."""
+    """Return the submodules of `module` that the user keeps whole by the argument `whole`."""
     if isinstance(whole, str | type | Module):
         raise TypeError(f"whole must be a list of submodules or their classes, but got {whole!r}")
     kept: set[Module] = set()
@@ -143,8 +144,9 @@ def _choices(
 ) -> Iterator[Iterable[Batched]]:
     """Yield groups of guesses about which input tensors have a batch dimension.
 
-    Each group is for one batch size. In a group, guesses with more batched tensors come first. If
-    `shared` names the arguments without a batch dimension, there is only one guess.
+    All tensors that a group takes as batched have the same length of dimension 0. In a group,
+    guesses with more batched tensors come first. If `shared` names the arguments without a batch
+    dimension, there is only one guess.
     """
     if shared is not None:
         if isinstance(shared, str):
@@ -167,7 +169,7 @@ def _choices(
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
-    """Yield a mask of length `n` for each non-empty subset of `members`, the largest first."""
+    """Yield a mask of length `n` for each non-empty subset of `members`, larger subsets first."""
     for count in range(len(members), 0, -1):
         for chosen in combinations(members, count):
             yield tuple([k in chosen for k in range(n)])
@@ -201,8 +203,8 @@ def _recorded(
 ) -> Recorded:
     """Record a module's calls for several batch sizes.
 
-    If small submodules cannot be recorded, for example because they read the mode, the function
-    adds them to `whole` and records the module again.
+    If small submodules cannot be recorded, for example because they read the mode, they are added
+    to `whole`, and the module is recorded again.
     """
     results: KeptResults | None = None
     while True:
@@ -230,7 +232,7 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
     """Return the modules in `notes` that have at most half of the parameters of `root`.
 
     Raises:
-        Untraceable: If there is no such module, and a module cannot be recorded.
+        Untraceable: If there is no such module, but a module that cannot be recorded.
     """
     total = sum(map(Tensor.numel, root.parameters()))
     small: set[Module] = set()
@@ -244,7 +246,10 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return for each call the name of a layer that can begin with it; "" if no layer can."""
+    """Return for each call the name of a layer that can begin with it; "" if no layer can.
+
+    A layer can begin with a call that uses parameters.
+    """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
     for call in calls:
@@ -272,16 +277,16 @@ def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> Ba
             if each > 0 and list(lengths) == [each * size for size in SIZES]:
                 return BatchSize(number, dimension, each)
     at = plan.calls[0].where
-    raise refused(root, at, "from here on, no tensor has a batch dimension", "cut less: whole=[…]")
+    why = "a layer would begin here, but none of its input tensors has a batch dimension"
+    raise refused(root, at, why, "keep a larger submodule as one layer, whole=[…]")
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:
     """Add to the layers all parameters and buffers that no call uses.
 
-    The module's `state_dict` has these tensors, so the layers' `state_dict` needs them, too.
-
-    If a parameter has a second name, the layer with the first name holds both names. All other
-    parameters and buffers are added to the last layer.
+    The layers' `state_dict` needs these tensors, because the module's `state_dict` has them. They
+    are added to the last layer. But if a parameter has two names, the layer that holds it under one
+    name also holds it under the other name.
     """
     holders: dict[Tensor, Any] = {}
     for layer in sequence:
@@ -298,7 +303,7 @@ def _hold_unused(module: Module, sequence: Layers) -> None:
 
 
 def _check_root(module: Module) -> None:
-    """Raise an error if calling the module does more than its forward, such as hooks."""
+    """Raise an error if the module has hooks, is compiled, or has lazy or scripted parts."""
     if not isinstance(module, Module):
         given = module.__name__ if isinstance(module, type) else type(module).__name__
         what = f"the class {given}; give a module of it" if isinstance(module, type) else given
@@ -311,12 +316,14 @@ def _check_root(module: Module) -> None:
         )
     if is_compiled(module):
         raise Untraceable(
-            f"{kind} is compiled; give the module that was compiled, and compile its submodules"
+            f"{kind} is compiled; pass the module that torch.compile was given, and compile its "
+            "submodules instead"
         )
     for name, part in module.named_modules():
         if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
             raise Untraceable(
-                f"{kind} has parameters without shapes, such as in {name!r}; run it once"
+                f"{kind} has lazy parameters without shapes, such as in {name!r}; run it once "
+                "before it is cut into layers"
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(

@@ -68,10 +68,10 @@ class Signature:
         return module(**by_name)
 
     def arguments(self, input: Any) -> Arguments:
-        """Return the positional and keyword arguments that an input gives.
+        """Convert an input of the pipeline into positional and keyword arguments.
 
         A dictionary gives keyword arguments, and a tuple gives positional arguments. If the module
-        cannot take these arguments, the input is a single argument.
+        cannot take these arguments, the input itself is the only argument.
         """
         args, kwargs = arguments(input)
         try:
@@ -93,9 +93,15 @@ class Signature:
         """Return the tensors in the arguments of a call.
 
         Raises:
-            ValueError: If the arguments differ from the sample's in more than the batch size and
-                the contents of tensors.
+            ValueError: If the arguments are not like those of the sample. Only the batch size and
+                the contents of tensors may differ. Also if the tensors differ in their batch size.
         """
+        tensors = self.tensors(args, kwargs)
+        self._check_batch_sizes(tensors)
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def tensors(self, args: Sequence[Any], kwargs: ByName) -> list[Tensor]:
+        """Return the tensors in the arguments of a call, without a check of their batch sizes."""
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             taken = slots.taken(value)
@@ -116,8 +122,7 @@ class Signature:
                     f"but {shape} and {dtype} in the sample that the module was traced with"
                     f"{batch}; call sequential again with a sample like this"
                 )
-        self._check_batch_sizes(tensors)
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+        return tensors
 
     def _check_batch_sizes(self, tensors: Tensors) -> None:
         first: str | None = None
@@ -162,7 +167,7 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Return the positional and keyword arguments that a sample gives."""
+    """Convert a sample into positional and keyword arguments."""
     if isinstance(sample, Mapping):  # a tokenizer returns a mapping that is no dictionary
         return (), dict(sample)
     if isinstance(sample, tuple):

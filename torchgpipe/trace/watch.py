@@ -20,6 +20,9 @@ from torchgpipe.trace.recorder import Recorder
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
 
+# Calls by `torch.no_grad`, fake tensors, and the recorder are not noted.
+_OURS = ("grad_mode.py", "fake_tensor.py", "recorder.py", "restore.py")
+
 _one_at_a_time = threading.RLock()
 
 # If a call fails on fake tensors, PyTorch logs its traceback. But some calls are expected to fail:
@@ -31,10 +34,15 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def watched(recorder: Recorder) -> Iterator[None]:
     """Within the context, tell a recorder about events that a `TorchFunctionMode` does not see.
 
-    These are calls of modules and of custom autograd functions, assignments to buffers, and reads
-    of `training`. To see these events, the context replaces functions of PyTorch, such as methods
-    of `nn.Module`, in the whole process. So calls of other threads reach the recorder, too. The
-    recorder does not record calls of other threads (`Recorder.passes`).
+    These events are:
+
+    - calls of modules and of custom autograd functions
+    - assignments to buffers, and reads of `training`
+    - uses of autocast, grad mode, random states and random numbers
+
+    To see these events, the context replaces functions of PyTorch, such as methods of `nn.Module`,
+    in the whole process. So the recorder is also told about events in other threads, but ignores
+    them (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),
@@ -42,8 +50,8 @@ def watched(recorder: Recorder) -> Iterator[None]:
         *_noted_functions(recorder),
         (_LOG, "disabled", True),
     ]
-    # Compiled functions run eagerly in the context. The compiler cannot handle the recorder, and
-    # crashes the process.
+    # Compiled functions run eagerly in this context, because the compiler cannot handle the
+    # recorder: it would crash the process.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement, create=True))
@@ -51,7 +59,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 def _module_calls(recorder: Recorder) -> list[Replacement]:
-    """Return replacements for calls of modules and of custom autograd functions."""
+    """Return replacements that tell the recorder about calls of modules and of custom functions."""
     call: Any = Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
@@ -100,9 +108,8 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
         run = getattr(owner, name)
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
-            # Calls by `torch.no_grad`, fake tensors and the recorder are not noted.
             caller = sys._getframe(1).f_code.co_filename
-            if not caller.endswith(("grad_mode.py", "fake_tensor.py", "recorder.py")):
+            if not caller.endswith(_OURS):
                 recorder.note(CHECKPOINT if caller == checkpoint.__file__ else what)
             return run(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Decide which submodules are kept whole: calls within their forward are not recorded."""
+"""Decide which submodules are kept whole: recorded as a single call, and not cut into layers."""
 
 from collections.abc import Container
 

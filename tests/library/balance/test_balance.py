@@ -255,7 +255,7 @@ OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_size, X, {"chunks": 2.0}, "chunks must be a positive int, got 2.0"),
     (balance_by_size, X, {"param_scale": -1.0}, "param_scale must be .* got -1.0"),
     (balance_by_size, X, {"param_scale": NAN}, "param_scale must be .* got nan"),
-    (balance_by_size, (X, X[:1]), {"chunks": 2}, "one batch size"),
+    (balance_by_size, (X, X[:1]), {"chunks": 2}, "the same batch size"),
 ]
 COSTS = [
     ([1, -2], "not negative, got -2 for layer 1"),

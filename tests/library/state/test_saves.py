@@ -285,8 +285,8 @@ NOT_SAVED = r"step 0 cannot be saved .*; nothing was saved"
         (keeping(0), ValueError, KEEP),
         (keeping(True), ValueError, KEEP),
         (keeping(1.0), ValueError, KEEP),
-        (saving(0, slow), ValueError, "the optimizer holds 'slow' that belongs to no"),
-        (saving(0, counting), ValueError, "the optimizer holds 'steps' that belongs to no"),
+        (saving(0, slow), ValueError, "the optimizer holds 'slow', which belongs to no"),
+        (saving(0, counting), ValueError, "the optimizer holds 'steps', which belongs to no"),
         (lambda folder: saving(0)(folder / "file"), OSError, NOT_SAVED),
         # This error is raised when a state is loaded, before the training.
         (load_from_a_file, OSError, r"states cannot be saved in .*file"),

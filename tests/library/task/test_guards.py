@@ -68,4 +68,4 @@ def test_a_guard_has_the_moments_of_its_row(file: str) -> None:
 @pytest.mark.parametrize("file", rows())
 def test_a_guard_begins_with_what_goes_wrong_without_it(file: str) -> None:
     text = (FOLDER / f"{file}.py").read_text()
-    assert "What goes wrong without it:" in text.split('"""')[1]
+    assert "What goes wrong without this guard:" in text.split('"""')[1]

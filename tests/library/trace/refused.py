@@ -161,7 +161,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     ),
     "hooks of saved tensors": (
         False,
-        ["Do give something else than the module does: the gradient of a.weight"],
+        ["Do compute something else than the module does: the gradient of a.weight"],
     ),
     "a random state": (False, ["`torch.initial_seed()`", *asks_for("a random state")]),
     "the default generator": (True, ["asks for a random state"]),
@@ -169,7 +169,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),
     "a size that is returned": (
         True,
-        ["returns {'y': Tensor, 'n': 2}, {'y'", "return tensors alone"],
+        ["returns {'y': Tensor, 'n': 2}, {'y'", "only return tensors"],
     ),
     "a shape that is returned": (True, ["or returns (Tensor, [torch.Size([2, 6])])"]),
     "a closure that is returned": (True, ["or returns (Tensor, <function"]),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe, sequential
 from torchgpipe.trace import Untraceable
-from torchgpipe.trace.recorder import random_states
+from torchgpipe.trace.restore import random_states
 
 from .. import traced
 from ..traced import WIDTH, does, rows

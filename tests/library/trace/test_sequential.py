@@ -20,7 +20,7 @@ from torchgpipe import GPipe, pipeline, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.trace.parts import tensors_in
-from torchgpipe.trace.recorder import random_states
+from torchgpipe.trace.restore import random_states
 
 from ...behaviours.test_any_model import called
 from .. import traced

@@ -2,10 +2,13 @@
 
 A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
 takes care of one thing that could differ, such as buffers. A guard is one class in one file. All
-guards have the same methods (guard.py). `torchgpipe.task.stage_guards` says which guards a stage
-has. The page `docs/how-it-works.md` has a table of guards and methods, which a test checks.
+guards have the same methods, which guard.py lists. `torchgpipe.task.stage_guards` says which guards
+a stage has. The page `docs/how-it-works.md` has a table of all guards and their methods.
 
-To add a guard, write a class with the methods that it needs, and add it to `StageGuards`. Add a row
-to the table in the docs, rows to the behaviours' table (tests/behaviours) that name the guard, and
-a planted fault (tests/planted) that leaves the guard out.
+To add a guard:
+
+1. Write a class that overrides the methods that the guard needs, and add it to `StageGuards`.
+2. Add a row to the table in `docs/how-it-works.md`. A test checks this table.
+3. In tests/behaviours, add test cases that fail without the guard, and that name the guard.
+4. In tests/planted/rows.json, add a fault that leaves the guard out. The tests have to find it.
 """

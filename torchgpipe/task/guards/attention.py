@@ -1,12 +1,12 @@
 """Make attention in evaluation mode compute the same in a first pass and in its recomputation.
 
-What goes wrong without it: an encoder layer in evaluation mode has a mask. If gradients are off,
-PyTorch runs a faster kernel, which returns other values at masked positions. The first pass runs
-without gradients, and uses this kernel. The recomputation runs with gradients, so it does not use
-this kernel.
+What goes wrong without this guard: a transformer encoder layer in evaluation mode gets a mask. If
+gradients are off, PyTorch runs a faster kernel, which returns other values at masked positions. The
+first pass runs without gradients, so it would use this kernel. The recomputation runs with
+gradients, so it would use another kernel and compute other values.
 
-PyTorch has one switch for this kernel in the whole process. The switch is off while a first pass
-without gradients runs.
+PyTorch has one switch for the faster kernel, which is valid for the whole process. The guard turns
+the switch off while a first pass runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _WITHOUT_FAST_PATH = Everywhere(
 
 
 class SlowAttention(Guard):
-    """A guard that switches off PyTorch's fast path of attention in forwards without gradients."""
+    """A guard that turns off PyTorch's fast path of attention in first passes.
+
+    A first pass is the forward of a checkpointed task.
+    """
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return the context that switches the fast path off."""
+        """Return the context that turns the fast path off."""
         return _WITHOUT_FAST_PATH

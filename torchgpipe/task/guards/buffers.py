@@ -1,14 +1,16 @@
-"""Let a task's recomputation use the buffers of its forward, and not change the real buffers.
+"""Give a task's recomputation the buffers that its forward had, and protect the real buffers.
 
-What goes wrong without it: a layer counts its calls in a buffer, and scales its output by the
-count. The recomputation finds a larger count, and computes another gradient. The recomputation also
-counts the mini-batch a second time.
+What goes wrong without this guard: a layer counts its calls in a buffer, and scales its output by
+the count. The recomputation would find a larger count than the forward, and would compute another
+output. It would also increase the count a second time.
 
-Before a task's forward, each buffer is copied if it has changed since its last copy. Version counts
-do not show every change: some kernels (`F.batch_norm`, observers of quantization), `.data` and
-NumPy write to a buffer without counting. So the guard compares the values. A recomputation gets
-copies of the buffers that have changed since the forward. Only the thread that recomputes sees
-these copies. If a stage has no buffers, this guard only looks at each module once.
+Before a task's forward, the guard copies each buffer that has changed since its last copy. To find
+out which buffers have changed, version counters are not enough. Some kernels (`F.batch_norm`,
+observers of quantization), `.data` and NumPy change a buffer, but not its version counter. So the
+guard also compares values.
+
+In a recomputation, the layers get copies of the buffers that have changed since the forward. Only
+the thread that recomputes sees these copies.
 """
 
 from __future__ import annotations
@@ -44,20 +46,31 @@ Place = tuple[nn.Module, str]
 
 
 class _Slot(NamedTuple):
-    """A buffer, with its copy and its version before a task's forward."""
+    """A buffer as it was before a task's forward.
+
+    Attributes:
+        module: The module that has the buffer.
+        name: The name of the buffer in the module.
+        tensor: The buffer.
+        version: The value of the buffer's version counter, in a list.
+        copy: A copy of the buffer, or `None` if the buffer needs no copy.
+        shared: Whether other buffers share memory with the buffer.
+    """
 
     module: nn.Module
     name: str
     tensor: Tensor | None
     version: list[int | None]
-    copy: Tensor | None  # the copy of the buffer, or `None` if the buffer needs no copy
-    shared: bool  # whether other buffers share memory with the buffer
+    copy: Tensor | None
+    shared: bool
 
 
 class HeldBuffers(NamedTuple):
-    """The buffers before a task's forward, and the buffers that the forward has changed.
+    """What the guard records about the buffers in a task's forward.
 
-    `changed` holds each buffer that was replaced, or whose version counter has changed.
+    Attributes:
+        slots: All buffers as they were before the forward.
+        changed: The buffers that the forward has replaced, or whose version counter it has changed.
     """
 
     slots: list[_Slot]
@@ -65,11 +78,17 @@ class HeldBuffers(NamedTuple):
 
 
 class Buffers(Guard):
-    """The guard of the buffers of partition `index`, except for its batch norms (`norms`).
+    """The guard of a partition's buffers.
 
-    A buffer that requires grad has a stand-in (a detached tensor that tasks use), like each of the
-    `parameters`. A buffer with a stand-in needs no copy. Scripted modules are skipped, because
-    parameters.py raises an error if they have buffers.
+    Three kinds of buffers are not copied. Running statistics of batch norms in training mode have
+    their own guard (statistics.py). Scripted modules with buffers raise an error (parameters.py).
+    For a buffer that requires grad, tasks use a stand-in (a detached tensor), like for a parameter.
+
+    Args:
+        index: The index of the partition.
+        modules: The modules of the partition.
+        norms: The batch norms in training mode.
+        parameters: The guard that has the stand-ins.
     """
 
     def __init__(
@@ -82,11 +101,11 @@ class Buffers(Guard):
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._parameters = parameters
-        self._slots: dict[Place, _Slot] = {}  # the latest copy of each buffer
-        self._unsure: dict[Place, _Slot] = {}  # the buffers that are still to be compared
+        self._slots: dict[Place, _Slot] = {}  # the latest record of each buffer, with its copy
+        self._unsure: dict[Place, _Slot] = {}  # buffers to compare when the backward begins
 
     def before_first_pass(self, task: GuardedTask) -> None:
-        """Record the buffers' values; copy each buffer that has changed since its last copy."""
+        """Record the buffers, and copy each buffer that has changed since its last copy."""
         task.noted[self] = held = HeldBuffers([], [])
         places: dict[Place, Tensor | None] = {}
         changed = []
@@ -144,23 +163,30 @@ class Buffers(Guard):
         return None if buffer is None else self._parameters.by_parameter.get(buffer, buffer)
 
     def backward_begins(self) -> None:
-        """Raise `RuntimeError` if a buffer has changed, but its version counter has not."""
+        """Raise `RuntimeError` if a buffer has changed, but its version counter has not.
+
+        This method compares only large buffers that are not on the CPU, because the other buffers
+        were compared or copied before each forward.
+        """
         for (module, name), slot in self._unsure.items():
             if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
                 continue
             raise RuntimeError(
                 f"buffer {name!r} of {type(module).__name__} in partition {self._index} was "
-                "changed by a kernel or through .data, which PyTorch does not count, so a "
-                "recomputation may use another value; change it by an operator (copy_), or use "
-                "checkpoint='never'"
+                "changed by a kernel or through .data, which PyTorch does not count in the "
+                "version counter, so a recomputation may use another value; change it by an "
+                "operator such as copy_, or use checkpoint='never'"
             )
 
     def ended(self) -> None:
-        """After a step, raise `RuntimeError` in the same cases as `backward_begins`."""
+        """Run the check of `backward_begins` once more at the end of a step."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
-        """Return whether the buffer has no copy, or has changed since its last copy."""
+        """Return whether a buffer must be copied: it is new, or has changed since its last copy.
+
+        A large buffer that is not on the CPU is only compared when the backward begins.
+        """
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:
             return True
@@ -200,9 +226,10 @@ class Buffers(Guard):
                 if kept and not has_asked():
                     raise RuntimeError(
                         f"a layer of partition {self._index} changed buffer {slot.name!r} of "
-                        f"{type(slot.module).__name__} in its first pass, and not in the "
+                        f"{type(slot.module).__name__} in its first pass, but not in the "
                         "recomputation: the change depends on a value that is not a buffer; make "
-                        "that value a buffer, ask is_recomputing(), or use checkpoint='never'"
+                        "that value a buffer, let the layer call is_recomputing() to decide, or "
+                        "use checkpoint='never'"
                     )
 
 

@@ -13,10 +13,13 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy of a buffer; two calls with the same buffer return the same copy.
+    """Return a copy of a buffer. If there is already a copy in `copies`, return this copy.
 
-    `copies` has the copies made so far. `shared` says whether other buffers share the buffer's
-    memory: then their copies share memory, too.
+    Args:
+        buffer: The buffer.
+        shared: Whether other buffers share the buffer's memory. If so, their copies share memory,
+            too.
+        copies: The copies that were made so far, by the ids of the buffers. A new copy is added.
     """
     if buffer is not None and id(buffer) not in copies:
         made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
@@ -25,10 +28,11 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
 
 
 class BuffersOfThread(UserDict[str, Tensor | None]):
-    """A dictionary of buffers with other values in one thread than in all other threads.
+    """A dictionary of buffers that shows other tensors to one thread than to all other threads.
 
-    The thread that makes this object sees the buffers `own`. Other threads see `others`, which are
-    the buffers of the module.
+    Args:
+        own: The buffers that the current thread sees.
+        others: The buffers that all other threads see: the real buffers of the module.
     """
 
     def __init__(self, own: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> None:
@@ -50,14 +54,14 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
 
 
 def comparable(x: Tensor) -> bool:
-    """Return whether `equal` can compare this kind of tensor."""
+    """Return whether `equal` can compare a tensor with another tensor."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def equal(x: Tensor, y: Tensor) -> bool | None:
-    """Return whether two buffers have the same bits, or `None` if that cannot be found out.
+    """Return whether two buffers have the same bits, or `None` if they cannot be compared.
 
-    On device `meta` the result is always `True`.
+    On device `meta`, the result is always `True`.
     """
     if x.is_meta or not comparable(x):
         return x.is_meta or None

@@ -1,14 +1,20 @@
 """Find out which outputs of a task require grad, if its first pass runs without a graph.
 
-What goes wrong without it: a layer also returns an integer tensor, or detaches one of two
-outputs. The next task would compute gradients that the layers do not compute without a pipeline, or
-autograd would wait for gradients that never come.
+What goes wrong without this guard: a layer also returns an integer tensor, or it detaches one of
+its two outputs. If the pipeline assumed that all outputs require grad, the next task would compute
+gradients that the layers do not compute without a pipeline. Or autograd would wait for gradients
+that never come.
 
-Tasks are of the same kind if the same inputs require grad. The first task of each kind makes a
-graph, and frees the graph. If all floating-point outputs of this task require grad, later tasks of
-the same kind run without a graph, and claim that their outputs require grad, too. Otherwise, each
-later task makes a graph to find out. If a recomputation shows that a claim was wrong, later tasks
-make a graph again.
+Tasks are of the same kind if the same inputs require grad. For each kind, the guard works like
+this:
+
+1. The first task makes a graph in its first pass. The graph shows which outputs require grad, and
+   is then freed.
+2. If all floating-point outputs of the first task require grad, later tasks run without a graph.
+   The guard claims that all their floating-point outputs require grad, too. (There is an exception:
+   if a layer reads an attribute such as `requires_grad`, later tasks make a graph.)
+3. Otherwise, each later task makes a graph in its first pass.
+4. If a recomputation shows that a claim was wrong, all later tasks make a graph.
 """
 
 from __future__ import annotations
@@ -32,11 +38,10 @@ class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
     Args:
-        all_do: What earlier tasks have shown. A key says which inputs of a task require grad. The
-            value says whether all floating-point outputs require grad in this case. Mini-batches
-            share this dictionary, until a layer's training mode or a parameter's `requires_grad`
-            changes.
-        ids: The ids of parameters and of stand-ins (detached parameters that tasks use).
+        all_do: Whether all floating-point outputs require grad, as earlier tasks have shown. The
+            keys of the dictionary say which inputs of a task require grad. Mini-batches share the
+            dictionary until a layer's training mode or a parameter's `requires_grad` changes.
+        ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
     """
 
@@ -49,15 +54,15 @@ class OutputGradients(Guard):
         """Decide whether the task makes a graph in its forward.
 
         For the first task of its kind, return a context that records whether layers read gradients
-        or `requires_grad`.
+        or `requires_grad`. (Tasks are of the same kind if the same inputs require grad.)
         """
         task.with_graph = not self._all_do.get(task.needs, False)
         if not task.with_graph:
             return None
         contexts: list[Context] = []
         if packs_saved_tensors(True):
-            # Hide the tensors that the graph saves from saved-tensor hooks around the pipeline,
-            # such as those of torch.utils.checkpoint.
+            # Saved-tensor hooks around the pipeline, such as those of torch.utils.checkpoint, must
+            # not see the tensors that this graph saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
         if task.needs not in self._all_do:
             task.noted[self] = _Asks(self._ids)
@@ -65,13 +70,18 @@ class OutputGradients(Guard):
         return Nested(contexts) if contexts else None
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
-        """Return whether each output requires grad, or is assumed to.
+        """Return a list that says for each output whether it requires grad.
 
-        If the layers have made no graph, this method assumes that each floating-point output
-        requires grad. `given` are the inputs of the layers.
+        If the layers have made a graph, the graph shows this. Otherwise, this method assumes that
+        each floating-point output requires grad.
+
+        Args:
+            task: The task.
+            given: The inputs of the layers.
+            outputs: The outputs of the layers.
         """
-        # An output that is also an input requires grad exactly if that input does. This is not true
-        # for an input that the first layer changes in place.
+        # If an output is the same tensor as an input, it requires grad if the input does. An
+        # exception is an input that the first layer changes in place.
         handed_on: dict[int, bool] = {}
         for x, need in zip(given, task.needs, strict=True):
             handed_on[id(x)] = need
@@ -89,7 +99,7 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Let later tasks make a graph, if the recomputation shows that `claim` was wrong."""
+        """If the recomputation shows that `claim` was wrong, let later tasks make a graph."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 
@@ -97,18 +107,14 @@ class OutputGradients(Guard):
 class _Asks(TorchFunctionMode):
     """Record whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
 
-    Without a graph, these attributes have other values. If layers read the gradient of a parameter
-    (a tensor whose id is in `ids`), `RuntimeError` is raised.
+    In a first pass without a graph, these attributes would have other values. If a layer reads the
+    gradient of a parameter (a tensor whose id is in `ids`), `RuntimeError` is raised.
     """
 
     only_watches = True
     asked = False
-    properties = (
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        Tensor.grad_fn.__get__,  # type: ignore[union-attr]
-        Tensor.grad.__get__,  # type: ignore[union-attr]
-    )
+    _properties: Any = (Tensor.requires_grad, Tensor.is_leaf, Tensor.grad_fn, Tensor.grad)
+    properties = tuple([each.__get__ for each in _properties])
     # Compare names: torch.compile traces this method, and cannot look up a function in a set.
     functions = ("grad", "register_hook", "retain_grad", "numpy", "__deepcopy__", "__repr__")
 

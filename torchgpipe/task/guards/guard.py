@@ -2,20 +2,20 @@
 
 A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
 takes care of one thing, such as the buffers. The guard makes sure that this thing is the same in
-both passes, or that it does not leak from one task to another task. A guard belongs to one stage or
-one task, in one mini-batch.
+both passes, and that one task does not affect another task through it. A guard belongs to one stage
+or one task, in one mini-batch.
 
-    the mini-batch begins      the guard is made
-    before a pass              `before_single_pass`, `before_first_pass`, `before_recomputation`
-    after a pass               `after_first_pass`, `after_recomputation`
-    all forwards have ended    `after_all_forwards`
-    the backward begins        `backward_begins`
-    before a task's backward   `before_backward`
-    the step has ended         `ended`
+    the mini-batch begins                        the guard is made
+    before and after a first pass                `before_first_pass`, `after_first_pass`
+    before a forward without checkpointing       `before_single_pass`
+    all forwards have ended                      `after_all_forwards`
+    the backward begins                          `backward_begins`
+    before and after a recomputation             `before_recomputation`, `after_recomputation`
+    before a task's backward                     `before_backward`
+    the step has ended                           `ended`
 
-A guard overrides the methods that it needs, and only these are called. A `before_…` method can
-return a context. The layers run in the contexts of all guards. `docs/how-it-works.md` has a table
-of guards and methods.
+A guard overrides only the methods that it needs. A `before_…` method can return a context manager,
+in which the layers then run. `docs/how-it-works.md` has a table of all guards and their methods.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class GuardedTask:
         form: The class of the input micro-batch: `Tensor`, or a class of tuples.
         needs: Whether each input requires grad.
         with_graph: Whether the forward makes a graph.
-        found: Whether each output requires grad in the latest graph.
-        claimed: Whether each output requires grad when the next task gets it.
+        found: Whether each output requires grad, according to the latest graph.
+        claimed: Whether each output requires grad when it is passed to the next task.
         noted: For each guard, the values that the guard has recorded in the forward.
     """
 
@@ -89,7 +89,7 @@ class Guard:
         """
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Prepare for a task's backward, in which `torch.utils.checkpoint` may run layers again."""
+        """Prepare for a task's backward. In it, `torch.utils.checkpoint` may run layers again."""
 
     def after_all_forwards(self) -> None:
         """Check the layers when all forwards of the mini-batch have run."""
@@ -102,7 +102,7 @@ class Guard:
 
 
 class Nested:
-    """A context that enters several contexts in order, and leaves them in the opposite order."""
+    """A context that enters several contexts in order, and leaves them in reverse order."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = contexts

@@ -1,20 +1,21 @@
 """Replace tensors in the layers temporarily, and restore the old tensors afterwards.
 
-Tasks (a task is a micro-batch on a stage) do not compute with the parameters, but with stand-ins:
-detached parameters.
+Tasks do not compute with the parameters, but with stand-ins: detached parameters. (A task is a
+micro-batch on a stage.) So the stand-ins have to be in the layers while a task runs.
 
-What goes wrong without it: a criterion reads a weight of the layers, for a penalty. The criterion
-would find the parameter, although the layers use the stand-in. So the criterion's gradient would be
-added to the parameter separately.
+What goes wrong without this guard: only tasks know the stand-ins, and a criterion reads a weight of
+the layers, for a penalty. The criterion would find the parameter, although the layers use the
+stand-in. So the gradient of the penalty would be added to the parameter separately.
 
-Worker threads and ranks use one set of stand-ins from the beginning of a run to its end. A run is
-all forwards, all backwards, or a whole step. So the layers, the criterion and a penalty over
+Therefore, worker threads and ranks put the stand-ins into the layers for a whole run: all forwards,
+all backwards, or a whole step. Then the layers, the criterion and a penalty over
 `model.parameters()` all read the same stand-ins. The graph engine puts the stand-ins into the
-layers for each task, because it does not learn when a backward has failed. While a recomputation
-runs, the layers have the buffers, modes and hooks of the forward.
+layers only while a task runs. It does not learn when a backward has failed, so after a failure it
+could not remove stand-ins that stay longer.
 
-Two runs in two threads would mistake each other's stand-ins for parameters. So if two runs compute
-gradients through the same layers, the second run waits for the first one (`in_its_turn`).
+If two threads ran the same layers at the same time, they would mistake each other's stand-ins for
+parameters. So if two runs compute gradients through the same layers, the second run waits until the
+first run has ended (`in_its_turn`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ Lock = AbstractContextManager[object]
 
 
 class Change(NamedTuple):
-    """A change of one entry of a dictionary, such as of a module's `__dict__`.
+    """A temporary change of one entry of a dictionary, such as of a module's `__dict__`.
 
-    For parameters and buffers, the entry is the module's whole dictionary of parameters or buffers,
-    because a layer may add to this dictionary in its forward. If a layer replaces the new value,
-    the old value is restored all the same, unless `may_stay` is set.
+    To replace a module's parameters, its whole dictionary `_parameters` is replaced. So if a layer
+    adds a parameter in its forward, the real dictionary stays unchanged.
+
+    Attributes:
+        place: The dictionary.
+        key: The key of the entry.
+        value: The temporary value.
+        may_stay: Whether another value stays that a layer has set meanwhile. Otherwise, the old
+            value is restored in any case.
     """
 
     place: dict[str, Any]
@@ -46,7 +53,7 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """A context in which entries of dictionaries are changed, such as attributes of modules.
+    """A context that changes entries of dictionaries, such as attributes of modules.
 
     If Ctrl-C skips `__exit__`, `__del__` undoes the changes.
     """
@@ -78,11 +85,14 @@ class InPlace:
 
 
 class InPlaceForRun:
-    """A context for several threads, in which entries of the layers' dictionaries are changed.
+    """A context that several threads enter. It changes the layers until all threads have left it.
 
-    The first thread that enters changes the entries, and the last thread that leaves restores them.
-    The last thread can be a worker thread, because the caller does not wait for the workers after a
-    second Ctrl-C. `parts` has the changes, each with the lock of the changed layers.
+    The first thread that enters makes the changes, and the last thread that leaves undoes them. The
+    last thread can be a worker thread, because the caller does not wait for the workers after a
+    second Ctrl-C.
+
+    Args:
+        parts: The changes, each with the lock of the layers that are changed.
     """
 
     def __init__(self, parts: Sequence[tuple[Lock, InPlace]]) -> None:
@@ -109,16 +119,15 @@ class InPlaceForRun:
 
 
 class InPlaceForTask(Guard):
-    """A guard that changes entries of the layers' dictionaries while a task runs the layers."""
+    """A guard that puts stand-ins (detached parameters) into the layers while a task runs."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
 
     def before_single_pass(self, task: GuardedTask) -> InPlace:
-        """Return a context in which entries of the layers' dictionaries are changed.
+        """Return a context in which the stand-ins are in the layers.
 
-        Leaving the context undoes the changes. A task enters such a context for its forward, for
-        its recomputation and for its backward.
+        A task enters such a context for its forward, for its recomputation and for its backward.
         """
         return InPlace(self._changes)
 
@@ -148,8 +157,9 @@ def as_one(locks: Set[Lock]) -> Lock:
 class Turn:
     """The exclusive use of some layers by one run of a pipeline.
 
-    `locks` are the locks of the layers. `stand_ins` are the ids of the detached parameters that the
-    run has put into the layers.
+    Attributes:
+        locks: The locks of the layers.
+        stand_ins: The ids of the detached parameters that the run has put into the layers.
     """
 
     def __init__(self, locks: frozenset[Lock]) -> None:
@@ -164,9 +174,10 @@ T = TypeVar("T")
 
 
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
-    """Take the locks of the layers, call `run`, and release the locks.
+    """Call `run` while this thread holds the locks of the layers.
 
-    So no other thread runs through these layers at the same time.
+    So no other thread runs through these layers at the same time. If an outer run holds some of the
+    locks already, only the other locks are taken.
     """
     outer = _turns.get()
     turn = Turn(locks)
@@ -175,8 +186,8 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
         _turns.set((*outer, turn))
         return run()
 
-    # An inner run may be in another thread than the outer run. The inner run must not wait for a
-    # lock that the outer run holds.
+    # This run may be inside an outer run, maybe in another thread. It must not wait for a lock that
+    # the outer run holds, because the outer run waits for this run.
     others = locks.difference(*[each.locks for each in outer])
     # A copy of the context variables is changed. So an interrupt leaves the caller's unchanged.
     return _holding(sorted(others, key=id), lambda: copy_context().run(within))
@@ -193,8 +204,8 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 def outer_turns() -> list[Turn]:
     """Return the `Turn` of each outer run that uses the same layers as the innermost run.
 
-    There are outer runs if a layer, a hook or a criterion calls the pipeline that runs it, or a
-    pipeline that shares layers.
+    A `Turn` is the exclusive use of some layers by one run. A run is inside an outer run if a
+    layer, a hook or a criterion of the outer run calls a pipeline.
     """
     *outer, own = _turns.get() or [Turn(frozenset())]
     return [turn for turn in outer if turn.locks & own.locks]

@@ -1,12 +1,12 @@
 """Keep the modes, hooks and constants of layers equal in a task's forward and recomputation.
 
-What goes wrong without it: the user calls `model.eval()` between forward and backward. A dropout
-layer would draw a mask in the forward, but not in the recomputation. So the gradients would be
-wrong.
+What goes wrong without this guard: the user calls `model.eval()` between forward and backward. A
+dropout layer would draw a mask in the forward, but not in the recomputation. So the gradients would
+be wrong.
 
 During a recomputation, the layers have the training mode and the hooks of the forward. If something
 else changes between forward and backward, such as a dropout's `p` or a layer itself, an error is
-raised. This guard looks at each module once before each forward and recomputation.
+raised.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ Items = tuple[tuple[object, ...], ...]
 
 
 class LayerStates(NamedTuple):
-    """The training mode of each module of a stage, and the hooks of each module.
+    """The training modes and the hooks of a stage's modules.
 
-    If no module has hooks, `hooks` is empty.
+    Attributes:
+        modes: For each module, whether it is in training mode.
+        hooks: For each module, its hooks; empty if no module has hooks.
     """
 
     modes: list[bool]
@@ -47,9 +49,13 @@ class LayerStates(NamedTuple):
 
 
 class Layers(Guard):
-    """The guard of the modes, hooks and constants of a partition's `modules`.
+    """The guard of the modes, hooks and constants of a partition's layers.
 
-    The first module is the partition itself; `index` is its index.
+    Constants are values that must not change between forward and backward, such as a dropout's `p`.
+
+    Args:
+        index: The index of the partition.
+        modules: The partition, followed by all modules in it.
     """
 
     def __init__(self, index: int, modules: list[nn.Module]) -> None:
@@ -130,9 +136,13 @@ _UNDECLARED: dict[type, tuple[str, ...]] = {
 def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
     """Return the values that must not change between forward and backward.
 
-    These are the attributes that a layer's class lists in `__constants__`, such as a dropout's `p`;
-    a `forward` that was set on a layer; and global hooks. Each value is returned together with its
-    module and its name.
+    These values are:
+
+    - the attributes that a layer's class lists in `__constants__`, such as a dropout's `p`
+    - a `forward` that was set on a single layer
+    - the global hooks, which PyTorch runs for all modules
+
+    Each value is returned together with its module and its name.
     """
     found: list[tuple[nn.Module, str, object]] = []
     for module in modules:

@@ -1,11 +1,11 @@
 """Raise an error if a task's input is changed in place, because its recomputation needs the input.
 
-What goes wrong without it: the first layer of a partition is `nn.ReLU(inplace=True)`. The forward
-changes the task's input, and the recomputation would start from the changed input. (A first layer
-with the attribute `inplace` gets a copy of the input. For other layers, an error is raised.)
+What goes wrong without this guard: a layer changes the task's input in place, as
+`nn.ReLU(inplace=True)` does. The recomputation would start from the changed input.
 
-This guard reads the version counters of the inputs, before and after the forward, and before the
-recomputation.
+The guard reads the version counters of the inputs before the forward, after the forward, and before
+the recomputation. If a version counter has changed, an error is raised. There is one exception: if
+the first layer of a partition has `inplace=True`, it gets a copy of the input.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The guard of tasks' inputs on partition `index`; recomputations start from these inputs."""
+    """The guard of the inputs of a partition's tasks. Recomputations start from these inputs."""
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for the layers; copy the input if the first layer changes it."""
+        """Return the inputs for the layers. If the first layer works in place, copy its input."""
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
@@ -56,7 +56,7 @@ class KeptInputs(Guard):
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer changes its input, as its attribute `inplace` says."""
+    """Return whether the first layer changes its input, according to its attribute `inplace`."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]
@@ -64,9 +64,13 @@ def begins_in_place(partition: nn.Module) -> bool:
 
 
 def check_attributes(index: int, outputs: Flat) -> None:
-    """Raise `RuntimeError` if an attribute of an output of partition `index` requires grad.
+    """Raise `RuntimeError` if a Python attribute of an output is a tensor that requires grad.
 
-    No gradient would come back through the attribute to this partition.
+    Between partitions, such a tensor would lose its gradient.
+
+    Args:
+        index: The index of the partition.
+        outputs: The outputs of the partition.
     """
     for y in outputs:
         attributes = {} if y is None else y.__dict__

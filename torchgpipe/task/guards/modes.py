@@ -1,13 +1,13 @@
 """Run worker threads and recomputations in the modes of the caller's code, such as autocast.
 
-PyTorch has separate modes in each thread.
+In PyTorch, each thread has its own modes.
 
-What goes wrong without it: the model is called within autocast, and backward() is called outside.
-The layers should compute in bfloat16, but in a worker thread and in a recomputation, they would
-compute in float32.
+What goes wrong without this guard: the model is called within autocast, and backward() is called
+outside of autocast. The layers should compute in bfloat16. But worker threads and recomputations
+would compute in float32.
 
-Worker threads enter all modes of the caller. A recomputation enters a mode of the forward only if
-the mode may differ in the recomputation's thread. If no mode differs, no mode is entered.
+Worker threads enter all modes of the caller. A recomputation restores only those modes of the
+forward that may differ in its thread. Most often there are none.
 """
 
 from __future__ import annotations
@@ -39,16 +39,23 @@ _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
 
 
 class AmbientModes(Guard):
-    """The modes of the current thread, to be entered in another thread or later.
+    """The modes of the current thread, to be entered in another thread or at a later time.
 
-    The modes are grad mode, inference mode, autocast, the default dtype, each `TorchFunctionMode`
-    (such as the default device) and `TorchDispatchMode`, whether `__torch_function__` is on, and
-    whether an outer pipeline is checkpointing or recomputing. `threads` says whether several
-    threads run in these modes at the same time.
+    The modes are:
 
-    If the attributes of a `TorchFunctionMode` or a `TorchDispatchMode` change while the layers run,
-    a recomputation does not enter this mode. A recomputation also does not enter a mode if the
-    mode's class has `only_watches = True`, which says that the mode changes no results.
+    - grad mode and inference mode
+    - autocast and the default dtype
+    - each `TorchFunctionMode` (such as the default device) and each `TorchDispatchMode`
+    - whether `__torch_function__` is enabled
+    - whether this pipeline is inside a first pass or a recomputation of an outer pipeline
+
+    A recomputation does not enter a `TorchFunctionMode` or `TorchDispatchMode` in two cases: if the
+    mode's attributes have changed while the layers ran, or if its class has `only_watches = True`,
+    which says that the mode changes no results.
+
+    Args:
+        devices: The devices of the partitions.
+        threads: Whether several threads run in these modes at the same time.
 
     Attributes:
         grad: Whether gradients are on.
@@ -96,8 +103,8 @@ class AmbientModes(Guard):
         """Return a context that sets autocast, the default dtype and other modes as in the forward.
 
         Raises:
-            RuntimeError: The default dtype has changed. It cannot be set back here, because all
-                threads share it.
+            RuntimeError: If several threads run, and the default dtype has changed since the
+                forward. Setting it back here would change it for all threads.
         """
         cast = self.casts or any(torch.is_autocast_enabled(kind) for kind in self._autocast)
         turned_off = self._torch_function and not torch_function_enabled()
@@ -119,8 +126,10 @@ class AmbientModes(Guard):
     def _as_before(self, present: Sequence[list[Any]], turned_off: bool) -> Iterator[None]:
         """Set this thread's modes to the recorded modes, within this context.
 
-        `present` are the current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
-        these two kinds of modes are not changed.
+        Args:
+            present: The current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
+                these modes are not changed.
+            turned_off: Whether `__torch_function__` has to be enabled.
         """
         with ExitStack() as stack:
             if turned_off:
@@ -144,25 +153,28 @@ class AmbientModes(Guard):
     def all_have_run(self, *, refuse: bool = False) -> None:
         """Record which modes have changed their attributes; called after all layers have run.
 
+        Args:
+            refuse: Whether to raise an error if a mode has changed, because several threads have
+                run.
+
         Raises:
-            RuntimeError: `refuse` is set (several threads have run), and a mode has changed its
-                attributes.
+            RuntimeError: If `refuse` is set, and a mode has changed its attributes.
         """
         self.changed = [mode for mode, before in self.watched if _state(mode) != before]
         self._all_have_run = True
         self._stacks = self._to_repeat(self._stacks)
         if refuse and self.changed:
             raise RuntimeError(
-                f"{type(self.changed[0]).__name__} around the pipeline has state, which several "
-                "threads have changed at the same time; use engine='graph', or, if this mode "
-                "changes only its own state and is thread-safe, write only_watches = True in its "
-                "class"
+                f"the mode {type(self.changed[0]).__name__} around the pipeline has state, which "
+                "several threads have changed at the same time; use engine='graph', or, if this "
+                "mode changes only its own state and is thread-safe, write only_watches = True in "
+                "its class"
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:
-        """Return the modes of `stacks` that a recomputation enters.
+        """Return those `TorchFunctionMode`s and `TorchDispatchMode`s that a recomputation enters.
 
-        A mode whose attributes have changed is left out. Before all layers have run, it is not
+        Modes whose attributes have changed are left out. Before all layers have run, it is not
         known which modes change, so all modes are returned.
         """
         stacks = _without_private(stacks)
@@ -189,8 +201,8 @@ def _only_watches(mode: object) -> bool:
 def _state(value: object, depth: int = 4) -> object:
     """Return the attributes of a mode in a form that can be compared later.
 
-    Containers and objects are compared by their contents, to a depth of 4. Objects without
-    attributes are compared by identity.
+    Containers and objects are compared by their contents, to a depth of 4. Deeper objects, and
+    objects without attributes, are compared by identity.
     """
     if isinstance(value, int | float | str | None):
         return value

@@ -1,12 +1,11 @@
 """Stand-ins: detached parameters that tasks use instead of a partition's parameters.
 
-What goes wrong without it: a hook clips a parameter's gradient. The hook would run for every
-micro-batch, and clip each summand of the gradient.
+What goes wrong without this guard: the graphs of tasks end in the parameters, so each task adds its
+own gradient to `.grad`. A hook that clips a parameter's gradient runs for every task, and clips
+each summand instead of the sum. And `torch.autograd.grad` does not work.
 
-Without stand-ins, the graphs of tasks would end in the parameters, and each task would add its
-gradient to `.grad`. So hooks would run for every task, and `autograd.grad` would not work. Instead,
-stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
-stand-ins. In the caller's graph, the pipeline is a single node (`one_node`). After all tasks, this
+So stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
+stand-ins. In the caller's graph, a node has the parameters as its inputs. After all tasks, this
 node's backward returns the sums as the parameters' gradients.
 """
 
@@ -52,20 +51,26 @@ here, and kept.
 
 
 class StandInParameters(Guard):
-    """The guard that replaces the parameters of partition `index` by detached parameters.
+    """The guard that replaces the parameters of a partition by stand-ins: detached parameters.
 
-    The detached parameters are called stand-ins. Each parameter that requires grad gets one
-    stand-in, even if the parameter occurs twice in `modules`. If the layers already have stand-ins
-    of an outer run (`outer` has the ids), those stand-ins are used. A buffer that requires grad,
-    such as the output of a hypernetwork, is treated like a parameter.
+    Each parameter that requires grad gets one stand-in, even if the parameter occurs twice in
+    `modules`. A buffer that requires grad, such as the output of a hypernetwork, is treated like a
+    parameter.
 
-    In a backward, these methods are called in this order. They raise an error if a stand-in has a
-    gradient that no task has added.
+    In a backward, the following methods are called in this order. They raise an error if a stand-in
+    has a gradient that no task has added.
 
-        begin             by the first task that the backward reaches
-        take              by the node of the caller's graph, after all tasks; not called if the
-                          backward is for inputs only
-        _end              by autograd, at the very end; not called if the backward fails
+        begin    is called by the first task that the backward reaches
+        take     is called by a node of the caller's graph, after all tasks; it is not called if the
+                 backward is for inputs only
+        _end     is called by autograd, at the very end; it is not called if the backward fails
+
+    Args:
+        index: The index of the partition.
+        modules: The modules of the partition.
+        outer: If another run of a pipeline has started this run (by a layer or a hook), the ids of
+            the stand-ins that the other run has put into the layers. These stand-ins stay in the
+            layers.
 
     Attributes:
         by_parameter: The stand-in of each parameter that requires grad.
@@ -105,8 +110,8 @@ class StandInParameters(Guard):
         self._idle = True  # whether no backward has begun since the last call of `take`
         self._backward = -1  # the number of the latest backward
         self._thread: int | None = None  # the thread in which a backward began, until it ends
-        # In anomaly mode, keep the nodes: two threads that create a node at once can deadlock.
         anomaly = torch.is_anomaly_enabled()
+        # In anomaly mode, keep the nodes: two threads that create a node at once can deadlock.
         self._nodes = [accumulator_of(x) for x in self.by_parameter.values()] if anomaly else []
 
     def _replace_buffers(self, module: nn.Module) -> None:
@@ -189,11 +194,11 @@ class StandInParameters(Guard):
                 setattr(buffer, _OF_A_LAYER, True)
 
     def begin(self, backward: int) -> bool:
-        """Start the backward with this number; return `False` if it has already started.
+        """Begin a backward; return `False` if the backward with this number has already begun.
 
         Raises:
-            RuntimeError: Another backward is in progress, or this backward has reached the layers
-                by another way than through the pipeline's outputs.
+            RuntimeError: If another backward is in progress, or if the backward has reached the
+                layers in another way than through the pipeline's outputs.
         """
         if backward == self._backward:
             return False
@@ -220,15 +225,18 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Record the end of the backward; raise `RuntimeError` if a gradient came after `take`."""
+        """Record that the backward has ended.
+
+        Raise `RuntimeError` if a stand-in has received a gradient after the call of `take`.
+        """
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return the summed gradients in the order of `by_parameter`, and clear them.
+        """Return the sum of gradients of each stand-in, and clear the sums.
 
-        If `last` is set, a later gradient raises an error.
+        If `last` is set, a gradient that arrives later raises an error.
         """
         sums = []
         for stand_in in self.by_parameter.values():

@@ -1,11 +1,10 @@
-"""Let the recomputation of a task draw the same random numbers as its forward.
+"""Make the recomputation of a task draw the same random numbers as its forward.
 
-The GPipe paper describes this in section 2.3.
+What goes wrong without this guard: a dropout layer draws another mask in the recomputation than in
+the forward. So the gradients do not belong to the output of the forward.
 
-What goes wrong without it: a dropout layer draws another mask in the recomputation. So the
-gradients do not belong to the output of the forward.
-
-engine/seeds.py says from which generator each task draws.
+Section 2.3 of the GPipe paper describes recomputation. engine/seeds.py says from which generator
+each task draws.
 """
 
 from __future__ import annotations
@@ -50,13 +49,14 @@ def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
 def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
     """Raise `RuntimeError` if two partitions share a generator.
 
-    `generators` has a list for each partition: the generators that its layers have as attributes.
+    Args:
+        generators: For each partition, the generators that are attributes of its layers.
     """
     distinct = [g for own in generators for g in set(own)]
     if len(set(distinct)) < len(distinct):
         raise RuntimeError(
-            "several partitions draw from the same torch.Generator, in another order than layers "
-            "without a pipeline; give each layer its own generator"
+            "several partitions draw from the same torch.Generator, so they would draw in another "
+            "order than layers without a pipeline; give each layer its own generator"
         )
 
 
@@ -73,11 +73,11 @@ class Randomness(Guard):
     """The guard that makes a task's recomputation draw the random numbers of its forward.
 
     Args:
-        generators: When the recomputation begins, these generators get back the states that they
-            had before the forward.
-        around: Makes a context in which the layers run; `None` if no context is needed.
-        around_backward: Makes a context in which the layers' backward runs; `None` if no context is
-            needed.
+        generators: The generators that the layers may draw from. The recomputation sets them to the
+            states that they had before the forward.
+        around: A function that returns the context in which the layers run, or `None`.
+        around_backward: A function that returns the context in which the layers' backward runs, or
+            `None`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Randomness(Guard):
         return None if self._around is None else self._around()
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Keep only the generators whose state has changed; the recomputation sets them back."""
+        """Forget the generators from which the layers have not drawn random numbers."""
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -128,13 +128,13 @@ class Randomness(Guard):
 
     @contextmanager
     def _as_in_first(self) -> Iterator[None]:
-        """Set the generators to their states before the task's forward, within this context.
+        """Within this context, generators have the states that they had before the task's forward.
 
-        Raise `RuntimeError` if the generators' states at the end of this context differ from their
-        states after the forward.
+        At the end of the context, their states must be the same as after the forward. Otherwise,
+        the recomputation has drawn other random numbers, and `RuntimeError` is raised.
         """
-        # Autograd may recompute for several devices at the same time, each in its own thread. All
-        # threads share the CPU's generator.
+        # Autograd may recompute for several devices at the same time, each in its own thread. These
+        # threads share the CPU's generator, so they have to take turns.
         alone = _one_at_a_time if len(self.generators) > 1 else NOTHING
         with alone, self.around():
             present = [state_of(g) for g in self.generators]

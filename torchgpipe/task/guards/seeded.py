@@ -1,10 +1,9 @@
 """Give each task its own seed, in one of two ways that draw the same random numbers.
 
-`PrivateGenerator` makes the task draw from its own generator. Worker threads need this, because
-their tasks run at the same time, and all threads share the CPU's default generator.
-
-`SeededDefault` seeds the default generator while the task runs. Ranks use `SeededDefault`. It costs
-less time than `PrivateGenerator`, because it does not need to watch every operator.
+- `PrivateGenerator` makes the task draw from its own generator. Worker threads use it, because
+  their tasks run at the same time, and all threads share the CPU's default generator.
+- `SeededDefault` seeds the default generator while the task runs. Ranks use it. It takes less time,
+  because it does not need to watch every operator.
 """
 
 from __future__ import annotations
@@ -47,8 +46,12 @@ HIGHER_ORDER = (
 class SeededDefault:
     """A context in which the default generator has the seed of one task.
 
-    The task's forward and its recomputation enter the same object. On leaving, the generator gets
-    its old state back, and `drew` is called if the task has drawn random numbers.
+    The task's forward and its recomputation enter the same object. At the end, the generator gets
+    its old state back.
+
+    Args:
+        seed: The seed.
+        drew: Called at the end if the task has drawn random numbers.
     """
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
@@ -85,12 +88,15 @@ _thread = _Thread()
 class PrivateGenerator(TorchDispatchMode):
     """A context in which operators draw random numbers from a private generator with a given seed.
 
-    An operator that has an argument `generator` gets the private generator. A few random operators
-    have no such argument. While such an operator runs, the default generator has the state of the
-    private generator; only one thread at a time does this. `drew` is called at each draw. If a
-    layer passes its own generator to an operator, nothing is changed.
+    An operator that has an argument `generator` gets the private generator, unless a layer passes
+    another generator. A few random operators have no such argument. While such an operator runs,
+    the default generator has the state of the private generator. A lock allows this in only one
+    thread at a time.
 
-    This mode sees every operator, so it also calls `exchanged` before each collective operation.
+    Args:
+        seed: The seed.
+        drew: Called each time an operator draws.
+        exchanged: Called before each collective operation (of `torch.distributed`).
     """
 
     supports_higher_order_operators = True  # to refuse them in a line of its own
@@ -111,7 +117,7 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Allow `torch.compile` in this mode; compiled layers draw from the generator, too."""
+        """Allow `torch.compile` in this mode: compiled layers use the private generator, too."""
         return True
 
     @staticmethod
@@ -191,7 +197,10 @@ def _kind(func: Any) -> str:
 
 
 class _OfThisThread:
-    """A proxy of the current thread's private generator, or else of the default generator."""
+    """A proxy of the current thread's private generator.
+
+    In a thread that has no private generator, it is a proxy of the default generator.
+    """
 
     def __getattr__(self, name: str) -> Any:
         private = _thread.private
@@ -199,7 +208,7 @@ class _OfThisThread:
 
 
 class Everywhere(AbstractContextManager[None]):
-    """A context that sets a setting of the whole process to `value`.
+    """A context that sets a setting of the whole process to `value`, for all threads.
 
     The setting gets its old value back when the last thread has left the context.
     """

@@ -1,11 +1,13 @@
 """Check that layers do not depend on the changing state of a mode around the pipeline.
 
-What goes wrong without it: the pipeline is called within a `TorchDispatchMode` that counts
-operators, and scales the output of each tenth operator. A recomputation does not enter a mode that
-changes its attributes, so it would compute other values.
+A mode is a `TorchFunctionMode` or a `TorchDispatchMode`.
 
-So the outputs of tasks' forwards are kept, and compared with the outputs of the recomputations. A
-stage only has this guard if there is a mode that could change.
+What goes wrong without this guard: the pipeline is called within a mode that counts operators, and
+scales the output of each tenth operator. A recomputation does not enter a mode that changes its
+attributes, such as the count. So it would compute other values than the forward.
+
+The guard keeps the outputs of a task's forward, and compares them with the outputs of the
+recomputation. A stage has this guard only if there is a mode that could change its attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torchgpipe.tensors.microbatch import Flat
 class StatefulModes(Guard):
     """The guard that compares the outputs of a recomputation with those of the task's forward.
 
-    These outputs can differ if a mode around the pipeline changes its own attributes.
+    The outputs can differ if a mode around the pipeline has changed its own attributes. A mode is a
+    `TorchFunctionMode` or a `TorchDispatchMode`.
     """
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
@@ -30,10 +33,10 @@ class StatefulModes(Guard):
         task.noted[self] = [None if y is None else y.detach().clone() for y in outputs]
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Compare the outputs with the forward's outputs, if the attributes of a mode have changed.
+        """Raise `RuntimeError` if the outputs differ from the outputs of the task's forward.
 
-        The modes are each `TorchFunctionMode` and `TorchDispatchMode` around the pipeline. Raise
-        `RuntimeError` if an output differs.
+        They are compared only if a `TorchFunctionMode` or a `TorchDispatchMode` around the pipeline
+        has changed its attributes.
         """
         if not self._ambient.changed:
             return
@@ -43,7 +46,7 @@ class StatefulModes(Guard):
             equal = (x == y) | (x != x) & (y != y)  # NaN is not equal to NaN
             if not equal.all():
                 raise RuntimeError(
-                    f"the output of partition {self._index} depends on the state of "
+                    f"the output of partition {self._index} depends on the state of the mode "
                     f"{type(self._ambient.changed[0]).__name__} around the pipeline, so its "
                     "recomputation returns another output; use checkpoint='never'"
                 )

@@ -1,10 +1,10 @@
 """Let a task's forward, but not its recomputation, update the running statistics of batch norms.
 
-What goes wrong without it: a checkpointed task has a batch norm. Its recomputation would update the
-running statistics a second time.
+What goes wrong without this guard: a checkpointed task has a batch norm. Its recomputation would
+update the running statistics a second time.
 
-In training, the output of a batch norm does not depend on its running statistics. So a
-recomputation neither updates the statistics nor needs a copy. If a layer reads the statistics in a
+In training, the output of a batch norm does not depend on its running statistics. So the guard
+keeps no copies of them for the recomputation. If a layer reads the running statistics in a
 recomputation, an error is raised.
 """
 
@@ -28,7 +28,7 @@ _FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBat
 
 
 def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the batch norms in training, whose output does not depend on running statistics."""
+    """Return the batch norms in training mode: their output does not use running statistics."""
     found = set()
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -40,7 +40,11 @@ def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Statistics(Guard):
-    """The guard of the running statistics of `norms`, the batch norms of a stage."""
+    """The guard of the running statistics of a stage's batch norms.
+
+    Args:
+        norms: The batch norms that are in training mode.
+    """
 
     def __init__(self, norms: Iterable[nn.Module]) -> None:
         self._unread = []
@@ -56,25 +60,29 @@ class Statistics(Guard):
     def before_backward(self, task: GuardedTask) -> InPlace:
         """Return a context for a task's backward, in which layers cannot read running statistics.
 
-        In backward, `torch.utils.checkpoint` may run the layers again.
+        Layers can run in a backward if they are within `torch.utils.checkpoint`.
         """
         return InPlace(self._unread)
 
 
 class _Unread(dict[str, Any]):
-    """The buffers of a batch norm in training; reading them in a recomputation raises an error.
+    """A batch norm's buffers. If a layer reads them at the wrong time, an error is raised.
 
-    This dictionary replaces the module's buffers in a recomputation and in backward. In backward,
-    `torch.utils.checkpoint` may run the layer again. If the layer then read its running statistics,
-    `torch.utils.checkpoint` would take them for other tensors that it saved in the first run.
+    This dictionary replaces the buffers of a batch norm in training mode:
+
+    - In a recomputation, reading any buffer raises an error, because the running statistics have
+      changed since the forward.
+    - In backward, `torch.utils.checkpoint` may run the layer again. If the layer then reads its
+      running statistics, an error is raised, because `torch.utils.checkpoint` would mistake them
+      for other tensors that it saved in the first run.
     """
 
     def __getitem__(self, name: str) -> Any:
         self._refuse()
         if name == "running_mean" and within_plain_checkpoint("unpack_hook"):
             raise RuntimeError(
-                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training saves "
-                "other tensors in a checkpointed task; let the pipeline alone checkpoint, or use "
+                "torch.utils.checkpoint(use_reentrant=False) around a batch norm in training does "
+                "not work in a task that the pipeline checkpoints; remove it, or use "
                 "checkpoint='never' or use_reentrant=True"
             )
         return super().__getitem__(name)

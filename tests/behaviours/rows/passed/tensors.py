@@ -287,7 +287,7 @@ ROWS += [
         "two batch sizes in",
         of(only_the_first, linear, linear),
         of_two_sizes,
-        refused={"": r"one batch size \(dimension 0\), but they have \[8, 4\]"},
+        refused={"": r"the same batch size \(dimension 0\), but they have \[8, 4\]"},
     ),
     Row(
         "a loss beside a tensor",
