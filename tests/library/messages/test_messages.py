@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import sequential
 
-from .mistakes import ARRAY, MISTAKES, Mistake, X, step
 from ..traced import CASES
+from .mistakes import ARRAY, MISTAKES, Mistake, X, step
 
 
 class Net(nn.Module):
