@@ -187,6 +187,13 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
+        locks: list[Any] = [stage.lock for stage in self._engine.stages]
+        if any(lock._is_owned() for lock in locks):
+            # The other threads would wait for the lock, and this thread would wait for them.
+            raise RuntimeError(
+                "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call "
+                "it after the step, or in the criterion, or use engine='graph'"
+            )
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 

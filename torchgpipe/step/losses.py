@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
-from torchgpipe.step.request import StepRequest
+from torchgpipe.step.request import StepRequest, no_criterion
 from torchgpipe.step.shares import Shares, warn_of_other_means
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
@@ -223,8 +223,9 @@ def run_step(
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.
     """
-    if batch.last:
-        request.check()
+    criterion = request.criterion
+    if batch.last and (not callable(criterion) or isinstance(criterion, type)):
+        raise no_criterion(criterion)
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)
