@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchgpipe.distributed.alike import checksum_of_parameters, settings_of
 from torchgpipe.distributed.connections import Connections
@@ -147,7 +148,10 @@ class DistributedGPipe(Partitioned):
         self._alike = checksum_of_parameters(module)
         here = [device if rank == self.rank else None for rank in placement]
         names = [f"rank {rank}" for rank in placement]
+        named = [*module.named_parameters()]
         self._hold(here, names, init)
+        own = {*self.parameters()}
+        self._elsewhere.update({p: name for name, p in named if p not in own})
         self._connected()  # already now, because a rank can fail before its first mini-batch
 
     def _build(self) -> None:
@@ -160,6 +164,8 @@ class DistributedGPipe(Partitioned):
         else:
             checksum = crc32(repr(made).encode())
             self._order = f"{made.name}, {checksum:x}"
+        # The names of the parameters of other ranks' layers, as long as this process has them.
+        self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
         self._serial = 0
         self._warned = False  # whether this rank has warned that ranks have different samples
@@ -276,6 +282,11 @@ class DistributedGPipe(Partitioned):
 
     def _run(self, args: Any, kwargs: Any, request: Request) -> Any:
         connections = self._connected()
+        if connections.liveness.activity.within and backward_id() == -1:
+            raise RuntimeError(
+                "a layer, a hook or the criterion calls the pipeline within a call of it, but a "
+                "call needs all ranks; call it after the step, on all ranks"
+            )
         self._serial += 1
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:

@@ -8,7 +8,7 @@ each device. Each program has a thread (`WorkersEngine`), or its own process
 (torchgpipe/distributed).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -106,9 +106,11 @@ class Batch:
         loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
+        elsewhere: The names of parameters of other ranks' layers.
     """
 
     loss: Tensor
+    elsewhere: Mapping[Tensor, str] = {}
 
     def __init__(
         self,

@@ -152,6 +152,12 @@ class Losses(BatchIO):
             return
         before = self._sums.get(leaf)
         if before is None:
+            if leaf in self._batch.elsewhere:
+                raise RuntimeError(
+                    f"the criterion uses {self._batch.elsewhere[leaf]}, a parameter of another "
+                    "rank's layers, which would not get this gradient; add the gradient of such a "
+                    "penalty on each rank, for the rank's own parameters"
+                )
             self._sums[leaf] = grad
         elif before.is_sparse:
             # A sparse tensor can be added to a dense one, not the other way round.
