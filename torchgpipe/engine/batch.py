@@ -17,7 +17,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.arrangement import Arrangement, orders, overlaps
+from torchgpipe.engine.arrangement import (
+    Arrangement,
+    orders,
+    overlaps,
+    warn_of_forwards_out_of_order,
+)
 from torchgpipe.engine.pool import Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
@@ -51,6 +56,7 @@ class WorkersEngine:
         self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
+        warn_of_forwards_out_of_order(arrangement, stages)
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
