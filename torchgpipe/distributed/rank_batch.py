@@ -1,7 +1,6 @@
 """One rank's part of a mini-batch: run the rank's tasks, and exchange messages before and after."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,23 +85,20 @@ class RankBatch(Batch):
         base = None if connections.own == self._first else self._hear_head()
         m = len(self.sizes)
         super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
-        self._seeded = self._agreed(self._seeded)
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    @contextmanager
-    def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Return a context for a run of the forwards, with the seeds that all ranks agree on.
+    def forward(self, lists: Lists, io: BatchIO) -> None:
+        """Run this rank's list of actions, between the two messages of the mini-batch.
 
-        On entering, the first stage's rank sends the head (a message to all ranks with the base of
-        the seeds). On leaving, every rank except the last stage's rank receives the loss.
+        In a `step`, the rank of the last stage tells the loss during its run. Otherwise, it tells
+        the loss after this method (`_result`).
         """
-        with seeded:
-            if self._connections.own == self._first:
-                self._tell_head()
-            yield
-            if not self.last:
-                self._hear_loss()
+        if self._connections.own == self._first:
+            self._tell_head()
+        super().forward(lists, io)
+        if not self.last:
+            self._hear_loss()
 
     def _tell_head(self) -> None:
         base = self._seeds.base or 0
