@@ -52,7 +52,6 @@ RULE = (
     "a finished run counts, then the most rows that were not disturbed, then the most successful "
     "rows, then the newest"
 )
-"""The order of `ranked`, as a text for users."""
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
 """What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""

@@ -65,17 +65,15 @@ def plan_speed(session: Session) -> None:
 
 def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
     """Record that a row will be measured, or why it cannot be measured."""
+    reason = why_not(engine, row, session.devices)
+    status = "not run"
     if row.devices > session.devices.count:
         reason = f"needs {row.devices} devices"
-        needs = session.result(row, engine=engine, status="needs devices", reason=reason)
-        session.recorder.put(needs)
-        return
-    problem = why_not(engine, row, session.devices)
-    if problem is not None:
-        not_run = session.result(row, engine=engine, status="not run", reason=problem)
-        session.recorder.put(not_run)
-        return
-    session.plan(row, engine=engine)
+        status = "needs devices"
+    if reason is None:
+        session.plan(row, engine=engine)
+    else:
+        session.recorder.put(session.result(row, engine=engine, status=status, reason=reason))
 
 
 def run_speed(session: Session) -> Iterator[GroupDone]:

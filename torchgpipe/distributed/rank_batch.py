@@ -89,10 +89,11 @@ class RankBatch(Batch):
         connections.liveness.activity.program = self.program
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Run this rank's list of actions, between the two messages of the mini-batch.
+        """Tell the head, run this rank's list of actions, and hear the loss.
 
-        In a `step`, the rank of the last stage tells the loss during its run. Otherwise, it tells
-        the loss after this method (`_result`).
+        The base of the seeds is in the head. It is known because the caller has entered `seeding`.
+        The rank of the last stage does not hear the loss. It tells the loss: in a `step` during the
+        run, and otherwise after this method (`_result`).
         """
         if self._connections.own == self._first:
             self._tell_head()

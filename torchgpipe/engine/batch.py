@@ -107,7 +107,8 @@ class Batch:
         loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
-        seeding: The context that `forward` has to be called in. It gives seeds to the tasks.
+        seeding: The context in which `forward` has to be called. It is `Seeds`, or does nothing if
+            the tasks need no seeds.
     """
 
     loss: Tensor
