@@ -153,8 +153,7 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
     data = _needs(session).data
     made = session.scale.settings()["made"]
     config = row.config()
-    # The group is no setting of the training. Older versions did not record it, and the names of
-    # their checkpoints remain valid.
+    # The group is no setting of the training, so the name of the checkpoint does not depend on it.
     del config["group"]
     depends_on = [
         config,
