@@ -42,9 +42,12 @@ Enter = Callable[[], AbstractContextManager[object]]
 
 
 class WorkersEngine:
-    """Run mini-batches through `stages`, with a thread for each device.
+    """Run mini-batches through stages, with a thread for each device.
 
-    If `threads` is false, the calling thread runs everything.
+    Args:
+        stages: The stages of this process, in order.
+        arrangement: The schedule, and the device of each stage of the pipeline.
+        threads: Whether there are threads. If not, the calling thread runs everything.
     """
 
     def __init__(
@@ -57,7 +60,13 @@ class WorkersEngine:
     def run(
         self, micro_batches: Sequence[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Run the forwards; return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch.
+
+        Args:
+            micro_batches: The micro-batches, on the device of the first stage.
+            mode: Which micro-batches are checkpointed.
+            observer: A function that is called with each task.
+        """
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
     def in_turn(self, run: Callable[[], T]) -> T:
@@ -165,7 +174,14 @@ class Batch:
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Run each program of this process with its list of actions, each in a thread.
 
-        `modes` returns a context with the caller's modes, such as autocast. Each thread enters one.
+        Args:
+            lists: The actions of each program.
+            io: The inputs and outputs of the pipeline, and the gradients of both.
+            modes: Returns a context with the caller's modes, such as autocast, for one thread.
+            keep: Whether to keep the graphs, so that another backward is possible later.
+
+        Raises:
+            RuntimeError: If FSDP shards a layer, since worker threads have no fixed order.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(

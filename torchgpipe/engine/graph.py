@@ -55,7 +55,14 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
-    """Run the forwards of `stages` in the calling thread, and let autograd run the backwards."""
+    """Run the forwards in the calling thread, and let autograd run the backwards.
+
+    Args:
+        stages: All stages of the pipeline, in order.
+        arrangement: The schedule, and the device of each stage.
+        dependency: Whether a task takes the tie of the previous task on its stage.
+        copy_streams: Whether copies between GPUs have their own CUDA streams.
+    """
 
     def __init__(
         self,
@@ -78,7 +85,13 @@ class GraphEngine:
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Run the forwards; return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch.
+
+        Args:
+            micro_batches: The micro-batches, on the first device.
+            mode: Which micro-batches are checkpointed.
+            observer: A function that is called with each task.
+        """
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
             try:
@@ -293,7 +306,7 @@ class _TaskNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
         let_gradients_go_forward(True)  # until this function ends
-        outputs, task.output_form = task.forward(inputs, item.form, item.shared)
+        outputs, task.output_form = task.forward(item)  # whose tensors are `inputs`
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs

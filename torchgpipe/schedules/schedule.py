@@ -231,6 +231,9 @@ def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
         lists: The actions of each device.
         m: How many micro-batches there are.
         checkpoint: Which micro-batches are recomputed: 'always', 'except_last' or 'never'.
+
+    Raises:
+        ValueError: If `checkpoint` is another text.
     """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:

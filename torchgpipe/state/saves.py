@@ -94,7 +94,7 @@ class Saves:
             model: The pipeline.
             optimizer: The optimizer of this rank's parameters, a list of optimizers, or `None` if
                 there is none.
-            others: Further values that the training needs to continue, such as the state of a
+            **others: Further values that the training needs to continue, such as the state of a
                 learning rate schedule, or of a generator that draws samples. The values are tensors
                 and plain Python values. All ranks have to give equal values.
 
