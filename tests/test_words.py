@@ -40,7 +40,9 @@ def test_each_word_of_the_glossary_is_used(word: str) -> None:
 
 
 def test_words_that_the_glossary_replaces_are_not_used() -> None:
-    words = [word for cell in first_cells(INSTEAD) for word in cell.split(", ")]
+    words: list[str] = []
+    for cell in first_cells(INSTEAD):
+        words += cell.split(", ")
     pattern = re.compile(rf"\b({'|'.join(words)})\b", flags=re.IGNORECASE)
     found = []
     for path in PAGES + CODE:

@@ -142,7 +142,7 @@ def regression(  # noqa: PLR0913
     progress = Progress()
     try:
         if bisect is not None:
-            culprit = bisected(*bisect, settings, rule, progress.show, progress.say)
+            culprit = bisected(bisect, settings, rule, progress.show, progress.say)
         else:
             assert base is not None
             text, complaint = answer(base, head, settings, rule, progress.show)

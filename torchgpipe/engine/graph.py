@@ -96,7 +96,7 @@ class GraphEngine:
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
             try:
                 batch.task(i, j)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - the note says in which task
                 note_task(error, f"forward of micro-batch {i}", j, self.stages[j].partition)
                 raise
         return batch.end()
@@ -230,7 +230,7 @@ class _MiniBatch:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
                 path = self._engine.path(arrival.source, j)
-                copied = path.copy(skip.flat, i, skip.fence, item.fence, observer=self._observer)
+                copied = path.copy(skip.flat, i, (skip.fence, item.fence), observer=self._observer)
                 skip = Item(copied, Tensor, skip.shared)
             item = item.with_skip(skip, j)
         return item
@@ -247,7 +247,7 @@ class _MiniBatch:
         following = min(j + 1, len(self._stages) - 1)
         path, arrival = self._engine.path(j, following), self._fence(following)
         if path.elsewhere:
-            copied = path.copy(item.flat, i, item.fence, arrival, item.tie, self._observer)
+            copied = path.copy(item.flat, i, (item.fence, arrival), item.tie, self._observer)
             item = Item(copied, item.form, item.shared)
         item.fence = arrival
         self._items[i] = item

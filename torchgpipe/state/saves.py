@@ -199,7 +199,7 @@ class Saves:
         while (path := ranks.first(self.folder, self._newest)) is not None:
             try:
                 return self._load(path, ranks, model, optimizer)
-            except RuntimeError:
+            except RuntimeError:  # noqa: PERF203 - go on with an older state
                 # If another job saves into the folder, it can have removed this state meanwhile.
                 if ranks.n > 1 or path.exists():
                     raise
@@ -303,7 +303,7 @@ def _check_pickles(others: Content) -> None:
     for name, value in others.items():
         try:
             pickle.dumps(value)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - the message names the value
             raise TypeError(
                 f"{name} cannot be saved, because its value cannot be pickled ({error}); give "
                 "tensors and plain Python values, such as a state_dict()"
