@@ -24,7 +24,7 @@ from reproduce.error import Error
     help="always, except_last or never.",
 )
 @click.option("--svg", type=FILE, metavar="FILE", help="Write a picture, too.")
-def schedule(  # noqa: PLR0913
+def schedule(  # noqa: PLR0913 - click passes each option
     name: str,
     devices: int | None,
     micro_batches: int | None,

@@ -91,7 +91,7 @@ class DistributedGPipe(Partitioned):
         "load the states of all ranks into the layers without a pipeline, and trace or export those"
     )
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - each is an option of the user's
         self,
         module: nn.Sequential,
         balance: Iterable[int] | None = None,

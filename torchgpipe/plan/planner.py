@@ -29,7 +29,7 @@ HERE = "here"
 """The value of `hardware` that asks for a profile on the sample's device."""
 
 
-def plan(  # noqa: PLR0913
+def plan(  # noqa: PLR0913 - each is an option of the user's
     module: Sequential,
     sample: TensorOrTensors,
     *,

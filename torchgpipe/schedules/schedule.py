@@ -102,7 +102,7 @@ class Schedule:
             most.append(highest)
         return most
 
-    def replay(  # noqa: PLR0913
+    def replay(  # noqa: PLR0913 - each is an option of the user's
         self,
         seconds: Seconds = units,
         copies: Copies = (),
