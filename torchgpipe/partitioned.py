@@ -43,7 +43,8 @@ from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Partitioned")
-_BUILT = ("_engine", "_steps", "_stages", "_connections")  # what `_build` makes anew in a copy
+# The attributes that `_build` makes anew in a copy.
+_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere")
 
 
 class Partitioned(FixedDevices, ABC):

@@ -57,7 +57,8 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Error | None]
     The error is also returned if no row could be tested. Otherwise, it is None.
 
     Raises:
-        Error: A side cannot be read, or no row has the metric or a field of the filters.
+        Error: A side cannot be read, no row has the metric, or a filter names a field that no row
+            has.
     """
     metric = options.metric
     rule = Rule(options.alpha, options.threshold)

@@ -8,7 +8,7 @@ each device. Each program has a thread (`WorkersEngine`), or its own process
 (torchgpipe/distributed).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -17,7 +17,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.arrangement import Arrangement, orders, overlaps
+from torchgpipe.engine.arrangement import (
+    Arrangement,
+    orders,
+    overlaps,
+    warn_of_forwards_out_of_order,
+)
 from torchgpipe.engine.pool import Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
@@ -54,6 +59,7 @@ class WorkersEngine:
         self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
+        warn_of_forwards_out_of_order(arrangement, stages)
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
@@ -70,26 +76,26 @@ class WorkersEngine:
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
     def in_turn(self, run: Callable[[], T]) -> T:
-        """Wait until no other thread computes gradients with these layers, and call `run`."""
-        return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
+        """Wait until no other thread computes gradients with these layers, and call `run`.
 
-    def _cleared(self, run: Callable[[], T]) -> T:
-        """Call `run`; if it fails, put the original parameters back into the layers.
-
-        A run replaces the layers' parameters by others (stand-ins). After an interrupt (Ctrl-C),
-        its worker threads may still run, or the parameters may not have been put back. So before
-        `run`, wait for these threads, and put back what an earlier run has left.
+        A run replaces the layers' parameters by others (stand-ins). If `run` fails, put the
+        original ones back. After an interrupt (Ctrl-C), worker threads may still run, or stand-ins
+        may be left. So before `run`, wait for these threads, and put the parameters back.
         """
-        if outer_turns():
-            return run()
-        self.workers.wait()
-        self._take_back()
-        try:
-            return run()
-        except BaseException:
-            if self.workers.is_over():
-                self._take_back()
-            raise
+
+        def run_in_turn() -> T:
+            if outer_turns():
+                return run()
+            self.workers.wait()
+            self._take_back()
+            try:
+                return run()
+            except BaseException:
+                if self.workers.is_over():
+                    self._take_back()
+                raise
+
+        return in_its_turn(self.stages[0].turn, run_in_turn)
 
     def _take_back(self) -> None:
         if self.in_place is not None:
@@ -115,9 +121,12 @@ class Batch:
         loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
+        elsewhere: The names of parameters of other ranks' layers.
+        seeding: The context to call `forward` in: `Seeds`, or `NOTHING` if tasks need no seeds.
     """
 
     loss: Tensor
+    elsewhere: Mapping[Tensor, str] = {}
 
     def __init__(
         self,
@@ -151,7 +160,7 @@ class Batch:
         # own generator, which only this rank uses.
         on_gpu = any(device.type == "cuda" for device in self.devices)
         seeded = self._overlaps and not on_gpu
-        self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
+        self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = self._seeds.of if seeded else in_turn
 
         held: dict[int, list[Stage]] = {}
@@ -181,7 +190,7 @@ class Batch:
             keep: Whether to keep the graphs, so that another backward is possible later.
 
         Raises:
-            RuntimeError: If FSDP shards a layer, since worker threads have no fixed order.
+            RuntimeError: If FSDP shards a layer, or a layer calls the pipeline within a task.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
@@ -203,6 +212,13 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
+        locks: list[Any] = [stage.lock for stage in self._engine.stages]
+        if any(lock._is_owned() for lock in locks):
+            # The other threads would wait for the lock, and this thread would wait for them.
+            raise RuntimeError(
+                "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call "
+                "it after the step, or in the criterion, or use engine='graph'"
+            )
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
@@ -218,14 +234,13 @@ class Batch:
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Run each program's list of actions, in the caller's modes (such as autocast).
 
-        In a `step`, the lists have all actions. Otherwise, they have the forwards.
+        In a `step`, the lists have all actions, else the forwards. The caller enters `seeding`.
         """
-        with self._seeded:
-            self._run_noted(lists, io, self._ambient.entered)
-            # Check that layers have not replaced parameters, and that modes have not changed.
-            self._ambient.all_have_run(refuse=self._threads)
-            for guards in self.guards:
-                guards.after_all_forwards()
+        self._run_noted(lists, io, self._ambient.entered)
+        # Check that layers have not replaced parameters, and that modes have not changed.
+        self._ambient.all_have_run(refuse=self._threads)
+        for guards in self.guards:
+            guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run all actions except forwards, in the modes of the code that calls `backward()`.
@@ -260,7 +275,8 @@ def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorO
     requires grad, all outputs come from one node of the caller's graph.
     """
     io = BatchIO(inputs)
-    batch.forward(batch.orders.forwards, io)
+    with batch.seeding:
+        batch.forward(batch.orders.forwards, io)
     outputs = [output for _, output in sorted(io.outputs.items())]
     flat: Any = _in_a_row([output.flat for output in outputs])
     if batch.guards and any(y.requires_grad for y in flat):

@@ -40,7 +40,7 @@ def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Statistics(Guard):
-    """The guard of the running statistics of a stage's batch norms.
+    """A guard: a recomputation does not update the running statistics of batch norms again.
 
     Args:
         norms: The batch norms that are in training mode.
