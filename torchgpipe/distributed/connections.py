@@ -51,7 +51,7 @@ from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.where import note_rank
+from torchgpipe.task.where import note_rank, place_of
 from torchgpipe.tensors.microbatch import Flat
 
 KINDS = (
@@ -310,8 +310,9 @@ class Connections:
 
     def fail(self, error: BaseException) -> None:
         """End the connections because an error was raised on this rank."""
-        doing, why = self.liveness.activity.doing, in_one_line(error)
-        self.liveness.fail(f"rank {self.own} failed {doing}: {why}")
+        doing, why, place = self.liveness.activity.doing, in_one_line(error), place_of(error)
+        where = f" (in {place})" if place else ""
+        self.liveness.fail(f"rank {self.own} failed {doing}: {why}{where}")
         self.abort()
 
     def abort(self) -> None:

@@ -34,6 +34,7 @@ from torchgpipe.task.guards.randomness import check_apart, own_generators
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check
+from torchgpipe.uncompiled import run_uncompiled
 
 Request = StepRequest | LossRequest | None
 """The arguments of `step()` or `loss()`; `None` for a call of the pipeline itself."""
@@ -200,7 +201,7 @@ class DistributedGPipe(Partitioned):
         Raises:
             RankFailed: If another rank has failed.
         """
-        return self._uncompiled(self._run, args, kwargs, None)
+        return run_uncompiled(self._traced_instead, self._run, args, kwargs, None)
 
     def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
         return cast(Tensor, self._run(args, kwargs, request))
@@ -220,7 +221,7 @@ class DistributedGPipe(Partitioned):
             RankFailed: If another rank has failed.
         """
         request = LossRequest(criterion, target)
-        return cast(Tensor, self._uncompiled(self._hooked, input, request))
+        return cast(Tensor, run_uncompiled(self._traced_instead, self._hooked, input, request))
 
     @contextmanager
     def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:

@@ -30,6 +30,7 @@ from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
+from torchgpipe.task.where import shorten
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared
@@ -309,8 +310,12 @@ class _Node(torch.autograd.Function):
             output_grads.append(grads[:width])
             grads = grads[width:]
         keep = keeps_graph()
-        with SetBackOnFailure():
-            input_grads = ctx.run(output_grads, keep=keep)
+        try:
+            with SetBackOnFailure():
+                input_grads = ctx.run(output_grads, keep=keep)
+        except Exception as error:
+            shorten(error)
+            raise
         sums: list[Tensor | None] = []
         for guards in ctx.stages:
             sums.extend(guards.parameters.take(last=not keep))
