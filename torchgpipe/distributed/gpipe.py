@@ -229,6 +229,12 @@ class DistributedGPipe(Partitioned):
         with connections.call(self._serial, doing):
             yield partial(connections.exchange, doing, alike=alike)
 
+    def __dir__(self) -> list[str]:
+        # torch.jit.trace reads all attributes that are listed here. This one is for DDP only.
+        names: list[str] = super().__dir__()
+        names.remove("_ddp_params_and_buffers_to_ignore")
+        return names
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
