@@ -168,12 +168,6 @@ class Batch:
 
         `modes` returns a context with the caller's modes, such as autocast. Each thread enters one.
         """
-        if any(sharded(stage.modules) for stage in self._engine.stages):
-            raise RuntimeError(
-                "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
-                "in the same order, but worker threads have no fixed order; use engine='graph', "
-                "and call loss.backward() instead of step()"
-            )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
 
@@ -188,6 +182,11 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
+        if any(sharded(stage.modules) for stage in self._engine.stages):
+            raise RuntimeError(
+                "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
+                "in the same order, but worker threads have no fixed order; use engine='graph'"
+            )
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
