@@ -130,7 +130,7 @@ class Noting(nn.Module):
     """A layer that raises an error with a note."""
 
     def forward(self, x: Tensor) -> Tensor:
-        error = ArithmeticError("no such luck")
+        error: Any = ArithmeticError("no such luck")
         error.add_note("mine")
         raise error
 

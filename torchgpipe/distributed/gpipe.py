@@ -231,7 +231,7 @@ class DistributedGPipe(Partitioned):
 
     def __dir__(self) -> list[str]:
         # torch.jit.trace reads all attributes that are listed here. This one is for DDP only.
-        names: list[str] = super().__dir__()
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         names.remove("_ddp_params_and_buffers_to_ignore")
         return names
 
