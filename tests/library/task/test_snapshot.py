@@ -138,7 +138,7 @@ def modes_and_hooks(layer: nn.Module) -> tuple[bool, list[Any], bool]:
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_all_threads_find_the_modes_and_hooks_of_the_forward(engine: Any) -> None:
-    found = []
+    found: list[Any] = []
 
     def observe(layer: Any, x: Tensor) -> Tensor:
         if is_recomputing():
@@ -162,8 +162,9 @@ def test_all_threads_find_the_modes_and_hooks_of_the_forward(engine: Any) -> Non
                 assert modes_and_hooks(observed) == (False, [hook], True)
             assert dictionaries(layers) == kept
             assert not any(module.training for module in model.modules())
-    in_forward = (True, [], True)
-    of_norm = (True, [], False)  # its buffers are in a dictionary that refuses some reads
+    none: list[Any] = []
+    in_forward = (True, none, True)
+    of_norm = (True, none, False)  # its buffers are in a dictionary that refuses some reads
     assert found == [(in_forward, of_norm, in_forward, of_norm)] * 9
 
 
