@@ -24,7 +24,7 @@ LAYERS = [
     {"torchgpipe.plan"},
     {"torchgpipe.distributed", "torchgpipe.state", "torchgpipe.timeline", "torchgpipe.gpipe"},
     {"torchgpipe.partitioned"},
-    {"torchgpipe.step", "torchgpipe.layers"},
+    {"torchgpipe.step", "torchgpipe.layers", "torchgpipe.uncompiled"},
     {"torchgpipe.engine"},
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.trace"},
