@@ -168,6 +168,8 @@ def _mean_weights(targets: Sequence[Any], ignored: int, classes: Tensor | None) 
         # Targets that are not indices are probabilities. The criterion ignores none of them.
         if target.is_floating_point():
             return []
+        if not target.numel():
+            continue
         weights = (target != ignored).double()
         if classes is not None:
             # The criterion itself refuses an index that is out of range.
