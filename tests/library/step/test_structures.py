@@ -44,10 +44,10 @@ class Frozen:
 
 def test_containers_keep_their_class_attributes_and_defaults() -> None:
     output: Any = Output(labels=X)
-    first, last = parted(output, [3, 1])
-    assert type(first) is Output
-    assert getattr(first, "labels").tolist() == [0, 1, 2]
-    assert last["labels"].tolist() == [3] and output.labels is X
+    parts: list[Any] = parted(output, [3, 1])
+    assert [type(part) for part in parts] == [Output, Output]
+    assert [part.labels.tolist() for part in parts] == [[0, 1, 2], [3]]
+    assert parts[1]["labels"].tolist() == [3] and output.labels is X
 
     counted: defaultdict[str, Any] = defaultdict(list, labels=X)
     assert parted(counted, [3, 1])[1]["more"] == []
