@@ -22,14 +22,15 @@ from torchgpipe.engine.pool import Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
+from torchgpipe.random.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_unusual_backward
-from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_stand_ins, outer_turns
+from torchgpipe.task.guards.in_place import InPlaceForRun
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
-from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
+from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared

@@ -40,10 +40,9 @@ PRIVATE = [
     ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "trace/record.py"),
     ("torch._subclasses.fake_tensor.FakeTensor", "trace/recorder.py"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/recorder.py"),
-    ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/recorder.py"),
+    ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/restore.py"),
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
-    ("torch.nn.modules.batchnorm._BatchNorm", "task/guards/statistics.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "trace/compare.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),
@@ -51,7 +50,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "task/guards/seeded.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "random/seeded.py"),
 ]
 # Attributes of PyTorch's objects that the library uses.
 OF_OBJECTS = [

@@ -6,9 +6,9 @@ from itertools import product
 from math import ceil
 
 from torchgpipe.plan.count.optimizer import Optimizer
-from torchgpipe.plan.memory import DeviceBytes, setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
+from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.search.balances import Work
 
 Balance = tuple[int, ...]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from torchgpipe.random.seeded import Everywhere
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.guards.seeded import Everywhere
 
 _WITHOUT_FAST_PATH = Everywhere(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.random.seeded import PrivateGenerator
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import (
     NO_MODES,
     DeviceContext,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.task.guards.randomness import UNLIKE, State, same
+from torchgpipe.random.generators import UNLIKE, State, same
 from torchgpipe.tensors._autograd import (
     HigherOrderOperator,
     is_other_generator,
