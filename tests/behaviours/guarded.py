@@ -9,10 +9,8 @@ from pathlib import Path
 from torchgpipe.task import guards
 
 FOLDER = Path(guards.__file__ or "").parent
-# Files in the folder that define no guard, but what guards use.
-BESIDE = {"__init__", "guard", "contents", "seeded"}
-GUARDS = {path.stem for path in FOLDER.glob("*.py")} - BESIDE
-"""The names of the files that define a guard."""
+GUARDS = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "guard"}
+"""The names of the files that define a guard; guard.py defines their base class."""
 
 ROWS_OF_GUARDS = {
     "parameters": [

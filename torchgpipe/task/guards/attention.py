@@ -7,6 +7,8 @@ gradients, so it would use another kernel and compute other values.
 
 PyTorch has one switch for the faster kernel, which is valid for the whole process. The guard turns
 the switch off while a first pass runs.
+
+What it costs: first passes use the slower kernel.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ each summand instead of the sum. And `torch.autograd.grad` does not work.
 So stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
 stand-ins. In the caller's graph, a node has the parameters as its inputs. After all tasks, this
 node's backward returns the sums as the parameters' gradients.
+
+What it costs: when a mini-batch begins, a stand-in is made for each parameter that requires grad.
+Each first pass and each recomputation reads the version counter of each parameter. When all
+forwards have ended, the stand-ins are compared with the parameters once.
 """
 
 from __future__ import annotations

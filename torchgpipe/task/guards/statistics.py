@@ -6,6 +6,9 @@ update the running statistics a second time.
 In training, the output of a batch norm does not depend on its running statistics. So the guard
 keeps no copies of them for the recomputation. If a layer reads the running statistics in a
 recomputation, an error is raised.
+
+What it costs: when a mini-batch begins, a dictionary is made for each batch norm. Each
+recomputation assigns four values for each batch norm, and each backward assigns two.
 """
 
 from __future__ import annotations
