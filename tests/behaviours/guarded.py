@@ -46,5 +46,5 @@ ROWS_OF_GUARDS = {
         "between: a parameter that is replaced",
         "gradients: a buffer that a hypernetwork makes",
     ],
-    "randomness": ["at_once: hooks that draw", "at_once: threads that draw, one generator"],
+    "randomness": ["random: dropout", "random: a generator of a layer's own"],
 }
