@@ -42,6 +42,7 @@ LAYERS = [
     {
         "torchgpipe.schedules",
         "torchgpipe.modules",
+        "torchgpipe.everywhere",
         "torchgpipe.plain",
         "torchgpipe.caught",
         "torchgpipe.patience",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from torchgpipe.random.seeded import Everywhere
+from torchgpipe.everywhere import Everywhere
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 _WITHOUT_FAST_PATH = Everywhere(
