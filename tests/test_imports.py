@@ -42,7 +42,7 @@ LAYERS = [
     {
         "torchgpipe.schedules",
         "torchgpipe.modules",
-        "torchgpipe.everywhere",
+        "torchgpipe.setting",
         "torchgpipe.plain",
         "torchgpipe.caught",
         "torchgpipe.patience",

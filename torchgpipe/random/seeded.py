@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.everywhere import Everywhere
 from torchgpipe.random.generators import UNLIKE, State, same
+from torchgpipe.setting import ProcessSetting
 from torchgpipe.tensors._autograd import (
     HigherOrderOperator,
     is_other_generator,
@@ -207,7 +207,7 @@ class _OfThisThread:
         return getattr(torch.default_generator if private is None else private._generator, name)
 
 
-ASKING_PRIVATE_GENERATORS = Everywhere(
+ASKING_PRIVATE_GENERATORS = ProcessSetting(
     lambda: torch.default_generator,
     lambda g: vars(torch.random).update(default_generator=g),
     _OfThisThread(),

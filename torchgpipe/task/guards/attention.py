@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from torchgpipe.everywhere import Everywhere
+from torchgpipe.setting import ProcessSetting
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
-_WITHOUT_FAST_PATH = Everywhere(
+_WITHOUT_FAST_PATH = ProcessSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-class Everywhere(AbstractContextManager[None]):
+class ProcessSetting(AbstractContextManager[None]):
     """A context that sets a setting of the whole process to `value`, for all threads.
 
     The setting gets its old value back when the last thread has left the context.
