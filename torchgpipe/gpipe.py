@@ -171,8 +171,8 @@ class GPipe(Partitioned):
         """
         if self._signature is not None:
             args, kwargs = (self._signature.input_of(args, kwargs),), {}
-        elif "input" not in kwargs:
-            the_input(args, kwargs)
+        elif len(args) != 1 and "input" not in kwargs:
+            the_input(args, kwargs)  # raises an error
         return self._shown(super().__call__(*args, **kwargs))
 
     def forward(self, input: Input) -> TensorOrTensors:

@@ -346,4 +346,5 @@ class Partitioned(FixedDevices, ABC):
 
 P = TypeVar("P", bound=Partitioned)
 
-_BUILT = ("_engine", "_steps", "_stages", "_connections")  # what `_build` makes anew in a copy
+# The attributes that `_build` makes anew in a copy.
+_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere")

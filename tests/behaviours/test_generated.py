@@ -124,7 +124,9 @@ def forward(
     model.train(step.training)
     call: Callable[[Any], Any] = model
     if step.run == "functional_call":
-        weights = {name: 2 * p for name, p in leaves(model).items()}
+        # `Everywhere` passes gradients to buffers only if they are leaves of the graph.
+        replaced = dict(model.named_parameters()) if case.engine == "ranks" else leaves(model)
+        weights = {name: 2 * p for name, p in replaced.items()}
         call = partial(called_with, model, weights)
     outputs: list[Tensor] = []
     with NO_GRADIENTS.get(step.run, nullcontext)():

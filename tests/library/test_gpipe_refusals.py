@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, ReLU, Sequential
+from torch.nn.functional import mse_loss
 
 from torchgpipe import GPipe
 from torchgpipe.layers.checks import check_module
@@ -55,6 +56,18 @@ def add_buffer_and_hook(module: Module) -> None:
     module.register_forward_hook(print)
 
 
+def called_in_a_task(where: str) -> Callable[[Any], object]:
+    """Return a use of a pipeline whose layer calls the pipeline."""
+
+    def use(_: Any) -> object:
+        model = made(engine="workers", chunks=2, schedule="1F1B")
+        register = getattr(model[0], where)
+        register(lambda *_: model.predict(torch.ones(4, 2)))
+        return model.step(mse_loss, torch.ones(4, 2), torch.ones(4, 2))
+
+    return use
+
+
 class Residual(Sequential):
     """An `nn.Sequential` that overrides `forward`."""
 
@@ -75,7 +88,10 @@ OF_RESIDUAL = "layers of Residual one after another, but it has a method"
 TWICE = "layers 'first' and 'again' are the same module; a layer "
 TOO_FEW = "2 partitions, but 1 devices; give a balance of at most 1 parti"
 NO_LIST = "a list of devices, one per partition, but got "
-NUMBERS = "balance must list the number of layers of each partition, as whole numbers, but got "
+NUMBERS = (
+    "balance must be a list with the number of layers of each partition, such as [2, 3], but got "
+)
+IN_A_TASK = "calls the pipeline in the middle of a task; call it after the step"
 WRONG_SUM = "the balance [1] sums up to 1 layers, but the module has 3"
 NONE_IN_ONE = "one layer or more, but got the balance [3, 0]"
 # A call, the error's type, and a part of the error's message.
@@ -100,6 +116,8 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: chosen(["cpu"], 2), IndexError, TOO_FEW),
     (lambda _: chosen("cuda:0", 2), TypeError, f"{NO_LIST}'cuda:0'"),
     (lambda _: chosen(0, 2), TypeError, f"{NO_LIST}0"),
+    (called_in_a_task("register_forward_hook"), RuntimeError, IN_A_TASK),
+    (called_in_a_task("register_full_backward_hook"), RuntimeError, IN_A_TASK),
     (lambda _: parts(LAYERS, 2), TypeError, NUMBERS + "2"),
     (lambda _: parts(LAYERS, [1]), ValueError, WRONG_SUM),
     (lambda _: parts(LAYERS, [3, 0]), ValueError, NONE_IN_ONE),

@@ -6,6 +6,7 @@ arguments raise errors.
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -291,3 +292,17 @@ def test_targets_are_parted_as_deep_as_they_go() -> None:
     assert pair.one.tolist() == [4]
     assert pair.other == ()
     assert last["c"] is None
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_forwards_out_of_order_are_told_where_a_batch_norm_sees_them(deferred: bool) -> None:
+    layers = Sequential(Linear(2, 2), nn.BatchNorm1d(2))
+    schedule = Schedule("mine", [0, 0], [FORWARDS + OF_SECOND_STAGE + BACKWARDS])
+    options: dict[str, Any] = {"schedule": schedule, "deferred_batch_norm": deferred}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GPipe(layers, [1, 1], devices=["cpu"], chunks=2, **options)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (0 if deferred else 1)
+    assert all("does not run the forwards of its micro-batches in order" in each for each in told)
+    assert all(warning.filename == __file__ for warning in caught)

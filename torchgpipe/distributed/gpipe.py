@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import inf
 from typing import Any, cast
 from zlib import crc32
 
@@ -14,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchgpipe.distributed.alike import checksum_of_parameters, settings_of
+from torchgpipe.distributed.checks import check_connectable, check_group, check_mesh
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
@@ -118,15 +119,8 @@ class DistributedGPipe(Partitioned):
         if silence is not ...:
             _warn_of_silence(2)
             self.timeout = silence
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group: call torch.distributed.init_process_group(), in a "
-                "program that torchrun has started"
-            )
-        if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
-            raise TypeError(
-                f"mesh must be one dimension of a DeviceMesh, such as mesh['pp'], but got {mesh!r}"
-            )
+        check_group()
+        check_mesh(mesh)
         if not isinstance(device, int | str | torch.device):
             raise TypeError(f"device must be this rank's device, but got {device!r}")
         (device,) = choose_devices([device], 1)
@@ -147,7 +141,10 @@ class DistributedGPipe(Partitioned):
         self._alike = checksum_of_parameters(module)
         here = [device if rank == self.rank else None for rank in placement]
         names = [f"rank {rank}" for rank in placement]
+        named = [*module.named_parameters()]
         self._hold(here, names, init)
+        own = {*self.parameters()}
+        self._elsewhere.update({p: name for name, p in named if p not in own})
         self._connected()  # already now, because a rank can fail before its first mini-batch
 
     def _build(self) -> None:
@@ -160,6 +157,8 @@ class DistributedGPipe(Partitioned):
         else:
             checksum = crc32(repr(made).encode())
             self._order = f"{made.name}, {checksum:x}"
+        # The names of the parameters of other ranks' layers, as long as this process has them.
+        self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
         self._serial = 0
         self._warned = False  # whether this rank has warned that ranks have different samples
@@ -249,7 +248,7 @@ class DistributedGPipe(Partitioned):
     def _connected(self) -> Connections:
         """Return the open connections, and make new ones if there are none."""
         if self._connections is None or self._connections.closed:
-            self._check_connectable()
+            check_connectable(self.timeout, self._ranks[self.rank])
             self._connections = Connections(self._ranks, self.rank, self.timeout)
             # The connections' threads do not refer to the pipeline, so it can be garbage-collected
             # while it is connected. Then this finalizer closes the connections.
@@ -261,21 +260,13 @@ class DistributedGPipe(Partitioned):
             )
         return self._connections
 
-    def _check_connectable(self) -> None:
-        s = self.timeout
-        if s is not None and (not isinstance(s, int | float) or s is True or not 0 < s < inf):
-            raise ValueError(
-                f"timeout must be a positive number of seconds, or None, but got {s!r}"
-            )
-        own = self._ranks[self.rank]
-        if not dist.is_initialized() or dist.get_rank() != own:
-            raise RuntimeError(
-                f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
-                "use other ranks, make a new pipeline and load the state"
-            )
-
     def _run(self, args: Any, kwargs: Any, request: Request) -> Any:
         connections = self._connected()
+        if connections.liveness.activity.within and backward_id() == -1:
+            raise RuntimeError(
+                "a layer, a hook or the criterion calls the pipeline within a call of it, but a "
+                "call needs all ranks; call it after the step, on all ranks"
+            )
         self._serial += 1
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:

@@ -1,8 +1,8 @@
 """One rank's part of a mini-batch: run the rank's tasks, and exchange messages before and after."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class RankBatch(Batch):
         base = None if connections.own == self._first else self._hear_head()
         m = len(self.sizes)
         super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
+        self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
         self._seeded = self._agreed(self._seeded)
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program

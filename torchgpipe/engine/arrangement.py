@@ -1,8 +1,11 @@
 """Assign stages to devices, and list the actions of each device in the schedule's order."""
 
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.check import Lists
@@ -104,6 +107,28 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     forwards = [_parted(actions, forward=True) for actions in lists]
     rest = [_parted(actions, forward=False) for actions in used.lists]
     return Orders(used.placement, forwards, rest, used.lists)
+
+
+def warn_of_forwards_out_of_order(arrangement: Arrangement, stages: Sequence[Stage]) -> None:
+    """Warn if batch norms will see the micro-batches in another order than without a pipeline."""
+    schedule = arrangement.schedule
+    if not isinstance(schedule, Schedule):
+        return
+    for stage in stages:
+        numbers = []
+        for kind, i, index in schedule.lists[schedule.placement[stage.index]]:
+            if kind == "forward" and index == stage.index:
+                numbers.append(i)
+        if numbers == sorted(numbers):
+            continue
+        norms = [m for m in stage.modules if isinstance(m, _BatchNorm) and m.track_running_stats]
+        if len(norms) > len(stage.deferred_norms):
+            warnings.warn(
+                f"stage {stage.index} has a batch norm, but {schedule.name} does not run the "
+                "forwards of its micro-batches in order; so the running statistics are updated in "
+                "another order than without a pipeline; use deferred_batch_norm=True",
+                stacklevel=6,
+            )
 
 
 def _parted(actions: Sequence[Action], *, forward: bool) -> list[Action]:

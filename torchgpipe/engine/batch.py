@@ -8,7 +8,7 @@ each device. Each program has a thread (`WorkersEngine`), or its own process
 (torchgpipe/distributed).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -17,7 +17,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.arrangement import Arrangement, orders, overlaps
+from torchgpipe.engine.arrangement import (
+    Arrangement,
+    orders,
+    overlaps,
+    warn_of_forwards_out_of_order,
+)
 from torchgpipe.engine.pool import Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
@@ -52,6 +57,7 @@ class WorkersEngine:
         self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
+        warn_of_forwards_out_of_order(arrangement, stages)
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
@@ -107,9 +113,11 @@ class Batch:
         loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
+        elsewhere: The names of parameters of other ranks' layers.
     """
 
     loss: Tensor
+    elsewhere: Mapping[Tensor, str] = {}
 
     def __init__(
         self,
@@ -188,6 +196,13 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
+        locks: list[Any] = [stage.lock for stage in self._engine.stages]
+        if any(lock._is_owned() for lock in locks):
+            # The other threads would wait for the lock, and this thread would wait for them.
+            raise RuntimeError(
+                "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call "
+                "it after the step, or in the criterion, or use engine='graph'"
+            )
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 

@@ -29,8 +29,8 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
             before the buffer has room for the first action's result.
 
     Raises:
-        ValueError: If no order is possible. The message names a device that waits for ever, and
-            the action that the device waits for.
+        ValueError: If no order is possible. The message names a buffer that has no room, or a
+            device that waits for ever and the action that it waits for.
     """
     room = room or {}
     among = dict.fromkeys(chain.from_iterable(lists))
@@ -85,17 +85,26 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
 
 
 def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) -> None:
-    """Raise `ValueError` for the first action that waits for an action that is not in `done`."""
+    """Raise `ValueError` for an action that waits for an action that is not in `done`.
+
+    If a buffer between two stages is full, the error names this buffer. Otherwise it names the
+    first action that waits.
+    """
+    for action, other in room.items():
+        others = [each for each in needed[action] if each not in done]
+        if action not in done and others == [other]:
+            raise ValueError(
+                f"there is no room between stage {action.stage} and stage {other.stage}: {action} "
+                f"has to wait until {other} starts, which never happens; let stage {other.stage} "
+                f"take results in the order in which stage {action.stage} sends them"
+            )
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:
                 continue
             for other in needed[action]:
                 if other not in done:
-                    full = ""
-                    if room.get(action) == other:
-                        full = ", to make room in the buffer between the two"
-                    raise ValueError(f"device {d} waits for ever: {action} needs {other}{full}")
+                    raise ValueError(f"device {d} waits for ever: {action} needs {other}")
 
 
 def check(placement: Sequence[int], lists: Lists) -> list[Action]:

@@ -23,7 +23,8 @@ class Schedule:
     """Lists of the actions that each device does in a step, in order.
 
     The constructor checks that devices can run the lists. Schedules are compared by value. `str`
-    returns a picture of the schedule.
+    returns a picture of the schedule. Layers see the micro-batches in the order of the forwards. So
+    if forwards are out of order, batch norms update their running statistics in another order.
 
     Attributes:
         name: The schedule's name.

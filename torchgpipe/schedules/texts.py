@@ -84,12 +84,16 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
     """Read a schedule file, and return each stage's device and each device's actions.
 
     Raises:
-        ValueError: If an entry is not an action.
+        ValueError: If the file is empty or no text in UTF-8, if an entry is not an action, or if a
+            stage has no entries.
     """
     placement: dict[int, int] = {}
     lists: list[list[Action]] = []
-    with open(file, newline="") as opened:
-        rows = filter(None, csv.reader(opened))
+    with open(file, newline="", encoding="utf-8-sig") as opened:
+        try:
+            rows = list(filter(None, csv.reader(opened)))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{file} is not a CSV file in UTF-8: {error}") from None
         for d, row in enumerate(rows):
             actions: list[Action] = []
             for cell in row:
@@ -105,5 +109,10 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
                         "kind (F, I, W or B) and a micro-batch"
                     )
             lists.append(actions)
-    stages = range(1 + max(placement, default=0))
-    return [placement.get(stage, 0) for stage in stages], lists
+    if not placement:
+        raise ValueError(f"{file} has no entry such as 0F1: a stage, a kind and a micro-batch")
+    stages = range(len(placement))
+    for stage in stages:
+        if stage not in placement:
+            raise ValueError(f"{file} has entries of stage {max(placement)}, but none of {stage}")
+    return [placement[stage] for stage in stages], lists

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
-from torchgpipe.step.request import StepRequest
+from torchgpipe.step.request import StepRequest, no_criterion
 from torchgpipe.step.shares import Shares, warn_of_other_means
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
@@ -152,6 +152,12 @@ class Losses(BatchIO):
             return
         before = self._sums.get(leaf)
         if before is None:
+            if leaf in self._batch.elsewhere:
+                raise RuntimeError(
+                    f"the criterion uses {self._batch.elsewhere[leaf]}, a parameter of another "
+                    "rank's layers, which would not get this gradient; add the gradient of such a "
+                    "penalty on each rank, for the rank's own parameters"
+                )
             self._sums[leaf] = grad
         elif before.is_sparse:
             # A sparse tensor can be added to a dense one, not the other way round.
@@ -223,8 +229,9 @@ def run_step(
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.
     """
-    if batch.last:
-        request.check()
+    criterion = request.criterion
+    if batch.last and (not callable(criterion) or isinstance(criterion, type)):
+        raise no_criterion(criterion)
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
     io = BatchIO(inputs)

@@ -21,21 +21,15 @@ class StepRequest(NamedTuple):
     scaler: torch.amp.GradScaler | None = None
     backward: bool = True  # `step` runs a backward, and `evaluate` does not
 
-    def check(self) -> None:
-        """Raise `TypeError` if the criterion or the weight is not a function."""
-        criterion = self.criterion
-        if isinstance(criterion, type):
-            name = criterion.__name__
-            raise TypeError(
-                f"the criterion must be a function, but got the class {name}; give {name}()"
-            )
-        if not callable(criterion):
-            raise TypeError(
-                "the criterion must be a function of an output and its target, but got "
-                f"{type(criterion).__name__}; call step(criterion, input, target)"
-            )
-        if self.weight is not None and not callable(self.weight):
-            raise TypeError(
-                "weight must be a function that returns the weight of a micro-batch's loss, given "
-                f"its target, but got {self.weight!r}"
-            )
+
+def no_criterion(given: object) -> TypeError:
+    """Return the error for a step that is given something else than a criterion."""
+    if isinstance(given, type):
+        name = given.__name__
+        return TypeError(
+            f"the criterion must be a function, but got the class {name}; give {name}()"
+        )
+    return TypeError(
+        "the criterion must be a function of an output and its target, but got "
+        f"{type(given).__name__}; call step(criterion, input, target)"
+    )

@@ -24,6 +24,7 @@ class Shares:
         targets: The target of each micro-batch.
 
     Raises:
+        TypeError: The weight is not a function.
         ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`; or
             samples cannot be counted, and there is no weight.
     """
@@ -43,6 +44,11 @@ class Shares:
             raise ValueError(
                 "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
                 "but got " + given
+            )
+        if weight is not None and not callable(weight):
+            raise TypeError(
+                "weight must be a function that returns the weight of a micro-batch's loss, given "
+                f"its target, but got {weight!r}"
             )
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(

@@ -33,6 +33,11 @@ class _AllOf(AbstractContextManager[object]):
         for lock in reversed(self._locks):
             lock.__exit__(*error)
 
+    def _is_owned(self) -> bool:
+        """Return whether this thread holds one of the locks, like the method of an `RLock`."""
+        locks: list[Any] = self._locks
+        return any(lock._is_owned() for lock in locks)
+
 
 def as_one(locks: Set[Lock]) -> Lock:
     """Return a lock that takes all of the given locks."""

@@ -93,6 +93,44 @@ def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
     model.close()
 
 
+def test_a_criterion_that_calls_the_pipeline_is_refused_at_once() -> None:
+    model, threads = small(schedule="1F1B")
+
+    def criterion(y: Tensor, target: Tensor) -> Tensor:
+        model.evaluate(nn.functional.mse_loss, X, TARGET)
+        return nn.functional.mse_loss(y, target)
+
+    with pytest.raises((RuntimeError, RankFailed), match="calls the pipeline within a call of it"):
+        model.step(criterion, X, TARGET)
+    model.close()
+    for each in (model, threads):
+        each.step(nn.functional.mse_loss, X, TARGET)
+    assert_same_gradients(model, threads)
+
+
+def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a criterion with a penalty over the parameters of all ranks' layers."""
+
+    def criterion(y: Tensor, target: Tensor) -> Tensor:
+        penalty: Any = sum(p.square().sum() for p in layers.parameters())
+        return nn.functional.mse_loss(y, target) + penalty
+
+    return criterion
+
+
+def test_a_criterion_that_uses_parameters_of_another_rank_is_refused() -> None:
+    """Their gradients would be computed on the last rank, and not reach the other ranks."""
+    layers = linears()
+    model = DistributedGPipe(layers, [1] * WORLD, chunks=3, schedule="1F1B")
+    refusal = r"uses \d.\w+, a parameter of another rank's layers.*each rank"
+    with pytest.raises((RuntimeError, RankFailed), match=refusal):
+        model.step(penalised(layers), X, TARGET)
+    model.close()
+    own = nn.Sequential(layers[-1])
+    model.step(penalised(own), X, TARGET)
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_loss_without_the_output_and_one_that_outlives_its_pipeline() -> None:
     ours, threads = small()
     scale = torch.ones(4, requires_grad=True)

@@ -124,7 +124,7 @@ def test_what_finds_no_room_waits() -> None:
 
     crossed = pictured("0 1 B0 B1\n1 0 B0 B1")
     assert crossed.replay(buffered=2).seconds == crossed.replay().seconds
-    with pytest.raises(ValueError, match=r"^device 0 waits for ever: "):
+    with pytest.raises(ValueError, match=r"^there is no room between stage 0 and stage 1: "):
         crossed.replay(buffered=1)
 
 

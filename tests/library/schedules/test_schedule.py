@@ -158,6 +158,23 @@ def test_what_pytorch_writes_beside_actions_is_left_out(tmp_path: Path) -> None:
         Schedule.load(file)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no entry such as 0F1"),
+        (b"\n\n", "has no entry such as 0F1"),
+        (b"\xff\xfe0F0,0B0", "is not a CSV file in UTF-8"),
+        (b"0F0,0B0,0F99999999999,0B99999999999", "lacks forward of micro-batch 1 on stage 0"),
+        (b"0F0,0B0,99999999999F0,99999999999B0", "has entries of stage 99999999999, but none of 1"),
+    ],
+)
+def test_files_that_are_no_schedule(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Schedule.load(file)
+
+
 def test_forwards_alone_are_clock_cycles() -> None:
     for n, m in product((1, 3, 4), (1, 4, 5)):
         (order,) = orders(arranged("GPipe", n, n), m, "never", False).forwards

@@ -89,9 +89,14 @@ class Activity:
             self._name = self.program = None
 
     @property
+    def within(self) -> bool:
+        """Whether a call of the pipeline is running."""
+        return self._name is not None
+
+    @property
     def doing(self) -> str:
         """What this rank does now, or what it did last in its current call, as text."""
-        if self._name is None:
+        if not self.within:
             after = f", after mini-batch {self._serial}" if self._serial else ""
             return f"outside of the pipeline{after}"
         program = self.program  # read only once, because another thread can end the call
@@ -112,7 +117,7 @@ class Activity:
         If no call of this pipeline is running, describe a running call of another pipeline.
         """
         calls = sum(each._calls for each in [*self.beside])
-        within = [each for each in (self, *self.beside) if each._name is not None]
+        within = [each for each in (self, *self.beside) if each.within]
         if not within:
             return Label(calls, False, self.doing)
         first = within[0]
