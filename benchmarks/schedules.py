@@ -180,7 +180,7 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
 
 
 class Way(NamedTuple):
-    """A schedule: this rank's layers, and the function that runs a step."""
+    """A schedule to be measured: the layers of this rank, and the function that runs a step."""
 
     part: Module
     """The layers of this rank."""

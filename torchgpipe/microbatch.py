@@ -1,4 +1,4 @@
-"""Functions for micro-batches, under their module name of torchgpipe 0.0.7."""
+"""Functions for micro-batches; torchgpipe 0.0.7 has them in a module of this name."""
 
 from torchgpipe.tensors.microbatch import check, gather, scatter
 

@@ -24,7 +24,7 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """A model to plan: the width of its linear layer i, and a time limit in seconds.
+    """A model to plan: a function from i to the width of linear layer i; a time limit in seconds.
 
     A plan counts equal layers only once, so models with many different layers take longer.
     """

@@ -21,8 +21,9 @@ from reproduce.tables.output import Number, of_cells, written
 SHOWS = 38  # width of the column "what it shows", in characters
 NOTES = (
     "scale: the largest that this machine holds now",
-    "minutes: of the last run of all rows, in runs; in brackets: in results/measured, which may "
-    "have been on another machine; <: together with other experiments; ?: no such run",
+    "minutes: of a finished run of all rows, in runs; of several, of the one that counts "
+    "(docs/results.md); in brackets: in results/measured, which may have been on another machine; "
+    "<: together with other experiments; ?: no such run",
     "python -m reproduce list NAME shows all rows; run --all runs all of them",
 )
 # A run with one of these options takes longer or shorter than a usual run.

@@ -79,7 +79,7 @@ def predict(  # noqa: PLR0913
         return
     if hardware is None:
         raise click.BadParameter(
-            "the papers' tables are predicted from a hardware description: name one. To time "
+            "the papers' tables are predicted from a description of hardware: name one. To time "
             f"models on this machine, use python -m reproduce plan MODEL --hardware {HERE} for one "
             f"model, or predict --run RUN --hardware {HERE} for the models of a run",
             param_hint=f"--hardware {HERE}",

@@ -110,7 +110,7 @@ State = Literal["finished", "interrupted"]
     help="Accuracy: the folder of ImageNet, with train/<class>/*.JPEG and val/<class>/*.JPEG.",
 )
 @style
-@click.option("--resume", is_flag=True, help="Go on with the last run, which was broken off.")
+@click.option("--resume", is_flag=True, help="Go on with the last run, which was interrupted.")
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
 def run(**options: Any) -> None:
     """Run experiments, print their tables and keep a record. The record has all results.

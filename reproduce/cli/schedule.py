@@ -23,7 +23,9 @@ from reproduce.error import Error
     show_default=True,
     help="always, except_last or never.",
 )
-@click.option("--svg", type=FILE, metavar="FILE", help="Write a picture, too.")
+@click.option(
+    "--svg", type=FILE, metavar="FILE", help="Write a picture, too: FILE.svg or FILE.png."
+)
 def schedule(  # noqa: PLR0913
     name: str,
     devices: int | None,
@@ -40,6 +42,8 @@ def schedule(  # noqa: PLR0913
     """
     from torchgpipe.schedules import Schedule, make
 
+    if svg is not None and svg.suffix not in (".svg", ".png"):
+        raise Error(f"--svg {svg}: the name of a picture ends in .svg or .png")
     try:
         file = Schedule.load(name) if name.endswith(".csv") else None
         n = devices or (len(file.lists) if file else 4)
@@ -59,11 +63,9 @@ def schedule(  # noqa: PLR0913
     click.echo(f"kept at most, tasks by device: {kept}")
     if svg is None:
         return
-    if svg.suffix not in ("", ".svg", ".png"):
-        raise Error(f"--svg {svg}: the name of a picture ends in .svg or .png")
     from reproduce.records.record import write_atomically
     from reproduce.report.gantt import gantt
 
-    kind = svg.suffix[1:] or "svg"
+    kind = svg.suffix.removeprefix(".")
     write_atomically(svg, gantt(played, found.name, kind))
     click.echo(f"written: {shown(svg)}", err=True)

@@ -127,7 +127,7 @@ SMALL_PIPELINES = (
 
 
 def small_trainings() -> Iterator[AccuracyRow]:
-    """Yield a row for plain training, and rows for pipelines whose errors are compared with it."""
+    """Yield a row for plain training, and for pipelines whose error rates are compared with it."""
     yield replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256")
     for name, n, m, deferred, published in SMALL_PIPELINES:
         yield replace(

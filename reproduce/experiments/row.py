@@ -162,6 +162,7 @@ class Row:
         config: dict[str, Json] = {
             "configuration": self.configuration,
             "equal": self.equal,
+            "group": self.group,
             "model": self.model,
         }
         sizes = MODELS[self.model].sizes

@@ -21,7 +21,9 @@ PROC = Path("/proc")
 # never took more than 0.7 %.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
-# is shorter than `LEAST_SECONDS` is judged together with the round before it.
+# is shorter than `LEAST_SECONDS` is judged together with the round before it. Short rounds at the
+# start have no such round. They get the value of the next round for which it is known (`Rounds.end`
+# in `reproduce.run.rounds`).
 LEAST_SECONDS = 1.0
 # Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
 A_RUN = re.compile(

@@ -158,7 +158,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Put a row on the line that fits best, or on a new line if none fits."""
+    """Add a row to the line (a group of rows to compare) that fits best, or to a new line."""
     best = None
     most = -1
     for line in lines:

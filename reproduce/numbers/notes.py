@@ -166,7 +166,7 @@ def _at_other_times(lines: Lines) -> bool:
 
 
 def _load_is_unknown(side: Side) -> bool:
-    """Return whether no run of a side recorded how busy other programs kept the machine."""
+    """Return whether it is unknown how busy other programs kept the machine in a side's runs."""
     ran = False
     for record in side.records:
         if record.run is None:

@@ -48,7 +48,10 @@ Status = Literal[
 ]
 # The statuses of rows that have numbers.
 SUCCESS = ("measured", "emulated", "published", "predicted")
-RULE = "a finished run counts, then most rows that were not disturbed, then the newest"
+RULE = (
+    "a finished run counts, then the most rows that were not disturbed, then the most successful "
+    "rows, then the newest"
+)
 
 Engine = Literal["threads", "ranks", "ScheduleGPipe", "Schedule1F1B"]
 """What runs the partitions of a measured row in parallel (`reproduce.run.engines.engines`)."""

@@ -18,7 +18,9 @@ from reproduce.error import Error
 Clock = Literal["cpu", "wall"]
 # CPU time of all threads of the process, or wall-clock time.
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-WARM_UP = 2  # the first samples do not count, because the first one takes several times as long
+# How many samples at the beginning are dropped. The very first takes several times as long.
+WARM_UP = 2
+
 # The cores of this process. The list is empty if cores cannot be chosen, for example on macOS.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 

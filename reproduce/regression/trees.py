@@ -35,7 +35,7 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """Return the paths, below the top folder, at which the package can be.
+        """Return the paths, below the top folder, where the package may be located.
 
         If the package has to be built, the build can need any file. Then the list is empty, which
         git takes as all paths.

@@ -124,7 +124,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _other(subject: Subject) -> Table:
-    """Return a table with all values of a published table's record."""
+    """Return a table of all values of a published table that has no layout of its own."""
     record = subject.sources[0].record
     names: dict[str, None] = {}
     for result in record.results:

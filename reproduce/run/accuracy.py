@@ -31,14 +31,13 @@ Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 
 
 def plan_accuracy(session: Session) -> None:
-    """Tell the progress display how many training steps to expect.
+    """Record which rows will run, and tell the progress display how many training steps they have.
 
     Evaluation is not counted, because it takes little time in comparison.
     """
     seeds = len(_needs(session).seeds)
     for row in _rows(session):
-        placeholder = session.result(row, status="interrupted")
-        session.recorder.put(placeholder)
+        session.plan(row)
         steps = seeds * row.recipe.epochs * _steps_per_epoch(session, row)
         session.progress.plan(session.job(row.name), steps, row.work())
 
@@ -135,7 +134,8 @@ def _train_epoch(
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
     """Add the values of some epochs to the samples of a row in the record."""
-    before = session.recorded(row).samples
+    found = session.found(row)
+    before = {} if found is None else found.samples
     samples = {name: list(before.get(name, [])) for name in SERIES}
     for epoch in epochs:
         for name, value in zip(SERIES, epoch, strict=True):
@@ -152,8 +152,11 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
     """
     data = _needs(session).data
     made = session.scale.settings()["made"]
+    config = row.config()
+    # The group is no setting of the training, so the name of the checkpoint does not depend on it.
+    del config["group"]
     depends_on = [
-        row.config(),
+        config,
         made and [made, session.seed],
         data.train_size,
         data.val_size,

@@ -25,8 +25,7 @@ class Way(NamedTuple):
 def plan(session: Session) -> None:
     """Tell the progress display which steps will run, and prepare the record.
 
-    The record gets a placeholder with the status "interrupted" for every row that will run. It is
-    replaced when the row has run.
+    The record says that every row that will run was interrupted. It does so until the row has run.
     """
     WAYS[session.experiment.measures].plan(session)
 
@@ -59,8 +58,8 @@ def _add_memory(session: Session, row: Row) -> None:
     """
     timed = []
     for emulated in (False, True):
-        result = session.recorded(row, emulated=emulated)
-        if result.status in SUCCESS:
+        found = session.found(row, emulated=emulated)
+        if found is not None and found.status in SUCCESS:
             timed.append(emulated)
     if not timed:
         return

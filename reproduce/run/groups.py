@@ -148,10 +148,8 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:
-        if not session.has_result(task.row, **task.kind):
-            return group.tasks
-        found = session.recorded(task.row, **task.kind)
-        if found.disturbed:
+        found = session.found(task.row, **task.kind)
+        if found is None or found.disturbed:
             return group.tasks
         if found.samples:
             timed[task] = found

@@ -95,11 +95,10 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Tell the progress display how many steps will run, and add placeholders to the record."""
+    """Record which rows will run, and tell the progress display how many steps they have."""
     scale = session.scale
     for row in scale.rows:
-        placeholder = session.result(row, status="interrupted")
-        session.recorder.put(placeholder)
+        session.plan(row)
         job = session.job(row.name)
         session.progress.plan(job, scale.steps, row.work())
 

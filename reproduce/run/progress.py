@@ -76,7 +76,7 @@ class Progress:
         self.limits[group] = limit
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Plan `steps` fewer steps for a job or a group. By default, plan no more steps for it."""
+        """Take `steps` off the expected steps of a job or a group; by default, all of them."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)

@@ -22,12 +22,21 @@ COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "g
 
 
 class Recorder:
-    """The record of a run, and the file of this record."""
+    """The record of a run, and the file of this record.
+
+    Attributes:
+        path: The file of the record.
+        empty: The record without results.
+        results: What the record says about each row, in the order of the record.
+        waiting: The keys of the rows that will run, and have no result yet. About each of them, the
+            record says that the row was interrupted. So this is correct whenever the run ends.
+    """
 
     def __init__(self, path: Path, record: Record) -> None:
         self.path = path
         self.empty = record
         self.results: dict[Key, Result] = {}
+        self.waiting: set[Key] = set()
 
     @property
     def record(self) -> Record:
@@ -35,9 +44,19 @@ class Recorder:
         results = list(self.results.values())
         return replace(self.empty, results=results)
 
+    def plan(self, row: Result) -> None:
+        """Add a row that will run. If the row has a result already, the result is dropped."""
+        self.results[row.key] = replace(row, status="interrupted")
+        self.waiting.add(row.key)
+
     def put(self, result: Result) -> None:
         """Add a result, or replace the result of the same row."""
         self.results[result.key] = result
+        self.waiting.discard(result.key)
+
+    def found(self, key: Key) -> Result | None:
+        """Return the result of a row, or None if the row has no result yet."""
+        return None if key in self.waiting else self.results.get(key)
 
     def save(self) -> None:
         """Write the record to its file."""
@@ -88,7 +107,10 @@ def resumed(out: Path, run: Run) -> Recorder:
     again = replace(before, state="running", ended=None, command=run.command)
     recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))
     for result in record.results:
-        recorder.put(result)
+        if result.status == "interrupted":
+            recorder.plan(result)
+        else:
+            recorder.put(result)
     return recorder
 
 

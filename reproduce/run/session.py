@@ -139,25 +139,24 @@ class Session:
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
-    def has_result(self, row: Row, **how: Any) -> bool:
-        """Return whether the record has a result of the row that is more than a placeholder.
+    def plan(self, row: Row, **how: Any) -> None:
+        """Add a row that will run to the record, without writing the file.
 
-        A row that has not run yet has a placeholder, whose status is "interrupted". `how` says
-        whether the result is emulated, and which engine ran the row.
+        `how` says whether the row will be emulated, and which engine will run it. If the row has a
+        result already, the result is dropped.
         """
-        return self.recorded(row, **how).status != "interrupted"
+        self.recorder.plan(self.result(row, **how))
 
-    def recorded(self, row: Row, **how: Any) -> Result:
-        """Return the row's result in the record, or a placeholder if there is none.
+    def found(self, row: Row, **how: Any) -> Result | None:
+        """Return the row's result in the record, or None if the row has no result yet.
 
         `how` says whether the result is emulated, and which engine ran the row.
         """
-        empty = self.result(row, **how, status="interrupted")
-        return self.recorder.results.get(empty.key, empty)
+        return self.recorder.found(self.result(row, **how).key)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
         """Add values to the row's result in the record, and write the record to its file."""
-        result = self.recorded(row, **how)
+        result = self.recorder.results[self.result(row, **how).key]
         together = {**result.values, **values}
         self.recorder.put(replace(result, values=together))
         self.recorder.save()

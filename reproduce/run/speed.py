@@ -19,7 +19,7 @@ from time import monotonic
 import torch
 
 from reproduce.experiments.row import Row
-from reproduce.records.record import Engine, Result
+from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same, why_not
 from reproduce.run.engines.failure import Failure, explain
@@ -42,37 +42,38 @@ PREVIEW_AFTER = 10.0
 
 
 def plan_speed(session: Session) -> None:
-    """Tell the progress display how many steps will run, and record why rows are left out.
+    """Record which rows will run, and why others will not; plan the steps in the progress display.
 
-    The record gets a placeholder with the status "interrupted" for each row that will run.
+    If an interrupted run is continued, its results are kept.
     """
     for row in session.scale.rows:
         for engine in session.engines:
             emulated_instead = engine == "threads" and row.devices <= session.emulate
-            if not emulated_instead and not session.has_result(row, engine=engine):
-                session.recorder.put(_unmeasured(session, row, engine))
+            if not emulated_instead and session.found(row, engine=engine) is None:
+                _plan_measured(session, row, engine)
 
     rounds = session.steps or session.scale.steps
     for group in groups_of(session):
         group_job = session.job(group.name)
         for task in group.tasks:
-            session.recorder.put(session.recorded(task.row, **task.kind))
+            if session.found(task.row, **task.kind) is None:
+                session.plan(task.row, **task.kind)
             steps = warmup_steps(session, task) + rounds
             job = session.job(task)
             session.progress.plan(job, steps, task.work, group_job, group.limit)
 
 
-def _unmeasured(session: Session, row: Row, engine: Engine) -> Result:
-    """Return a result that says why the row cannot be measured.
-
-    If the row can be measured, return a placeholder, whose status is "interrupted".
-    """
+def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
+    """Record that a row will be measured, or why it cannot be measured."""
+    reason = why_not(engine, row, session.devices)
+    status = "not run"
     if row.devices > session.devices.count:
         reason = f"needs {row.devices} devices"
-        return session.result(row, engine=engine, status="needs devices", reason=reason)
-    problem = why_not(engine, row, session.devices)
-    status = "interrupted" if problem is None else "not run"
-    return session.result(row, engine=engine, status=status, reason=problem)
+        status = "needs devices"
+    if reason is None:
+        session.plan(row, engine=engine)
+    else:
+        session.recorder.put(session.result(row, engine=engine, status=status, reason=reason))
 
 
 def run_speed(session: Session) -> Iterator[GroupDone]:

@@ -45,7 +45,8 @@ def compared(  # noqa: PLR0913
     those of the command `python -m reproduce compare`.
 
     Raises:
-        Error: A side cannot be read, or no row has the metric or a field of the filters.
+        Error: A side cannot be read, no row has the metric, or a filter names a field that no row
+            has.
     """
     rule = Rule(alpha, threshold)
     sides = []

@@ -54,10 +54,15 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group of rows with which the row is compared, as `Row.group` does."""
+    """Return the name of the group of rows with which the row is compared (`Row.group`)."""
+    group = result.config.get("group")
+    if group is not None:
+        return str(group)
+    # Older versions did not record the group. In their records, a row that is not like a published
+    # row, and has no field `equal`, was compared with rows of the same batch size.
     if is_published(result):
         return str(result.config["configuration"])
-    return str(result.config.get("equal") or "batch")  # rows of older runs lack `equal`
+    return str(result.config.get("equal") or "batch")
 
 
 def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:

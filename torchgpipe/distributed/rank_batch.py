@@ -1,7 +1,6 @@
 """One rank's part of a mini-batch: run the rank's tasks, and exchange messages before and after."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -87,23 +86,21 @@ class RankBatch(Batch):
         m = len(self.sizes)
         super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
         self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
-        self._seeded = self._agreed(self._seeded)
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
-    @contextmanager
-    def _agreed(self, seeded: AbstractContextManager[object]) -> Iterator[None]:
-        """Return a context for a run of the forwards, with the seeds that all ranks agree on.
+    def forward(self, lists: Lists, io: BatchIO) -> None:
+        """Tell the head, run this rank's list of actions, and hear the loss.
 
-        On entering, the first stage's rank sends the head (a message to all ranks with the base of
-        the seeds). On leaving, every rank except the last stage's rank receives the loss.
+        The base of the seeds is in the head. It is known because the caller has entered `seeding`.
+        The rank of the last stage does not hear the loss. It tells the loss: in a `step` during the
+        run, and otherwise after this method (`_result`).
         """
-        with seeded:
-            if self._connections.own == self._first:
-                self._tell_head()
-            yield
-            if not self.last:
-                self._hear_loss()
+        if self._connections.own == self._first:
+            self._tell_head()
+        super().forward(lists, io)
+        if not self.last:
+            self._hear_loss()
 
     def _tell_head(self) -> None:
         base = self._seeds.base or 0

@@ -68,26 +68,27 @@ class WorkersEngine:
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
     def in_turn(self, run: Callable[[], T]) -> T:
-        """Wait until no other thread computes gradients with these layers, and call `run`."""
-        return in_its_turn(self.stages[0].turn, lambda: self._cleared(run))
-
-    def _cleared(self, run: Callable[[], T]) -> T:
-        """Call `run`; if it fails, put the original parameters back into the layers.
+        """Wait until no other thread computes gradients with these layers, and call `run`.
 
         A run replaces the layers' parameters by others (stand-ins). After an interrupt (Ctrl-C),
         its worker threads may still run, or the parameters may not have been put back. So before
-        `run`, wait for these threads, and put back what an earlier run has left.
+        `run`, wait for these threads, and put back what an earlier run has left. If `run` fails,
+        put the original parameters back into the layers.
         """
-        if outer_turns():
-            return run()
-        self.workers.wait()
-        self._take_back()
-        try:
-            return run()
-        except BaseException:
-            if self.workers.is_over():
-                self._take_back()
-            raise
+
+        def run_in_turn() -> T:
+            if outer_turns():
+                return run()
+            self.workers.wait()
+            self._take_back()
+            try:
+                return run()
+            except BaseException:
+                if self.workers.is_over():
+                    self._take_back()
+                raise
+
+        return in_its_turn(self.stages[0].turn, run_in_turn)
 
     def _take_back(self) -> None:
         if self.in_place is not None:
@@ -114,6 +115,8 @@ class Batch:
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
         elsewhere: The names of parameters of other ranks' layers.
+        seeding: The context in which `forward` has to be called. It is `Seeds`, or does nothing if
+            the tasks need no seeds.
     """
 
     loss: Tensor
@@ -151,7 +154,7 @@ class Batch:
         # own generator, which only this rank uses.
         on_gpu = any(device.type == "cuda" for device in self.devices)
         seeded = self._overlaps and not on_gpu
-        self._seeded: AbstractContextManager[object] = self._seeds if seeded else NOTHING
+        self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = self._seeds.of if seeded else in_turn
 
         held: dict[int, list[Stage]] = {}
@@ -218,14 +221,14 @@ class Batch:
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Run each program's list of actions, in the caller's modes (such as autocast).
 
-        In a `step`, the lists have all actions. Otherwise, they have the forwards.
+        In a `step`, the lists have all actions. Otherwise, they have the forwards. The caller has
+        entered `seeding`.
         """
-        with self._seeded:
-            self._run_noted(lists, io, self._ambient.entered)
-            # Check that layers have not replaced parameters, and that modes have not changed.
-            self._ambient.all_have_run(refuse=self._threads)
-            for guards in self.guards:
-                guards.after_all_forwards()
+        self._run_noted(lists, io, self._ambient.entered)
+        # Check that layers have not replaced parameters, and that modes have not changed.
+        self._ambient.all_have_run(refuse=self._threads)
+        for guards in self.guards:
+            guards.after_all_forwards()
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:
         """Run all actions except forwards, in the modes of the code that calls `backward()`.
@@ -260,7 +263,8 @@ def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorO
     requires grad, all outputs come from one node of the caller's graph.
     """
     io = BatchIO(inputs)
-    batch.forward(batch.orders.forwards, io)
+    with batch.seeding:
+        batch.forward(batch.orders.forwards, io)
     outputs = [output for _, output in sorted(io.outputs.items())]
     flat: Any = _in_a_row([output.flat for output in outputs])
     if batch.guards and any(y.requires_grad for y in flat):

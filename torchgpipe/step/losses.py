@@ -244,7 +244,9 @@ def run_step(
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))
     for guards in batch.guards:
         guards.backward_begins(0)
-    batch.forward(batch.orders.all if batch.guards else batch.orders.forwards, io)
+    lists = batch.orders.all if batch.guards else batch.orders.forwards
+    with batch.seeding:
+        batch.forward(lists, io)
     for guards in batch.guards:
         guards.ended()
     if not batch.guards:

@@ -90,7 +90,7 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
         assert loss == call(again, x, target)
 
 
-def test_an_input_alone_may_differ() -> None:
+def test_inputs_are_compared_without_targets() -> None:
     """Check that ranks compare their inputs if they have no targets.
 
     This is so in `model(x)`, and if a rank passes `None` as its target.

@@ -108,7 +108,7 @@ TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """Commit layers of several dtypes at once: each keeps its precision. Some share statistics."""
+    """Commit the statistics of layers of several dtypes at once. Each keeps its precision."""
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
         layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)

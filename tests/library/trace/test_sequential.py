@@ -1,7 +1,7 @@
 """Test where `sequential` cuts a module into layers, and that the module itself is not changed.
 
-The tests also plan pipelines of modules by `pipeline`. tests/behaviours/test_any_model.py tests
-that the layers compute the same as the module.
+Some tests also call `pipeline`, which makes a pipeline of a module. That the layers compute the
+same as the module is tested in tests/behaviours/test_any_model.py.
 """
 
 import copy

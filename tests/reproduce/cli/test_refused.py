@@ -80,6 +80,10 @@ REFUSED = {
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
+    "schedule GPipe --svg picture": ("--svg picture: the name of a picture ends in .svg or .png"),
+    "schedule GPipe --svg picture.pdf": (
+        "--svg picture.pdf: the name of a picture ends in .svg or .png"
+    ),
     "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', got '24'",
     "plan resnet101 --size 1 2": "leave --size out",
     "plan amoebanet --size 4 32": "positive multiple of 3",

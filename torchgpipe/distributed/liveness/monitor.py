@@ -174,8 +174,8 @@ class RankMonitor:
         self._paused = 0.0, 0.0
         # How many seconds the checks were late in all, because this thread did not run.
         self._late = 0.0
-        # The time of the last message from each rank, and the label in this message. A rank is
-        # missing here until its first message, because it may still be connecting.
+        # The time of the last message from each rank, and what the rank did then (its label). A
+        # rank is missing here until its first message, because it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
         self._all = frozenset(others)
         self.others = self._all

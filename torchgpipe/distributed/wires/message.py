@@ -118,7 +118,7 @@ class Predicted:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Record the number of a message's description, and predict the next message."""
+        """Record the number of a message's description; predict the description of the next one."""
         self._now.append(number)
         self._predict()
 

@@ -40,10 +40,12 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Return the footprint of the next layer with the model's numbers of storages.
+        """Renumber the storages in the footprint of the next layer; return the new footprint.
+
+        In the result, the number of a storage is unique in the whole model.
 
         Args:
-            own: The layer's footprint as measured, with numbers from 0 on.
+            own: The layer's footprint, in which storages are numbered from 0 on.
             rehearsal: The layer, and the skips that it stashed in its last run.
         """
         _, pops = skips_of(rehearsal.original)

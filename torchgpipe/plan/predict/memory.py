@@ -247,8 +247,9 @@ class _Device:
     def _skips(self, traffic: Traffic) -> float:
         """Return the bytes of skips and of skips' gradients on their way between two stages.
 
-        If nothing is copied between devices, a skip counts on the device that computes the skip,
-        and its gradient on the device that computes the gradient.
+        On devices that share one memory, such as the CPU, a skip is not copied. Then it counts as
+        memory of the partition that computes it, and its gradient as memory of the partition that
+        computes the gradient.
         """
         route = (traffic.source, traffic.target)
         found = 0.0

@@ -25,7 +25,7 @@ from torchgpipe.tensors.checkpoint import is_recomputing
 
 
 class Statistics(Guard):
-    """The guard of the running statistics of a stage's batch norms.
+    """A guard: a recomputation does not update the running statistics of batch norms again.
 
     Args:
         norms: The batch norms that are in training mode.

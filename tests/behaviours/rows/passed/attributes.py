@@ -93,7 +93,7 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return whether the output is a named tuple of type `Pair`, and the first tensor in it."""
+    """Return two values: whether the output is a `Pair`, and the first tensor of the output."""
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

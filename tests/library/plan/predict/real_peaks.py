@@ -66,7 +66,7 @@ def real_peaks(
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Clone micro-batches, but skip the copies between devices: all tensors are on `meta`."""
+        """Clone where the engine clones, but copy nothing: all tensors are on `meta`."""
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)
