@@ -42,6 +42,7 @@ PRIVATE = [
     ("torch._subclasses.fake_tensor.FakeTensorMode", "trace/recorder.py"),
     ("torch._subclasses.fake_tensor.unset_fake_temporarily", "trace/restore.py"),
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
+    ("torch.nn.modules.batchnorm._BatchNorm", "engine/arrangement.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "trace/compare.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
