@@ -63,7 +63,7 @@ def missing(*packages: str) -> str | None:
     for package in packages:
         try:
             importlib.import_module(package)
-        except (ImportError, OSError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError) as error:  # noqa: PERF203 - names the package
             if isinstance(error, ModuleNotFoundError) and error.name == package:
                 return f"{package} is not installed: run 'make', or 'pip install {package}'"
             reason = " ".join(str(error).split())

@@ -1,13 +1,24 @@
-"""Folders contain few files, and files are short, so that a reader finds a place quickly."""
+"""Folders contain few files, and files are short, so that a reader finds a place quickly.
 
+The code is not dense, so that a reader follows it at the first reading.
+"""
+
+import ast
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15
 """The largest number of Python files in a folder, not counting `__init__.py`."""
 LONGEST = 350
 """The largest number of lines in a Python file."""
+WIDEST = 100
+"""The largest number of characters in a line."""
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def files() -> list[Path]:
@@ -34,3 +45,57 @@ def test_the_longest_file() -> None:
     for path in found:
         lines = path.read_text().count("\n")
         assert lines <= LONGEST, f"{path} has {lines} lines"
+
+
+def test_no_line_is_wide() -> None:
+    for path in files():
+        text = path.read_text()
+        for number, line in enumerate(text.splitlines(), 1):
+            assert len(line) <= WIDEST, f"{path}:{number} has {len(line)} characters"
+        assert not re.search(r"fmt: *skip", text), f"{path} keeps a line from being formatted"
+
+
+@pytest.mark.parametrize(
+    ("folder", "comprehensions", "expressions"),
+    [("torchgpipe", 4, 2.0), ("reproduce", 4, 2.0), ("benchmarks", 4, 2.0), ("tests", 5, 2.6)],
+)
+def test_density(folder: str, comprehensions: float, expressions: float) -> None:
+    """Limit the comprehensions in 100 statements, and the expressions in one statement.
+
+    Names and constants do not count as expressions.
+    """
+    counts: Counter[str] = Counter()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            counts["statements"] += isinstance(node, ast.stmt)
+            counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
+            if isinstance(node, ast.expr) and not isinstance(node, ast.Name | ast.Constant):
+                counts["expressions"] += 1
+    assert 100 * counts["comprehensions"] / counts["statements"] <= comprehensions
+    assert counts["expressions"] / counts["statements"] <= expressions
+
+
+def within(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes within a node, but not the node itself."""
+    for child in ast.iter_child_nodes(node):
+        yield from ast.walk(child)
+
+
+def test_nothing_is_within_its_like() -> None:
+    """No comprehension and no conditional expression is within another one.
+
+    A comprehension has a single `for`, except in tables at the top of a module.
+    """
+    for path in files():
+        tree = ast.parse(path.read_text())
+        tables: set[ast.AST] = set()
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                tables.update(ast.walk(statement))
+        for node in ast.walk(tree):
+            for kinds in (COMPREHENSIONS, (ast.IfExp,)):
+                if isinstance(node, kinds):
+                    inner = [each for each in within(node) if isinstance(each, kinds)]
+                    assert not inner, f"{path}:{node.lineno} has an expression like itself within"
+            if isinstance(node, COMPREHENSIONS) and node not in tables:
+                assert len(node.generators) == 1, f"{path}:{node.lineno} has two `for`"

@@ -1,8 +1,9 @@
-"""The docs use the words of the glossary, and no words that the glossary replaces."""
+"""The docs use the words of the glossary; docstrings list parameters, and name errors."""
 
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # Where each word of the glossary has to be used, in one file at least.
 USING = [path for path in CODE if path.relative_to(ROOT).parts[0] not in ("examples", "tests")]
 USING += [path for path in PAGES if path.name != "CONTRIBUTING.md"]
+LIBRARY = [ast.parse(path.read_text()) for path in (ROOT / "torchgpipe").rglob("*.py")]
+CLASSES = {
+    node.name: node for tree in LIBRARY for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+}
 # Names that a user of PyTorch does not know, or names with two meanings.
 OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "carry_out", "Ambient"}
 
@@ -41,7 +46,9 @@ def test_each_word_of_the_glossary_is_used(word: str) -> None:
 
 
 def test_words_that_the_glossary_replaces_are_not_used() -> None:
-    words = [word for cell in first_cells(INSTEAD) for word in cell.split(", ")]
+    words: list[str] = []
+    for cell in first_cells(INSTEAD):
+        words += cell.split(", ")
     pattern = re.compile(rf"\b({'|'.join(words)})\b", flags=re.IGNORECASE)
     found = []
     for path in PAGES + CODE:
@@ -68,3 +75,67 @@ def test_no_two_classes_of_the_library_have_the_same_name() -> None:
                 places[node.name].append(str(path.relative_to(ROOT)))
     twice = {name: where for name, where in places.items() if len(where) > 1}
     assert len(places) > 100 and not twice
+
+
+def public(
+    body: list[ast.stmt], owner: ast.ClassDef | None = None
+) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef]]:
+    """Yield the public functions and methods with their classes, but no overloads."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public(node.body, node)
+        elif isinstance(node, ast.FunctionDef):
+            shown = node.name == "__init__" or not node.name.startswith("_")
+            decorators = [ast.unparse(each) for each in node.decorator_list]
+            if shown and "overload" not in decorators:
+                yield owner, node
+
+
+def overrides(owner: ast.ClassDef | None, name: str) -> bool:
+    """Return whether a base class in the library has a method with this name."""
+    if owner is None:
+        return False
+    for base in owner.bases:
+        parent = CLASSES.get(ast.unparse(base))
+        if parent is not None:
+            names = [node.name for node in parent.body if isinstance(node, ast.FunctionDef)]
+            if name in names or overrides(parent, name):
+                return True
+    return False
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    given = function.args
+    every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    names = [each.arg for each in every if each is not None]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def listed(docstring: str) -> set[str]:
+    """Return the parameters in the section `Args:`; a line can name several of them."""
+    section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    names: list[str] = []
+    for before_colon in re.findall(r"^    (\S[^:]*):", section, flags=re.MULTILINE):
+        names += before_colon.replace("*", "").split(", ")
+    return set(names)
+
+
+def test_docstrings_list_parameters_and_name_errors() -> None:
+    checked = 0
+    for tree in LIBRARY:
+        for owner, function in public(tree.body):
+            if function.name != "__init__" and overrides(owner, function.name):
+                continue
+            # A constructor is described by its class.
+            described = owner if function.name == "__init__" else function
+            assert described is not None
+            docstring = ast.get_docstring(described) or ""
+            name = f"{owner.name}.{function.name}" if owner else function.name
+            names = parameters(function)
+            if len(names) > 2:
+                checked += 1
+                missing = set(names) - listed(docstring)
+                assert not missing, f"{name} has no {missing} under `Args:`"
+            raises = any(isinstance(each, ast.Raise) and each.exc for each in ast.walk(function))
+            assert not raises or "raise" in docstring.lower(), f"{name} does not say what it raises"
+    assert checked > 100

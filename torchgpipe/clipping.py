@@ -1,6 +1,6 @@
 """Clip gradients by their total norm over all ranks, where each rank holds some gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ Exchange = Callable[[Tensor], list[Tensor]]
 
 
 def clip_gradients(
-    parameters: Sequence[nn.Parameter],
-    stages: Mapping[nn.Parameter, int],
+    partitions: Mapping[int, nn.Module],
     exchange: Exchange,
     max_norm: float,
     norm_type: float,
@@ -19,15 +18,18 @@ def clip_gradients(
     """Clip this rank's gradients by the total norm of all ranks' gradients; return the total norm.
 
     Args:
-        parameters: The parameters of this rank.
-        stages: The index of each parameter's stage.
+        partitions: The partitions of this rank, by their indices in the model, in order.
         exchange: Sends a tensor to all ranks, and returns the tensors of all ranks.
         max_norm: The largest allowed norm.
         norm_type: The kind of norm: 2 is the Euclidean norm, infinity the largest absolute value.
     """
+    places: dict[nn.Parameter, int] = {}
+    for j, partition in partitions.items():
+        for p in partition.parameters():
+            places.setdefault(p, j)  # partitions can share a parameter
     given: list[nn.Parameter] = []
     norms: list[Tensor] = []
-    for p in parameters:
+    for p in places:
         if p.grad is None:
             continue
         norm = torch.linalg.vector_norm(p.grad, norm_type)
@@ -36,9 +38,9 @@ def clip_gradients(
         given.append(p)
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
-    places = own.new_tensor([stages[p] for p in given])
-    # Each rank sends two rows of equal length: the norms, and the stages of their parameters.
-    found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, places]))]
+    own_places = own.new_tensor([places[p] for p in given])
+    # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
+    found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]
     all_norms, all_places = torch.cat(found, dim=1)
     # Put the norms into the order of the model's layers. Then the total norm is equal, to the last
     # bit, for any balance.

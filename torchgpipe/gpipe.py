@@ -12,7 +12,7 @@ from torch import nn
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import the_input
+from torchgpipe.layers.batches import divided, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -218,7 +218,9 @@ class GPipe(Partitioned):
         """Check the input and the settings of this pipeline; return the micro-batches."""
         check(input)
         self._check()
-        return self._micro_batches(input) if self._stages else []
+        if not self._stages:
+            return []
+        return divided(input, self.chunks, self._stages[0], self._signature)
 
     def loss(
         self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any

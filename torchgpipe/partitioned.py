@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.engine.arrangement import ScheduleView
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import divided, samples
+from torchgpipe.layers.batches import samples
 from torchgpipe.layers.checks import (
     AVERAGED,
     MISSED_STEPS,
@@ -36,11 +37,14 @@ from torchgpipe.task.guards.modes import SetBackOnFailure
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import Input, TensorOrTensors
+from torchgpipe.tensors.microbatch import TensorOrTensors
 from torchgpipe.tensors.observe import NOTHING, Observer
 from torchgpipe.trace.layer import Layers, keep_names
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Partitioned")
+# The attributes that `_build` makes anew in a copy.
+_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere")
 
 
 class Partitioned(FixedDevices, ABC):
@@ -48,6 +52,9 @@ class Partitioned(FixedDevices, ABC):
 
     The layers of this process are children of this module, under their names in the model. So their
     keys in `state_dict()` are the same as without a pipeline.
+
+    Args:
+        module, balance, chunks, checkpoint, deferred_batch_norm, schedule: As for `GPipe`.
     """
 
     balance: list[int]
@@ -58,7 +65,6 @@ class Partitioned(FixedDevices, ABC):
     rank: int = 0
     _traced_instead: ClassVar[str]
     _partitions: nn.ModuleList
-    _stages: list[Stage]
     _steps: WorkersEngine
     _schedule: str | Schedule
 
@@ -114,18 +120,15 @@ class Partitioned(FixedDevices, ABC):
 
     def _build(self) -> None:
         """Make the objects that cannot be copied or pickled, such as locks, streams and threads."""
-        self._stages = []
-        for (j, device), partition in zip(self._held, self._partitions, strict=True):
-            self._stages.append(Stage(j, partition, device))
+        held = zip(self._held, self._partitions, strict=True)
+        self._stages = [Stage(j, partition, device) for (j, device), partition in held]
         self._look()
 
     def _look(self) -> None:
         """List the modules inside of the layers again: the user may have replaced some of them."""
         if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
-        modules: list[nn.Module] = []
-        for stage in self._stages:
-            modules += stage.modules
+        modules = [*chain.from_iterable(stage.modules for stage in self._stages)]
         if averages_gradients(modules):
             raise TypeError(AVERAGED)
         crossings = self._layout()
@@ -217,7 +220,15 @@ class Partitioned(FixedDevices, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Run only the forwards, and return the loss; see `step` for the arguments."""
+        """Run only the forwards, and return the loss.
+
+        Args:
+            criterion: A function of a micro-batch's output and target, as for `step`.
+            input: The mini-batch, as for `step`.
+            target: The target of the mini-batch, as for `step`.
+            reduction: `"mean"`, `"sum"` or `"none"`, as for `step`.
+            weight: A function of a micro-batch's target that returns the weight of its loss.
+        """
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
@@ -234,7 +245,7 @@ class Partitioned(FixedDevices, ABC):
         if torch.compiler.is_dynamo_compiling():
             # Otherwise torch.compile would compile the scheduler anew for each task.
             return torch.compiler.disable(run, reason=untraced)(*args)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if cast(Any, torch.compiler).is_exporting() or cast(Any, torch.jit).is_tracing():
             raise RuntimeError(untraced)
         return run(*args)
 
@@ -261,10 +272,8 @@ class Partitioned(FixedDevices, ABC):
     def _check(self) -> None:
         """Check the settings and the layers, which the user may have changed since the last run."""
         check_settings(self.chunks, self.checkpoint)
-        layers: dict[str, nn.Module | None] = {}
-        for stage in self._stages:
-            layers.update(stage.partition._modules)
         partitions = [stage.partition for stage in self._stages]
+        layers = dict(chain.from_iterable(each._modules.items() for each in partitions))
         if self._modules != layers or partitions != [*self._partitions]:
             raise RuntimeError(
                 "a layer or partition was replaced after the pipeline was made; change the layers "
@@ -274,17 +283,13 @@ class Partitioned(FixedDevices, ABC):
         self._look()
         check_apart([stage.generators for stage in self._stages])
 
-    def _micro_batches(self, input: Input) -> list[TensorOrTensors]:
-        """Return the micro-batches of a mini-batch, on the device of the first stage."""
-        return divided(input, self.chunks, self._stages[0], self._signature)
-
     def _sizes(self, micro_batches: Iterable[TensorOrTensors]) -> list[int]:
         """Return how many samples each micro-batch has."""
         return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
     def _mini_batch(self, run: Callable[[], T], m: int) -> T:
         """Call `run`; if it succeeds, update the statistics of deferred batch norms."""
-        norms = [norm for stage in self._stages for norm in stage.deferred_norms]
+        norms = [*chain.from_iterable(stage.deferred_norms for stage in self._stages)]
         shared = self._shared_buffers
         # A single micro-batch in a single process runs the layers in their order.
         several = m > 1 or len(self._stages) < len(self.balance)
@@ -312,10 +317,8 @@ class Partitioned(FixedDevices, ABC):
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
-            stages: dict[nn.Parameter, int] = {}
-            for stage in reversed(self._stages):
-                stages.update(dict.fromkeys(stage.partition.parameters(), stage.index))
-            return clip_gradients([*self.parameters()], stages, exchange, **settings)
+            partitions = {stage.index: stage.partition for stage in self._stages}
+            return clip_gradients(partitions, exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
         """Return a context for a call (named `doing`) that all ranks make with equal `alike`.
@@ -342,9 +345,3 @@ class Partitioned(FixedDevices, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build()
-
-
-P = TypeVar("P", bound=Partitioned)
-
-# The attributes that `_build` makes anew in a copy.
-_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere")

@@ -34,6 +34,9 @@ def packed(value: Any) -> Tensor:
 
     The text is padded with spaces to a length that is a power of two. Ranks remember every shape
     that they have sent, so there should be few different shapes.
+
+    Raises:
+        TypeError: If the value is no plain value, or cannot be written as JSON.
     """
     try:
         text = json.dumps(_tagged(value)).encode()

@@ -7,9 +7,14 @@ from typing import Any
 
 
 class ProcessSetting(AbstractContextManager[None]):
-    """A context that sets a setting of the whole process to `value`, for all threads.
+    """A context that changes a setting of the whole process, for all threads.
 
     The setting gets its old value back when the last thread has left the context.
+
+    Args:
+        get: Returns the value of the setting.
+        put: Sets the setting to a value.
+        value: The value within the context.
     """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: object) -> None:

@@ -232,7 +232,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self._launched = Launched("fork", N, _serve)
-        self._store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = tcp("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._launched.send(self._store.port)
         self.close = self._launched.close
         self._runs = 0
@@ -253,8 +254,8 @@ class Ranks:
 
 def _serve(k: int, link: Connection) -> None:
     store: Any = dist.TCPStore("127.0.0.1", link.recv(), None, False)  # type: ignore[attr-defined]
-
-    dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=k, world_size=N)  # type: ignore[attr-defined]
+    ranks = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=ranks, rank=k, world_size=N)
     while True:
         run, scene, looks = link.recv()
         shared = dist.PrefixStore(run, store)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import Json
 from reproduce.records.published import published
-from reproduce.records.record import FREED_MEMORY
+from reproduce.records.record import FREED_MEMORY, Record
 from reproduce.run.recorder import Recorder, new_recorder, new_run, prepare_folder, resumed
 
 TIMED = ("speed", "ablation")  # experiments that measure one of these time their steps
@@ -157,7 +157,8 @@ def make_recorder(job: Job) -> Recorder:
     if options.resume:
         return resumed(options.out, started)
     title = "; ".join(experiment.title for experiment, _ in job.chosen)
-    return new_recorder(options.out, options.experiments, title, job.scale, UNITS, started)
+    empty = Record("", title, "measured", UNITS, [], scale=job.scale, run=started)
+    return new_recorder(options.out, options.experiments, empty)
 
 
 def settings_of(job: Job) -> dict[str, Json]:

@@ -52,7 +52,7 @@ ALL = "all"
     help="Where to put the records of published tables. "
     "Default: results/predicted in a checkout, else predicted.",
 )
-def predict(  # noqa: PLR0913
+def predict(  # noqa: PLR0913 - click passes each option
     experiments: list[str],
     run: str | None,
     hardware: Any,

@@ -298,9 +298,9 @@ def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> N
         raise click.UsageError(
             f"give A, B and so on: from 2 to 26 results to compare, not {len(sides)}"
         )
-    from reproduce.tables.comparison import compared
+    from reproduce.tables.comparison import Options, compared
 
-    text, complaint = compared(sides, **options)
+    text, complaint = compared(sides, Options(**options))
     click.echo(text, nl=False)
     if fail_on_regression and complaint is not None:
         raise complaint

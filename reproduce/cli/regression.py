@@ -101,7 +101,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     metavar="SHARE",
     help="Delay the head's steps so much, to see whether it is noticed.",
 )
-def regression(  # noqa: PLR0913
+def regression(  # noqa: PLR0913 - click passes each option
     base: str | None,
     head: str | None,
     bisect: tuple[str, str] | None,
@@ -142,7 +142,7 @@ def regression(  # noqa: PLR0913
     progress = Progress()
     try:
         if bisect is not None:
-            culprit = bisected(*bisect, settings, rule, progress.show, progress.say)
+            culprit = bisected(bisect, settings, rule, progress.show, progress.say)
         else:
             assert base is not None
             text, complaint = answer(base, head, settings, rule, progress.show)

@@ -26,7 +26,7 @@ from reproduce.error import Error
 @click.option(
     "--svg", type=FILE, metavar="FILE", help="Write a picture, too: FILE.svg or FILE.png."
 )
-def schedule(  # noqa: PLR0913
+def schedule(  # noqa: PLR0913 - click passes each option
     name: str,
     devices: int | None,
     micro_batches: int | None,

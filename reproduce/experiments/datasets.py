@@ -82,7 +82,7 @@ class Gratings:
     Training images are cropped at random, and validation images are cropped in the middle.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - all that the data depend on
         self, train_size: int, val_size: int, classes: int, image_size: int, noise: float, seed: int
     ) -> None:
         """Generate all images.

@@ -82,7 +82,7 @@ def versions() -> dict[str, str | None]:
     for package in PACKAGES:
         try:
             packages[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203 - look for the next one
             packages[package] = None
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     packages["cuda"] = torch.version.cuda

@@ -88,32 +88,38 @@ def verdict(decision: Decision, metric: str) -> Verdict:
     return decision.outcome
 
 
-def compare(  # noqa: PLR0913
-    sides: Sequence[Side],
-    lines: Sequence[Line],
-    *,
-    metric: str | None,
-    rule: Rule,
-    force: bool = False,
-    every: bool = False,
-    among: Sequence[Line] = (),
-) -> tuple[list[Comparison], list[str]]:
-    """Compare the sides in each experiment.
+@dataclass(frozen=True)
+class Asked:
+    """Which sides to compare, and how.
 
-    Args:
+    Attributes:
         sides: The sides to compare. The others are compared with the first side.
-        lines: The lines of the table. Each line has matched rows of the sides.
-        metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
         rule: What counts as a difference.
         force: Compare absolute numbers, even of different machines or of different work.
         every: In notes, name the rows that only one side has, instead of counting them.
+    """
+
+    sides: Sequence[Side]
+    rule: Rule
+    force: bool = False
+    every: bool = False
+
+
+def compare(
+    asked: Asked, lines: Sequence[Line], metric: str | None = None, among: Sequence[Line] = ()
+) -> tuple[list[Comparison], list[str]]:
+    """Compare sides in each experiment.
+
+    Args:
+        asked: The sides, and how to compare them.
+        lines: The lines of the table. Each line has matched rows of the sides.
+        metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
         among: The lines that can be baselines of speed-ups. By default, `lines`.
 
     Returns:
         A comparison for each experiment in which two sides have numbers, and notes about all other
         experiments.
     """
-    asked = _Asked(sides, rule, force, every)
     comparisons = []
     said = []
     on_one_side: dict[str, list[str]] = {}
@@ -130,26 +136,16 @@ def compare(  # noqa: PLR0913
             for line in own:
                 holders.update(line.entries)
             if len(holders) == 1:
-                letter = sides[holders.pop()].letter
+                letter = asked.sides[holders.pop()].letter
                 labels = [line.label for line in own]
-                rows = notes.named(labels, every)
+                rows = notes.named(labels, asked.every)
                 on_one_side.setdefault(letter, []).append(f"{experiment} ({rows})")
             else:
-                said.append(notes.nothing_shared(sides, own, metric))
-    hint = "" if every else HINT
+                said.append(notes.nothing_shared(asked.sides, own, metric))
+    hint = "" if asked.every else HINT
     for letter, names in on_one_side.items():
         said.append(f"only in {letter}: {', '.join(names)}{hint}")
     return comparisons, said
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of `compare` that are the same for all experiments."""
-
-    sides: Sequence[Side]
-    rule: Rule
-    force: bool
-    every: bool
 
 
 def _experiment(line: Line) -> str:
@@ -170,7 +166,7 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 
 
 def _compare(
-    asked: _Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
+    asked: Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
     """Compare an experiment in one metric.
 
@@ -206,7 +202,7 @@ def _compare(
     return Comparison(experiment, metric, unit, relative, rows, said)
 
 
-def _row(asked: _Asked, line: Line, readings: Readings, *, is_base: bool) -> ComparedRow:
+def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool) -> ComparedRow:
     """Compare every side of a line with the first side.
 
     If the line is its own baseline, its ratios are all 1, and it is not compared.
@@ -254,7 +250,7 @@ def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
     return max(possible, key=likeness)
 
 
-def _notes(asked: _Asked, measured: Sequence[Measured], metric: str) -> list[str]:
+def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]:
     """Return the notes about what differs between the matched rows, and about what is missing."""
     lines = []
     have = []

@@ -63,10 +63,9 @@ class Reading:
     @property
     def listed(self) -> Sequence[float]:
         """Return the samples. An exact number counts as one sample."""
-        measurement = self.measurement
-        if isinstance(measurement, (int, float)):
-            return [measurement]
-        return measurement
+        if isinstance(self.measurement, (int, float)):
+            return [self.measurement]
+        return self.measurement
 
     @property
     def middle(self) -> float:
@@ -79,10 +78,9 @@ class Reading:
     @property
     def samples(self) -> int | None:
         """Return the number of samples, or None for an exact number."""
-        measurement = self.measurement
-        if isinstance(measurement, (int, float)):
+        if isinstance(self.measurement, (int, float)):
             return None
-        return len(measurement)
+        return len(self.measurement)
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
@@ -269,7 +267,11 @@ def available(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         names.update(dict.fromkeys(entry.result.samples))
         names.update(dict.fromkeys(entry.result.values))
-    return [name for name in names if any(read(entry, name) for entry in entries)]
+
+    def is_known(name: str) -> bool:
+        return any(read(entry, name) for entry in entries)
+
+    return [name for name in names if is_known(name)]
 
 
 def _run_of(entry: Entry) -> str:

@@ -28,6 +28,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.search import search
+from torchgpipe.plan.search.trial import Choices
 from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers
 
@@ -266,18 +267,12 @@ def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> boo
     counts = asked.paper.counts(sizes)
     predictor = Predictor(counts, asked.hardware)
     optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
-    is_naive = how == "naive"
+    choices = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
+    if how == "naive":
+        choices = Choices(asked.batch_size, optimizer, [1], ["never"])
+    partitions = [min(asked.devices, len(counts))]
     try:
-        search(
-            predictor,
-            batch_size=asked.batch_size,
-            memory=asked.memory,
-            close=inf,
-            optimizer=optimizer,
-            chunks=[1] if is_naive else [asked.batch_size],
-            checkpoint=["never" if is_naive else "except_last"],
-            partitions=[min(asked.devices, len(counts))],
-        )
+        search(predictor, choices, memory=asked.memory, partitions=partitions, close=inf)
     except Impossible:
         return False
     return True

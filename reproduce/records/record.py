@@ -215,7 +215,7 @@ def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None)
     for path in sorted(folder.glob("*.json")):
         try:
             records.append(load(path))
-        except Error as error:
+        except Error as error:  # noqa: PERF203 - go on with the next file
             tell(error)
     return records
 

@@ -16,21 +16,27 @@ from reproduce.regression.main import Tell, check_restarts, measure
 from reproduce.regression.trees import Project, trees
 
 
-def bisected(  # noqa: PLR0913
-    good: str, bad: str, settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]
+def bisected(
+    ends: tuple[str, str], settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]
 ) -> str:
-    """Find the first commit that is slower than the commit `good`; return its hash and subject.
+    """Find the first commit that is slower than a good commit; return its hash and subject.
 
     1. All cases are timed for the commit `bad`, in comparison with `good`.
     2. The commits after `good`, up to `bad`, are bisected. Only the cases in which `bad` is slower
        are timed. Only first parents are followed, so a merge counts as one commit.
 
-    `say` is called with a line about each commit that was timed.
+    Args:
+        ends: The commits `good` and `bad`.
+        settings: The cases, and how they are timed.
+        rule: What counts as slower.
+        tell: Shows how far the timing of a commit is.
+        say: A function that is called with a line about each commit that was timed.
 
     Raises:
         Error: There are too few restarts, `bad` is not slower, a commit cannot run a case, or
             `between`, `trees` or `measure` fails.
     """
+    good, bad = ends
     check_restarts(settings, rule)
     commits = between(settings.project, good, bad)
 

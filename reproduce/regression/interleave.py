@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,15 +49,26 @@ Way = tuple[int, Sequence[Any]]
 Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
 
 
-def interleave(  # noqa: PLR0913
-    start: Callable[[int], AbstractContextManager[Connection]],
-    cases: Cases,
-    *,
-    rounds: int,
-    restarts: int = 1,
-    seed: int = 0,
-    first: int = 0,
-    least: int = 2,
+class Sampling(NamedTuple):
+    """How many samples to take, and in which order.
+
+    Attributes:
+        rounds: How many samples each way takes at each restart.
+        restarts: How many times the processes are started.
+        seed: The seed of the random orders.
+        first: The number of the first restart. Earlier jobs have run the restarts before it.
+        least: A case is dropped if fewer ways than this can run it.
+    """
+
+    rounds: int
+    restarts: int = 1
+    seed: int = 0
+    first: int = 0
+    least: int = 2
+
+
+def interleave(
+    start: Callable[[int], AbstractContextManager[Connection]], cases: Cases, sampling: Sampling
 ) -> Iterator[dict[str, Any]]:
     """Yield a dictionary with the samples of each case for each restart of the processes.
 
@@ -67,15 +78,12 @@ def interleave(  # noqa: PLR0913
     Args:
         start: `start(i)` starts a process that uses version i, like `fork` does.
         cases: The ways of each case, by the names of the case and of the way.
-        rounds: How many samples each way takes at each restart.
-        restarts: How many times the processes are started.
-        seed: The seed of the random orders.
-        first: The number of the first restart. Earlier jobs have run the restarts before it.
-        least: A case is dropped if fewer ways than this can run it.
+        sampling: How many samples to take, and in which order.
 
     Raises:
         Error: A way fails that ran before.
     """
+    rounds, restarts, seed, first, least = sampling
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
     for restart in range(first, first + restarts):
@@ -201,8 +209,9 @@ def main(job: dict[str, Any]) -> None:
     folders = [Path(folder) for folder in job.pop("folders")]
     package = job.pop("package")
     maker = job.pop("maker")
+    cases = job.pop("cases")
     try:
-        for line in interleave(lambda i: fork(folders[i], package, maker), **job):
+        for line in interleave(lambda i: fork(folders[i], package, maker), cases, Sampling(**job)):
             print(json.dumps(line), flush=True)
     except Error as error:
         raise SystemExit(str(error)) from None

@@ -100,7 +100,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 class Emulation:
     """An emulation of a row's training steps. `runs` has the times of each step so far."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - those of `Training`, and the link
         self,
         row: Row,
         devices: Devices,

@@ -122,7 +122,7 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
     for row in session.scale.rows:
         try:
             used, values = measure_memory(session, row, session.scale.steps)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - go on with the next row
             failure = explain(error)
             session.put(row, status=failure.status, reason=failure.reason)
             session.finish(row.name)

@@ -70,19 +70,23 @@ class Recorder:
         self.empty = replace(self.empty, run=ended)
 
 
-def new_recorder(  # noqa: PLR0913
-    out: Path, names: Sequence[str], title: str, scale: str, unit: dict[str, str], run: Run
-) -> Recorder:
-    """Make an empty record of a run. Its file gets an unused name in the folder `out`."""
-    started = run.started.replace(":", "").replace("-", "")
-    name = f"{'_'.join(names)}-{scale}-{started}"
+def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Recorder:
+    """Return a recorder for a new run, whose file has an unused name.
+
+    Args:
+        out: The folder of the file.
+        experiments: The names of the experiments that run.
+        empty: A record of the run without results. Its name is replaced by that of the file.
+    """
+    assert empty.run is not None
+    started = empty.run.started.replace(":", "").replace("-", "")
+    name = f"{'_'.join(experiments)}-{empty.scale}-{started}"
     path = out / f"{name}.json"
     k = 1
     while path.exists():
         k += 1
         path = out / f"{name}-{k}.json"
-    record = Record(path.stem, title, "measured", unit, [], scale=scale, run=run)
-    return Recorder(path, record)
+    return Recorder(path, replace(empty, name=path.stem))
 
 
 def resumed(out: Path, run: Run) -> Recorder:

@@ -196,7 +196,7 @@ class Training:
     Between steps, gradients and activations are freed.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - all that a training is made from
         self,
         row: Row,
         devices: Devices,

@@ -9,9 +9,10 @@ import string
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from reproduce.error import Error, Worse
-from reproduce.numbers.compare import ComparedRow, Comparison, compare, verdict
+from reproduce.numbers.compare import Asked, ComparedRow, Comparison, compare, verdict
 from reproduce.numbers.match import grouped, match, pick
 from reproduce.numbers.metrics import BYTES, available, better, outcome
 from reproduce.numbers.notes import IN_TURN
@@ -28,32 +29,44 @@ Sides = Sequence[Side]
 Comparisons = Sequence[Comparison]
 
 
-def compared(  # noqa: PLR0913
-    names: Sequence[str],
-    *,
-    metric: str | None,
-    filters: Sequence[str],
-    alpha: float,
-    threshold: float,
-    style: str,
-    force: bool,
-    every: bool,
-) -> tuple[str, Error | None]:
+class Options(NamedTuple):
+    """The options of the command `python -m reproduce compare`.
+
+    Attributes:
+        metric: The metric to compare; by default, the first usual one that two sides have.
+        filters: Texts such as "n=2,4": only rows with these fields are compared.
+        alpha: The level of significance of the test in each row.
+        threshold: The smallest relative difference that counts: 0.05 is 5 %.
+        style: "text", "markdown", "csv" or "json".
+        force: Compare absolute numbers, even of different machines or of different work.
+        every: In notes, name the rows that only one side has, instead of counting them.
+    """
+
+    metric: str | None
+    filters: Sequence[str]
+    alpha: float
+    threshold: float
+    style: str
+    force: bool
+    every: bool
+
+
+def compared(names: Sequence[str], options: Options) -> tuple[str, Error | None]:
     """Compare the sides; return the comparison as a text, and an error if a row has become worse.
 
-    The error is also returned if no row could be tested. Otherwise, it is None. The arguments are
-    those of the command `python -m reproduce compare`.
+    The error is also returned if no row could be tested. Otherwise, it is None.
 
     Raises:
         Error: A side cannot be read, no row has the metric, or a filter names a field that no row
             has.
     """
-    rule = Rule(alpha, threshold)
+    metric = options.metric
+    rule = Rule(options.alpha, options.threshold)
     sides = []
     for letter, name in zip(string.ascii_uppercase, names, strict=False):
         sides.append(load_side(letter, name))
     matched = match(sides)
-    lines = pick(matched, filters)
+    lines = pick(matched, options.filters)
     entries: list[Entry] = []
     for line in lines:
         entries += line.entries.values()
@@ -61,11 +74,9 @@ def compared(  # noqa: PLR0913
     if metric is not None and metric not in metrics:
         known = ", ".join(metrics) or "none"
         raise Error(f"--metric {metric}: no row has this metric; the rows' metrics are {known}")
-    if style == "json":
-        every = True
-    comparisons, notes = compare(
-        sides, lines, metric=metric, rule=rule, force=force, every=every, among=matched
-    )
+    every = options.every or options.style == "json"
+    asked = Asked(sides, rule, options.force, every)
+    comparisons, notes = compare(asked, lines, metric, among=matched)
     complaint = _complaint(comparisons)
     first, *others = sides
     alike = [side.letter for side in others if side.records == first.records]
@@ -75,7 +86,7 @@ def compared(  # noqa: PLR0913
         notes.insert(0, same)
         if len(alike) == len(others):
             complaint = Error(same)
-    return write_comparisons(comparisons, sides, rule, notes, style), complaint
+    return write_comparisons(comparisons, sides, rule, notes, options.style), complaint
 
 
 def write_comparisons(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.tensors.checkpoint import Mode
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="before Python 3.11 errors have no notes"
@@ -64,7 +65,7 @@ def in_the_criterion(model: Any) -> None:
 
 
 LAYER = "torchgpipe: in layer '1.1' (Inner) of stage 0, "
-CASES: dict[str, tuple[Inner, str, Callable[[Any], None], str]] = {
+CASES: dict[str, tuple[Inner, Mode, Callable[[Any], None], str]] = {
     "a forward": (Inner(2), "never", call, LAYER + "forward of micro-batch 1"),
     "a first pass": (Inner(3), "always", call, LAYER + "forward of micro-batch 2"),
     "a recomputation": (Inner(6), "always", call, LAYER + "recomputation of micro-batch 2"),
@@ -86,7 +87,7 @@ def test_where(engine: Any, name: str) -> None:
     inner, mode, run, expected = CASES[name]
     inner.calls = 0
     devices = ["cpu"] * 2
-    model = GPipe(layers(inner), [2, 1], devices=devices, chunks=4, checkpoint=mode, engine=engine)  # type: ignore[arg-type]
+    model = GPipe(layers(inner), [2, 1], devices=devices, chunks=4, checkpoint=mode, engine=engine)
     model.observer = None if engine == "workers" else lambda _: torch.enable_grad()
     with pytest.raises(ArithmeticError) as caught:
         run(model)

@@ -50,7 +50,7 @@ def test_its_text_fits_on_a_screen() -> None:
     model = pipeline()
     assert repr(model).splitlines() == [
         "GPipe(balance=[1, 1], chunks=1, checkpoint='except_last', schedule='GPipe'):",
-        "  stage 0 on cpu: 1 layers, 6 parameters",
-        "  stage 1 on cpu: 1 layers, 4 parameters",
+        "  stage 0 on cpu: 1 layer, 6 parameters",
+        "  stage 1 on cpu: 1 layer, 4 parameters",
     ]
     assert repr(model.schedule).splitlines()[0] == "GPipe, stages on [0, 1]"

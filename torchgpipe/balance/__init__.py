@@ -64,7 +64,7 @@ def balance_by_time(
     return minimise_heaviest(seconds, partitions)
 
 
-def balance_by_size(  # noqa: PLR0913
+def balance_by_size(  # noqa: PLR0913 - each is an option of the user's
     partitions: int,
     module: nn.Sequential,
     input: TensorOrTensors,

@@ -211,6 +211,11 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
 
     Running the copy never changes the original.
 
+    Args:
+        module: The model. If it is in evaluation mode, so is the copy.
+        index: The index of the layer in the model.
+        device: The device of the copy.
+
     Raises:
         TypeError: If the layer cannot be copied.
     """

@@ -40,31 +40,26 @@ from torchgpipe.caught import in_one_line
 from torchgpipe.distributed.alike import Settings, check_alike
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
-from torchgpipe.distributed.liveness.liveness import GRACE, Broken, Liveness, RankFailed, gist
+from torchgpipe.distributed.liveness.liveness import (
+    GRACE,
+    Broken,
+    Liveness,
+    RankFailed,
+    Wires,
+    gist,
+)
 from torchgpipe.distributed.liveness.monitor import Activity
 from torchgpipe.distributed.wires.cuda import NEVER, Stages, Transfers
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.wire import WireAddress
+from torchgpipe.distributed.wires.wire import WireAddress, tag_of
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.where import note_rank
 from torchgpipe.tensors.microbatch import Flat
-
-KINDS = (
-    "control",
-    "forward",
-    "backward",
-    "forward skips",
-    "backward skips",
-    "liveness",
-    "nothing",
-    "loss",
-)
-"""The kinds of wires. The gloo tag of a wire encodes its kind's index here and its two stages."""
 
 E = TypeVar("E", Sender, Receiver)
 
@@ -75,7 +70,7 @@ _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)
 """Maps this rank's index and the pipeline's ranks to the activities of all open connections."""
 
 
-class Connections:
+class Connections(Wires):
     """The wires of one rank of a pipeline to all other ranks.
 
     Args:
@@ -88,8 +83,10 @@ class Connections:
         serial: The number of the mini-batch that this rank runs now.
         closed: Whether the connections have ended.
         parted: Whether the connections have ended by `close()`, while no rank had failed.
-        sockets: The sockets that were opened while gloo connected. A few of them can belong to
-            other threads.
+        sockets: The sockets that were opened while gloo connected; a few can be of other threads.
+
+    Raises:
+        RankFailed: If another rank ends while the ranks connect.
     """
 
     def __init__(self, ranks: Sequence[int], own: int, timeout: float | None) -> None:
@@ -135,12 +132,14 @@ class Connections:
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
         """Return a context for a call of the pipeline.
 
-        If one rank raises an error within the context, all other ranks raise `RankFailed`.
-
         Args:
             serial: The number of the mini-batch.
             name: The name of the call in error messages.
             program: The program (the rank's list of tasks) that the call runs, if already known.
+
+        Raises:
+            RankFailed: If another rank raises an error within its context.
+            RuntimeError: If `close` has ended the connections.
         """
         if self.parted:
             raise RuntimeError(
@@ -203,22 +202,23 @@ class Connections:
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a message channel; `broken` is called if the connection breaks."""
-        low, high = stages
-        tag = KINDS.index(kind) + len(KINDS) * (low << 12 | high)
+        """Return the address of a wire, which can connect two stages (the lower one first)."""
         transfer = self._transfers.made.get((kind, peer, stages))
-        return WireAddress(self._group, peer, tag, broken, transfer, self._limit)
+        return WireAddress(self._group, peer, tag_of(kind, stages), broken, transfer, self._limit)
 
     def _senders(self) -> list[Sender]:
-        ends = list(self._ends.values())
-        return [end for end in ends if isinstance(end, Sender)]
+        return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
 
-    def give(self, sender: Sender, about: Any, tensors: Flat) -> None:
-        """Send a message of this mini-batch: tensors, and plain values (`about`)."""
-        sender.give(Message(self.serial, about, tensors))
+    def message(self, about: Any, tensors: Flat) -> Message:
+        """Return a message of this mini-batch: tensors, and plain values (`about`)."""
+        return Message(self.serial, about, tensors)
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
-        """Wait for the next message on a channel; return the message's plain values and tensors."""
+        """Wait for the next message on a channel; return the message's plain values and tensors.
+
+        Raises:
+            RuntimeError: If the message is of another mini-batch than this rank's.
+        """
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(
@@ -240,10 +240,19 @@ class Connections:
         for peer in self._others:
             sender = self.wire(Sender, kind, peer)
             sender.begin()
-            self.give(sender, (what, about), tensors)
+            sender.give(self.message((what, about), tensors))
 
     def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Sequence[Any], Any]:
-        """Wait for a message that a rank sends with `tell`; return its tensors and plain values."""
+        """Wait for a message that a rank sends with `tell`; return its tensors and plain values.
+
+        Args:
+            what: The name that the message has to have.
+            peer: The rank that sends.
+            kind: One of `KINDS`.
+
+        Raises:
+            RuntimeError: If the message has another name, because the ranks make different calls.
+        """
         receiver = self.wire(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
@@ -269,15 +278,9 @@ class Connections:
         heard = {}
         for peer in self._others:
             heard[peer], _ = self.hear(what, peer)
-        given = []
-        for rank in range(self.n):
-            if rank == self.own:
-                given.append(own)
-            else:
-                theirs, their_settings = heard[rank]
-                check_alike(what, settings, unpacked(their_settings), self.own, rank)
-                given.append(theirs)
-        return given
+        for peer, (_, theirs) in heard.items():
+            check_alike(what, settings, unpacked(theirs), self.own, peer)
+        return [own if rank == self.own else heard[rank][0] for rank in range(self.n)]
 
     def deliver(self, patience: float | None = None) -> None:
         """Send all delayed messages, and wait until other ranks have received all messages.
@@ -324,14 +327,12 @@ class Connections:
                 return
             self.closed = True
             threads = self.liveness.close()
-            for sender in self._senders():
-                threads.append(sender.thread)
+            threads += [sender.thread for sender in self._senders()]
             # If Python ends while a thread is in gloo, the process can crash. So wait for the
             # threads, but only until a deadline: some threads may wait for gloo for ever.
             deadline = time.monotonic() + GRACE
             for thread in threads:
-                left = deadline - time.monotonic()
-                thread.join(max(0.0, left))
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
@@ -339,7 +340,7 @@ class Connections:
         # So wait for 1 ms for a message that never comes, and ignore the error. (`abort()` of the
         # process group would not wake waiting threads.) This also works after
         # `destroy_process_group()`.
-        tag = KINDS.index("nothing")
+        tag = tag_of("nothing", (0, 0))
         for peer in self._others:
             with suppress(RuntimeError):
                 never = self._group.recv([torch.empty(0, device="cpu")], peer, tag)

@@ -22,7 +22,7 @@ from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import the_input
+from torchgpipe.layers.batches import divided, the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.modules import modules_of
@@ -92,7 +92,7 @@ class DistributedGPipe(Partitioned):
         "load the states of all ranks into the layers without a pipeline, and trace or export those"
     )
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - each is an option of the user's
         self,
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
@@ -181,7 +181,11 @@ class DistributedGPipe(Partitioned):
 
     @property
     def partition(self) -> nn.Sequential:
-        """This rank's only partition."""
+        """This rank's only partition.
+
+        Raises:
+            ValueError: If the rank has several partitions.
+        """
         if len(self._partitions) > 1:
             raise ValueError(
                 f"rank {self.rank} holds {len(self._partitions)} partitions: see model.partitions"
@@ -312,7 +316,7 @@ class DistributedGPipe(Partitioned):
             args, kwargs = (self._signature.input_of(args, kwargs),), {}
         input = the_input(args, kwargs)
         check(input)
-        return self._micro_batches(input)
+        return divided(input, self.chunks, self._stages[0], self._signature)
 
 
 def _close(reference: weakref.ref[Connections]) -> None:

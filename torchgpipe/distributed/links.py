@@ -98,11 +98,12 @@ class Messages(Links):
             about, tensors = self._packed(item, s)
             if self._in_order:
                 tensors = (*tensors, torch.get_rng_state())
-            self._connections.give(sender, (*about, self._seeds.drew), tensors)
+            message = self._connections.message((*about, self._seeds.drew), tensors)
         else:
             sender = self._wire(Sender, False, "", (s - 1, s))
             sender.settle()
-            self._connections.give(sender, "gradients", item)
+            message = self._connections.message("gradients", item)
+        sender.give(message)
 
     def take(self, action: Action) -> Any:
         s = action.stage
@@ -142,7 +143,8 @@ class Messages(Links):
             abouts.append(about)
             tensors += flat
         sender = self._wire(Sender, forward, " skips", pair)
-        self._connections.give(sender, tuple(abouts), tuple(tensors))
+        message = self._connections.message(tuple(abouts), tuple(tensors))
+        sender.give(message)
         order = self._order[forward, pair]
         order.popleft()
         if not order:

@@ -154,7 +154,14 @@ class RankBatch(Batch):
         self.loss = loss.to(self.devices[0])
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run this rank's list of actions within the context that `modes` returns."""
+        """Run this rank's list of actions, and wait until other ranks have its messages.
+
+        Args:
+            lists: The actions of each rank.
+            io: The inputs and outputs of the pipeline, and the gradients of both.
+            modes: Returns a context with the caller's modes, such as autocast.
+            keep: Whether to keep the graphs, so that another backward is possible later.
+        """
         random = RandomState(self._seeds, in_order=not self._overlaps)
         connections = self._connections
         crossings = self._owner._layout()

@@ -48,9 +48,12 @@ Enter = Callable[[], AbstractContextManager[object]]
 
 
 class WorkersEngine:
-    """Run mini-batches through `stages`, with a thread for each device.
+    """Run mini-batches through stages, with a thread for each device.
 
-    If `threads` is false, the calling thread runs everything.
+    Args:
+        stages: The stages of this process, in order.
+        arrangement: The schedule, and the device of each stage of the pipeline.
+        threads: Whether there are threads. If not, the calling thread runs everything.
     """
 
     def __init__(
@@ -64,16 +67,21 @@ class WorkersEngine:
     def run(
         self, micro_batches: Sequence[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Run the forwards; return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch.
+
+        Args:
+            micro_batches: The micro-batches, on the device of the first stage.
+            mode: Which micro-batches are checkpointed.
+            observer: A function that is called with each task.
+        """
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
     def in_turn(self, run: Callable[[], T]) -> T:
         """Wait until no other thread computes gradients with these layers, and call `run`.
 
-        A run replaces the layers' parameters by others (stand-ins). After an interrupt (Ctrl-C),
-        its worker threads may still run, or the parameters may not have been put back. So before
-        `run`, wait for these threads, and put back what an earlier run has left. If `run` fails,
-        put the original parameters back into the layers.
+        A run replaces the layers' parameters by others (stand-ins). If `run` fails, put the
+        original ones back. After an interrupt (Ctrl-C), worker threads may still run, or stand-ins
+        may be left. So before `run`, wait for these threads, and put the parameters back.
         """
 
         def run_in_turn() -> T:
@@ -115,8 +123,7 @@ class Batch:
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
         elsewhere: The names of parameters of other ranks' layers.
-        seeding: The context in which `forward` has to be called. It is `Seeds`, or does nothing if
-            the tasks need no seeds.
+        seeding: The context to call `forward` in: `Seeds`, or `NOTHING` if tasks need no seeds.
     """
 
     loss: Tensor
@@ -177,7 +184,14 @@ class Batch:
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Run each program of this process with its list of actions, each in a thread.
 
-        `modes` returns a context with the caller's modes, such as autocast. Each thread enters one.
+        Args:
+            lists: The actions of each program.
+            io: The inputs and outputs of the pipeline, and the gradients of both.
+            modes: Returns a context with the caller's modes, such as autocast, for one thread.
+            keep: Whether to keep the graphs, so that another backward is possible later.
+
+        Raises:
+            RuntimeError: If FSDP shards a layer, or a layer calls the pipeline within a task.
         """
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(
@@ -221,8 +235,7 @@ class Batch:
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Run each program's list of actions, in the caller's modes (such as autocast).
 
-        In a `step`, the lists have all actions. Otherwise, they have the forwards. The caller has
-        entered `seeding`.
+        In a `step`, the lists have all actions, else the forwards. The caller enters `seeding`.
         """
         self._run_noted(lists, io, self._ambient.entered)
         # Check that layers have not replaced parameters, and that modes have not changed.

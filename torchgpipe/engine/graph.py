@@ -55,7 +55,14 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class GraphEngine:
-    """Run the forwards of `stages` in the calling thread, and let autograd run the backwards."""
+    """Run the forwards in the calling thread, and let autograd run the backwards.
+
+    Args:
+        stages: All stages of the pipeline, in order.
+        arrangement: The schedule, and the device of each stage.
+        dependency: Whether a task takes the tie of the previous task on its stage.
+        copy_streams: Whether copies between GPUs have their own CUDA streams.
+    """
 
     def __init__(
         self,
@@ -78,12 +85,18 @@ class GraphEngine:
     def run(
         self, micro_batches: list[TensorOrTensors], mode: Mode, observer: Observer | None
     ) -> list[TensorOrTensors]:
-        """Run the forwards; return the last partition's output for each micro-batch."""
+        """Run the forwards; return the last partition's output for each micro-batch.
+
+        Args:
+            micro_batches: The micro-batches, on the first device.
+            mode: Which micro-batches are checkpointed.
+            observer: A function that is called with each task.
+        """
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
             try:
                 batch.task(i, j)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - the note says in which task
                 note_task(error, f"forward of micro-batch {i}", j, self.stages[j].partition)
                 raise
         return batch.end()
@@ -217,7 +230,7 @@ class _MiniBatch:
             skip = self._portals.pop((i, arrival.key))
             if skip.flat[0] is not None:
                 path = self._engine.path(arrival.source, j)
-                copied = path.copy(skip.flat, i, skip.fence, item.fence, observer=self._observer)
+                copied = path.copy(skip.flat, i, (skip.fence, item.fence), observer=self._observer)
                 skip = Item(copied, Tensor, skip.shared)
             item = item.with_skip(skip, j)
         return item
@@ -234,7 +247,7 @@ class _MiniBatch:
         following = min(j + 1, len(self._stages) - 1)
         path, arrival = self._engine.path(j, following), self._fence(following)
         if path.elsewhere:
-            copied = path.copy(item.flat, i, item.fence, arrival, item.tie, self._observer)
+            copied = path.copy(item.flat, i, (item.fence, arrival), item.tie, self._observer)
             item = Item(copied, item.form, item.shared)
         item.fence = arrival
         self._items[i] = item
@@ -293,7 +306,7 @@ class _TaskNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
         let_gradients_go_forward(True)  # until this function ends
-        outputs, task.output_form = task.forward(inputs, item.form, item.shared)
+        outputs, task.output_form = task.forward(item)  # whose tensors are `inputs`
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0)) if tied else outputs

@@ -61,6 +61,11 @@ class Links(Protocol):
         """Send a skip to the partition that pops it.
 
         In backward, send the skip's gradient to the partition that has stashed the skip.
+
+        Args:
+            action: The action that has stashed the skip; in backward, the one that popped it.
+            crossing: The two stages of the skip, and its name.
+            skip: The skip as an `Item`; in backward its gradient, a tensor or `None`.
         """
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
@@ -263,5 +268,5 @@ class Program:
         checkpoint = i < recomputed
         graph = TaskGraph(draws(i, stage, checkpoint), stage, guards, i, observer, checkpoint)
         self._graphs[i, s] = graph
-        outputs, form = graph.forward(flat, item.form, item.shared)
+        outputs, form = graph.forward(item)
         return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

@@ -5,7 +5,7 @@ A program runs the tasks of one device, in its own thread. If one program fails,
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, product
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,11 +35,11 @@ class Relay(Links):
         # ticket back. (Two `SimpleQueue`s are much faster than one `Queue` with a limit.) The key
         # is the direction and the later one of the two stages.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
-        self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {
-            (way, s): (SimpleQueue(), SimpleQueue()) for way in forward for s in between
-        }
-        for _, tickets in self._ends.values():
+        self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {}
+        for way, s in product(forward, between):
+            tickets: SimpleQueue[Any] = SimpleQueue()
             tickets.put(None)
+            self._ends[way, s] = SimpleQueue(), tickets
         self._left: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self.stopped = False

@@ -69,8 +69,12 @@ _AS_THEY_ARE = Randomness()
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     """Return how a task draws random numbers, if tasks run one after another.
 
-    The task draws from the same generators as without a pipeline. `recomputed` says whether its
-    forward will run again in backward.
+    The task draws from the same generators as without a pipeline.
+
+    Args:
+        i: The index of the task's micro-batch, which only `Seeds.of` needs.
+        stage: The stage of the task.
+        recomputed: Whether the task's forward will run again in backward.
     """
     outer = PrivateGenerator.present()
     if outer is None and not recomputed:
@@ -125,7 +129,13 @@ class Seeds:
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return how the task of micro-batch i on a stage draws random numbers."""
+        """Return how a task draws random numbers, if tasks run at the same time.
+
+        Args:
+            i: The index of the task's micro-batch.
+            stage: The stage of the task.
+            recomputed: Whether the task's forward will run again in backward.
+        """
         j, own = stage.index, stage.generators if recomputed else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:

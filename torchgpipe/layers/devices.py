@@ -24,6 +24,10 @@ def choose_devices(
 
     If `devices` is `None`, return the first `n` CUDA devices, or the CPU `n` times if there is no
     CUDA device.
+
+    Raises:
+        IndexError: If there are fewer than `n` devices.
+        TypeError: If `devices` is a single device.
     """
     if isinstance(devices, str | torch.device | int):
         raise TypeError(

@@ -10,7 +10,14 @@ from torch import nn
 def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename, in place, the keys of a `state_dict` that torchgpipe 0.0.7 has saved.
 
-    For example, `partitions.1.conv.weight` becomes `conv.weight`, as in the model.
+    For example, `partitions.1.conv.weight` becomes `conv.weight`, as in the model. This is a hook
+    for `load_state_dict`.
+
+    Args:
+        module: The pipeline.
+        state: The state to load, with the keys of all modules.
+        prefix: What the keys of the pipeline begin with, such as `pipeline.`.
+        *_: The other arguments of such a hook, which are not used.
     """
     if any(name == "partitions" for name, _ in module.named_children()):
         return

@@ -28,7 +28,13 @@ class Partition(nn.Sequential):
 
 
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
-    """Split `module` into partitions: partition j has the next `balance[j]` layers."""
+    """Split `module` into partitions: partition j has the next `balance[j]` layers.
+
+    Raises:
+        TypeError: If the balance is not a list of whole numbers.
+        ValueError: If the balance is `None`, has a number below 1, or does not add up to the number
+            of layers.
+    """
     if balance is None:
         raise ValueError(f"balance is required: {_BALANCE}{_ADVICE}")
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
@@ -63,8 +69,15 @@ def place(
     """Move the partitions to their devices, and call `init` to fill their layers.
 
     Layers on device `meta` get memory on their partition's device. The random numbers that `init`
-    draws for layer k depend only on k and on the default generator's seed. A partition whose device
-    is `None` is not changed.
+    draws for layer k depend only on k and on the default generator's seed.
+
+    Args:
+        partitions: All partitions of the model, in order.
+        devices: The device of each partition. A partition whose device is `None` is not changed.
+        init: A function that fills each layer, given its index in the model, or `None`.
+
+    Raises:
+        ValueError: If a layer is on device `meta`, and there is no `init` that fills it.
     """
     held = []
     first = 0

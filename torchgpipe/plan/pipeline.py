@@ -14,7 +14,7 @@ from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.trace.sequential import Whole, sequential
 
 
-def pipeline(  # noqa: PLR0913
+def pipeline(  # noqa: PLR0913 - each is an option of the user's
     module: nn.Module,
     sample: Any,
     *,

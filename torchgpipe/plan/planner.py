@@ -20,7 +20,7 @@ from torchgpipe.plan.predict.profiled import predictor_here
 from torchgpipe.plan.report import Plan
 from torchgpipe.plan.search.impossible import refuse_hopeless
 from torchgpipe.plan.search.search import search
-from torchgpipe.plan.search.trial import data_parallel
+from torchgpipe.plan.search.trial import Choices, data_parallel
 from torchgpipe.schedules import Schedule, make
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
@@ -29,7 +29,7 @@ HERE = "here"
 """The value of `hardware` that asks for a profile on the sample's device."""
 
 
-def plan(  # noqa: PLR0913
+def plan(  # noqa: PLR0913 - each is an option of the user's
     module: Sequential,
     sample: TensorOrTensors,
     *,
@@ -134,13 +134,9 @@ def plan(  # noqa: PLR0913
     refuse_hopeless(predictor, batch_size, most, room, held)
     found = search(
         predictor,
-        batch_size=batch_size,
+        Choices(batch_size, held, numbers, modes, orders),
         memory=room,
         partitions=_numbers(min(most, len(counts))),
-        optimizer=held,
-        chunks=numbers,
-        checkpoint=modes,
-        schedules=orders,
     )
     candidates = [setups.best for setups in found.values() if setups.best is not None]
     candidates.sort(key=lambda candidate: candidate.seconds)

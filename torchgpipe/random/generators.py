@@ -31,9 +31,10 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the `torch.Generator`s that are attributes of the modules."""
-    return [
-        value for m in modules for value in m.__dict__.values() if type(value) is torch.Generator
-    ]
+    found: list[torch.Generator] = []
+    for module in modules:
+        found += [value for value in module.__dict__.values() if type(value) is torch.Generator]
+    return found
 
 
 def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
@@ -42,7 +43,9 @@ def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
     Args:
         generators: For each partition, the generators that are attributes of its layers.
     """
-    distinct = [g for own in generators for g in set(own)]
+    distinct: list[torch.Generator] = []
+    for own in generators:
+        distinct += set(own)
     if len(set(distinct)) < len(distinct):
         raise RuntimeError(
             "several partitions draw from the same torch.Generator, so they would draw in another "

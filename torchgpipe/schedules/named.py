@@ -66,6 +66,11 @@ def gpipe(n: int, m: int, v: int) -> Lists:
         0 | 0 1 2 3 . . . . . . B3  B2  B1  B0
         1 | . 0 1 2 3 . . . B3  B2  B1  B0
         2 | . . 0 1 2 3 B3  B2  B1  B0
+
+    Args:
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has; this schedule has one, whatever `v` is.
     """
     lists = []
     for actions in looped(n, m, 1, lambda d: m):
@@ -90,6 +95,11 @@ def interleaved(n: int, m: int, v: int) -> Lists:
 
         0 | 0a 1a 0b 1b 2a .  B0b   3a B1b   2b B0a   3b B1a   .  B2b   .  B3b   B2a   B3a
         1 | .  0a 1a 0b B0b   1b B1b   2a B0a   3a B1a   2b B2b   3b B3b   B2a   B3a
+
+    Args:
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has.
     """
     per_device = 1 if v == 1 else 2  # how many more forwards a device begins with than the next one
     return looped(n, m, v, lambda d: (v - 1) * n + per_device * (n - 1 - d))
@@ -146,6 +156,11 @@ def zb_h1(n: int, m: int, v: int) -> Lists:
         0 | 0  1  2  .  .  I0 W0 3  I1 W1 I2 W2 I3 W3
         1 | .  0  1  .  I0 2  I1 W0 3  I2 W1 I3 W2 W3
         2 | .  .  0  I0 1  I1 2  I2 W0 3  I3 W1 W2 W3
+
+    Args:
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has; this schedule has one, whatever `v` is.
     """
     lists = looped(n, m, 1, lambda d: n - 1 - d, "backward_inputs")
     return fill(lists, n)
@@ -163,6 +178,11 @@ def zb_h2(n: int, m: int, v: int) -> Lists:
         0 | 0  1  2  3  .  I0 W0 I1 W1 I2 W2 I3 W3
         1 | .  0  1  2  I0 3  I1 W0 I2 W1 I3 W2 W3
         2 | .  .  0  I0 1  I1 2  I2 3  I3 W0 W1 W2 W3
+
+    Args:
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has; this schedule has one, whatever `v` is.
     """
     lists = looped(n, m, 1, lambda d: 2 * (n - 1 - d), "backward_inputs")
     return fill(lists, 2 * n - 1)
@@ -179,6 +199,11 @@ def zb_v(n: int, m: int, v: int) -> Lists:
 
         0 | 0a  1a  2a  0b  I0b W0b 1b  I1b W1b I0a W0a 2b  I2b W2b I1a W1a I2a W2a
         1 | .   0a  0b  1a  1b  I0b W0b 2a  I0a W0a 2b  I1b W1b I1a I2b I2a W1a W2b W2a
+
+    Args:
+        n: How many devices there are.
+        m: How many micro-batches there are.
+        v: How many stages each device has; this schedule has two, whatever `v` is.
     """
     last = 2 * n - 1  # the last stage, and the fewest micro-batches for which devices never wait
     steady = m >= last

@@ -103,7 +103,7 @@ class Schedule:
             most.append(highest)
         return most
 
-    def replay(  # noqa: PLR0913
+    def replay(  # noqa: PLR0913 - each is an option of the user's
         self,
         seconds: Seconds = units,
         copies: Copies = (),
@@ -232,6 +232,9 @@ def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
         lists: The actions of each device.
         m: How many micro-batches there are.
         checkpoint: Which micro-batches are recomputed: 'always', 'except_last' or 'never'.
+
+    Raises:
+        ValueError: If `checkpoint` is another text.
     """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:

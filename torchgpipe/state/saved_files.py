@@ -156,7 +156,9 @@ class _Files(FileSystem):
     def __init__(self) -> None:
         self._made: dict[str, _File] = {}
 
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> _File:  # type: ignore[override]
+    def create_stream(  # type: ignore[override]
+        self, path: str | os.PathLike[str], mode: str
+    ) -> _File:
         file = _File(io.FileIO(path, mode))
         self._made[os.path.basename(path)] = file
         return file
@@ -186,7 +188,13 @@ class _File(io.BufferedWriter):
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
-    """Read the values of these keys from a checkpoint."""
+    """Read values from a checkpoint; return a dictionary of the values by their keys.
+
+    Args:
+        path: The folder of the checkpoint.
+        saved: The metadata of the checkpoint.
+        keys: The keys of the values to read.
+    """
     content: dict[str, Any] = {}
     for key in keys:
         content[key] = _blank(saved.state_dict_metadata[key])
@@ -220,9 +228,11 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an error in reading a state into a `RuntimeError` that says what to do.
+    """Return a context that converts an error in reading a state into a clearer one.
 
-    The message names `path`, the folder of the state.
+    Raises:
+        RuntimeError: If anything fails in the context. The message names `path`, the folder of the
+            state, and says what to do.
     """
     try:
         yield

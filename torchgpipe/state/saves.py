@@ -94,7 +94,7 @@ class Saves:
             model: The pipeline.
             optimizer: The optimizer of this rank's parameters, a list of optimizers, or `None` if
                 there is none.
-            others: Further values that the training needs to continue, such as the state of a
+            **others: Further values that the training needs to continue, such as the state of a
                 learning rate schedule, or of a generator that draws samples. The values are tensors
                 and plain Python values. All ranks have to give equal values.
 
@@ -199,7 +199,7 @@ class Saves:
         while (path := ranks.first(self.folder, self._newest)) is not None:
             try:
                 return self._load(path, ranks, model, optimizer)
-            except RuntimeError:
+            except RuntimeError:  # noqa: PERF203 - go on with an older state
                 # If another job saves into the folder, it can have removed this state meanwhile.
                 if ranks.n > 1 or path.exists():
                     raise
@@ -303,7 +303,7 @@ def _check_pickles(others: Content) -> None:
     for name, value in others.items():
         try:
             pickle.dumps(value)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 - the message names the value
             raise TypeError(
                 f"{name} cannot be saved, because its value cannot be pickled ({error}); give "
                 "tensors and plain Python values, such as a state_dict()"

@@ -31,6 +31,9 @@ def run_with_hooks(
 
     Returns:
         The loss, which a forward hook can have changed.
+
+    Raises:
+        RuntimeError: If the pipeline has a full backward hook, which would not see the outputs.
     """
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(

@@ -76,7 +76,11 @@ class Losses(BatchIO):
         return with_tensors(cut, target)
 
     def leave(self, i: int, output: Item) -> None:
-        """Compute the loss of micro-batch i."""
+        """Compute the loss of micro-batch i; after the last one, tell the mini-batch's loss.
+
+        Raises:
+            RuntimeError: If gradients are on, and no loss of the mini-batch has a graph.
+        """
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
@@ -228,6 +232,9 @@ def run_step(
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`.
         shown: Converts an output to the first argument of the criterion.
+
+    Raises:
+        RuntimeError: If the caller wants a backward, but gradients are off.
     """
     criterion = request.criterion
     if batch.last and (not callable(criterion) or isinstance(criterion, type)):

@@ -1,9 +1,9 @@
 """Split the target of a mini-batch into the targets of its micro-batches."""
 
+import copy
 import dataclasses
 import sys
-from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor
 
 from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
+from torchgpipe.trace.parts import tensors_in
+
+Values = Sequence[Any]
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the part of a target for each micro-batch.
 
-    - Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
-      tuples, lists and dataclasses.
-    - A list with one entry for each sample, such as one dictionary for each image, is split into
-      shorter lists, unless it has tensors of the batch size.
-    - `MicroBatches` are taken as they are.
-    - Any other value is given to every micro-batch.
+    Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
+    tuples, lists and dataclasses. A list or tuple with one entry for each sample, such as one
+    dictionary for each image, is split into shorter ones. Any other value is given to every
+    micro-batch. `MicroBatches` are taken as they are.
 
     Args:
         target: The target of the mini-batch, or the `MicroBatches` of targets.
         sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: Dimension 0 of a tensor is not the batch size, or there is another number of
-            targets than of micro-batches.
+        ValueError: Dimension 0 of a tensor is not the batch size, a tensor cannot be split, or
+            there is another number of targets than of micro-batches.
     """
     if isinstance(target, MicroBatches):
         if len(target) != len(sizes):
@@ -38,12 +39,12 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
                 f"the input has {len(sizes)} micro-batches, but the target has {len(target)}; give "
                 "a target for each micro-batch of the input"
             )
-        return list(target)
+        return [with_tensors(lambda x: x, each) for each in target]
     if _is_array(target) and target.dtype.kind in "biufc":  # numbers
         target = torch.as_tensor(target)
     if isinstance(target, Tensor):
         return _split(target, sizes)
-    if _is_array(target) or _has_an_entry_for_each_sample(target, sizes):
+    if _has_an_entry_for_each_sample(target, sizes):
         bounds = pairwise(accumulate(sizes, initial=0))
         return [target[begin:end] for begin, end in bounds]
     values, make = _taken_apart(target)
@@ -54,33 +55,60 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
-    """Return a copy of the target in which `function` has replaced each tensor."""
+    """Return a copy of the target in which `function` has replaced each tensor.
+
+    Arrays of numbers become tensors. If nothing in the target changes, return the target itself.
+    """
+    if _is_array(target) and target.dtype.kind in "biufc":
+        target = torch.as_tensor(target)
     if isinstance(target, Tensor):
         return function(target)
     values, make = _taken_apart(target)
-    if not values:
-        return target
-    return make(tuple([with_tensors(function, x) for x in values]))
+    return make([with_tensors(function, x) for x in values])
 
 
-def _taken_apart(target: Any) -> tuple[Sequence[Any], Callable[[tuple[Any, ...]], Any]]:
-    """Return the values in a container, and a function that makes such a container of new values.
+def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
+    """Return the values in `target`, and a function that puts other values into a copy of it.
 
-    If `target` is not a container, return no values.
+    If `target` is not a container, there are no values.
     """
+    values: Values = ()
+    put: Callable[[Values], Any] = list
     if isinstance(target, Mapping):
-        # Not only dictionaries: what a tokenizer returns is a `UserDict`.
-        kind: Any = type(target) if isinstance(target, UserDict) else dict
-        return list(target.values()), lambda row: kind(dict(zip(target, row, strict=True)))
-    if isinstance(target, list):
-        return target, list
-    if isinstance(target, tuple):
-        return target, partial(together, type(target))
-    if dataclasses.is_dataclass(target) and not isinstance(target, type):
-        names = [field.name for field in dataclasses.fields(target) if field.init]
+        values, put = list(target.values()), partial(_with_items, target)
+    elif isinstance(target, list):
+        values, put = target, list
+    elif isinstance(target, tuple):
+        values, put = target, lambda row: together(type(target), tuple(row))
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        names = [field.name for field in dataclasses.fields(target)]
         values = [getattr(target, name) for name in names]
-        return values, lambda row: dataclasses.replace(target, **dict(zip(names, row, strict=True)))
-    return (), list
+        put = partial(_with_attributes, target, names)
+
+    def make(row: Values) -> Any:
+        changed = any(new is not old for new, old in zip(row, values, strict=True))
+        return put(row) if changed else target
+
+    return values, make
+
+
+def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
+    """Return a copy of a mapping with other values: of its class if its items can be set."""
+    items = zip(mapping, values, strict=True)
+    if not isinstance(mapping, MutableMapping):
+        return dict(items)
+    copied = copy.copy(mapping)
+    for key, value in items:
+        copied[key] = value
+    return copied
+
+
+def _with_attributes(target: Any, names: Sequence[str], values: Values) -> Any:
+    """Return a copy of a dataclass with other values, without a call of its constructor."""
+    copied = copy.copy(target)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
@@ -91,10 +119,16 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
             "the target cannot be split, because the tensors of a micro-batch differ in dimension "
             "0; give the target of each micro-batch: MicroBatches([...])"
         )
+    if target.is_nested or target.layout is not torch.strided:
+        raise ValueError(
+            "a nested or sparse tensor in the target cannot be split; give the target of each "
+            "micro-batch: MicroBatches([...])"
+        )
     if not target.dim() or len(target) != sum(sizes):
         raise ValueError(
             f"every tensor of the target needs the batch size, {sum(sizes)}, as its dimension 0, "
-            f"but one has the shape {tuple(target.shape)}"
+            f"but one has the shape {tuple(target.shape)}; give what belongs to no sample as a "
+            "Python number, or let the criterion close over it"
         )
     return list(target.split([*sizes]))
 
@@ -104,16 +138,24 @@ def _is_array(x: object) -> bool:
     return numpy is not None and isinstance(x, numpy.ndarray)
 
 
-def _has_an_entry_for_each_sample(target: object, sizes: Sequence[int]) -> bool:
-    """Return whether a target is a list that has to be split by its entries.
+def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
+    """Return whether a target has to be split by its entries, and not within its entries.
 
-    Two kinds of lists are as long as the batch by chance, and are not split by entries: a list of
-    numbers (such as class weights), and a list with a tensor whose dimension 0 is the batch.
+    A list of numbers is not split, because it can be a list of class weights that is as long as the
+    batch by chance. If all tensors in the entries have the batch size, the entries of a tuple, and
+    tensors in a list, are for the whole mini-batch.
     """
     samples = sum(sizes)
-    if not isinstance(target, list) or len(target) != samples or len(sizes) == 1:
+    if len(sizes) == 1 or UNCOUNTED in sizes:
         return False
-    whole = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == samples for x in target]
-    if any(whole):
-        return False  # tensors for the whole mini-batch
-    return all(isinstance(x, Mapping | list | tuple | str | Tensor) for x in target)
+    if _is_array(target):
+        return bool(target.ndim) and len(target) == samples
+    if type(target) not in (list, tuple) or len(target) != samples:
+        return False
+    if any(isinstance(x, bool | int | float) for x in target):
+        return False
+    if type(target) is tuple or any(isinstance(x, Tensor) for x in target):
+        tensors = list(tensors_in(target))
+        if tensors and all(x.dim() > 0 and len(x) == samples for x in tensors):
+            return False
+    return True

@@ -146,7 +146,11 @@ class DeferredBatchNorm(_BatchNorm):
         return deferred
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a micro-batch of shape ``(N, C)`` or ``(N, C, ...)``."""
+        """Normalize a micro-batch of shape ``(N, C)`` or ``(N, C, ...)``.
+
+        Raises:
+            ValueError: If the layer is in training mode, and there is only one value per channel.
+        """
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)

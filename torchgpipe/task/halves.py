@@ -240,7 +240,9 @@ def _of_matrices(
     grad: Tensor,
     *others: Tensor,
 ) -> list[Tensor]:
-    found = [grad if beta == 1 else grad * beta] if summand else []
+    found: list[Tensor] = []
+    if summand:
+        found.append(grad if beta == 1 else grad * beta)
     times = torch.bmm if grad.dim() == 3 else torch.mm
     for (right, columns), other in zip(factors, others, strict=True):
         x, y = (grad.mT, other.conj()) if columns else (grad, other.mT.conj())

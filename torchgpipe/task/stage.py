@@ -37,6 +37,11 @@ class Stage:
     A micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
     gradients (all forwards, all backwards, or a whole `step`) holds the locks in `turn` from its
     beginning to its end. If partitions or pipelines share layers, they share these locks, too.
+
+    Args:
+        index: The index of the partition in the model.
+        partition: The layers.
+        device: The device of the layers.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:

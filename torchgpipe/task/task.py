@@ -1,8 +1,6 @@
 """A task: micro-batch i on a stage. It has its own autograd graph, apart from the caller's graph.
 
-    inputs ─▶ entrance ─▶ layers ─▶ edges of the outputs
-                            ▲
-    stand-ins (detached parameters)
+    inputs ─▶ entrance ─▶ layers (with stand-ins: detached parameters) ─▶ edges of the outputs
 
 Backward starts at the edges of the outputs. It ends at the entrance, a node that keeps the inputs'
 gradients, and at the stand-ins, which sum up the gradients of all tasks of a mini-batch. A
@@ -26,7 +24,7 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.tensors._autograd import edge_of, run_backward
 from torchgpipe.tensors.checkpoint import CheckpointPhase
-from torchgpipe.tensors.item import Shared
+from torchgpipe.tensors.item import Item, Shared
 from torchgpipe.tensors.microbatch import Flat, Form
 from torchgpipe.tensors.observe import NOTHING, Kind, Observer, observed
 
@@ -44,19 +42,19 @@ class TaskGraph(GuardedTask):
     _input_grads: list[Tensor | None] = field(default_factory=list)
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
-    def forward(self, inputs: Flat, form: Form, shared: Shared) -> tuple[Flat, Form]:
+    def forward(self, item: Item) -> tuple[Flat, Form]:
         """Run the layers; return the detached outputs, which require grad like the real outputs."""
-        self.form = form
-        self.needs = tuple([x is not None and x.requires_grad for x in inputs])
+        self.form = item.form
+        self.needs = tuple([x is not None and x.requires_grad for x in item.flat])
         if not (True in self.needs or self.guards.parameters.by_parameter):
             self.checkpoint = False  # nothing will go backward
         with observed(self.observer, "forward", self.i, self.stage.index), self.guards.lock:
             if self.checkpoint:
-                outputs, form = self._first_pass(inputs, shared)
+                outputs, form = self._first_pass(item.flat, item.shared)
             else:
                 around = self.guards.around("before_single_pass", self)
                 with torch.enable_grad():
-                    _, outputs, form = self._build(inputs, shared, around)
+                    _, outputs, form = self._build(item.flat, item.shared, around)
                 self.claimed = self.found
         return leaves(outputs, self.claimed), form
 
@@ -90,8 +88,7 @@ class TaskGraph(GuardedTask):
             given = self.guards.memory.given(inputs, self.form)
             _, outputs, _ = self._build(given, (), around)
             self.guards.after_recomputation(self, outputs)
-        if not keep:
-            self.inputs = None
+        self.inputs = self.inputs if keep else None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
         """Run the layers and build a graph; return inputs, outputs, and the class of the output."""
@@ -106,25 +103,28 @@ class TaskGraph(GuardedTask):
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
         """Return the inputs' gradients, and add the parameters' gradients to the stand-ins.
 
-        Stand-ins are detached parameters. If `keep` is set, backward can be called again. With the
-        kind `"backward_inputs"`, some weight gradients are left to `backward_weights`.
+        Args:
+            grads: The gradients of the outputs; `None` for an output that has none.
+            keep: Whether backward can be called again.
+            kind: With `"backward_inputs"`, some weight gradients are left to `backward_weights`.
+
+        Raises:
+            RuntimeError: If a backward has reached the inputs by another way than the outputs.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
         if self._edges is None and not all_none(grads):
             self.recompute(keep=keep)
+        keep_graph = keep and not self.checkpoint
         with observed(self.observer, kind, self.i, self.stage.index):
             edges, given = used(self._edges or (), grads)
             if edges:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
-                keep_graph = keep and not self.checkpoint
                 self._later = self._go(lambda: run(edges, given, keep_graph=keep_graph))
             input_grads = tuple(self._input_grads) or (None,) * len(self.needs)
             self._input_grads.clear()
-            if self.checkpoint or not keep:
-                self._edges = None
-            if not keep:
-                self.inputs = None
+            self._edges = self._edges if keep_graph else None
+            self.inputs = self.inputs if keep else None
         return input_grads
 
     def backward_weights(self) -> None:

@@ -96,12 +96,11 @@ class CopyPath:
         if own and self.elsewhere:
             self._own = [new_stream(device) for device in self._devices]
 
-    def copy(  # noqa: PLR0913
+    def copy(
         self,
         tensors: Flat,
         i: int,
-        departure: StreamFence,
-        arrival: StreamFence,
+        fences: tuple[StreamFence, StreamFence],
         tie: Tensor | None = None,
         observer: Observer | None = None,
     ) -> Flat:
@@ -110,8 +109,7 @@ class CopyPath:
         Args:
             tensors: The tensors to copy.
             i: The index of the micro-batch.
-            departure: The fence of the sending task's outputs.
-            arrival: The fence of the receiving task's inputs.
+            fences: The fence of the sending task's outputs, and of the receiving task's inputs.
             tie: A tensor that makes an extra edge in the graph: the backward of the task that made
                 this tensor runs after the backward of this copy.
             observer: The observer of the mini-batch.
@@ -122,8 +120,8 @@ class CopyPath:
         for own, device in zip(self._own, self._devices, strict=True):
             streams.append(own or current_stream(device))
         with using(*streams):
-            forth = partial(self.move, i, (departure, arrival), observer)
-            back = partial(self.move, i, (arrival, departure), observer, back=True)
+            forth = partial(self.move, i, fences, observer)
+            back = partial(self.move, i, fences[::-1], observer, back=True)
             return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
 
     def move(

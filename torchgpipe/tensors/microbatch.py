@@ -101,7 +101,13 @@ def carrying(y: Tensor, x: Tensor) -> Tensor:
 
 
 def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) -> Flat:
-    """Move tensors to a device, and keep their Python attributes."""
+    """Move tensors to a device, and keep their Python attributes.
+
+    Args:
+        tensors: The tensors. An entry that is `None` stays `None`.
+        device: The device.
+        non_blocking: Whether a copy between a GPU and pinned memory may still run at the return.
+    """
     there: list[Tensor | None] = []
     for x in tensors:
         if x is not None:

@@ -29,7 +29,14 @@ NOTHING = nullcontext()
 def observed(
     observer: Observer | None, kind: Kind, i: int, j: int
 ) -> AbstractContextManager[object]:
-    """Return the observer's context for a task, or `NOTHING` if there is no observer."""
+    """Return the observer's context for a task, or `NOTHING` if there is no observer.
+
+    Args:
+        observer: The observer, if there is one.
+        kind: The kind of the task.
+        i: The index of the task's micro-batch.
+        j: The index of the task's partition; for a copy, of the partition that sends.
+    """
     if observer is None:
         return NOTHING
     return observer(Task(kind, i, j))

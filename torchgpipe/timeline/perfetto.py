@@ -44,7 +44,7 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
         steps: A timeline of each mini-batch. The times of all timelines are from one clock.
         title: The name of the process, which Perfetto shows above the rows.
         row: The first word of each row's name, such as `device`. The row's number follows.
-        more: Further values for the key `otherData`.
+        **more: Further values for the key `otherData`.
     """
     shares = bubbles(steps)
     events = [_name("process_name", 0, title)]

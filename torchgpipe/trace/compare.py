@@ -130,13 +130,21 @@ def _outputs(run: Module, signature: Signature, inputs: Tensors) -> list[Tensor]
 
 
 def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
-    """Raise an error if the outputs for the sample's halves differ from those for the whole sample.
+    """Compare the outputs for the sample's halves with the outputs for the whole sample.
 
     The module runs in evaluation mode. The check is skipped in three cases:
 
     - The module has batch norms without running statistics.
     - The module cannot run in evaluation mode.
     - The outputs are different in each run, for example because the module draws random numbers.
+
+    Args:
+        module: The module.
+        signature: The module's signature, which says which inputs have a batch dimension.
+        inputs: The tensors of the sample. A half has the first or the second half of the samples.
+
+    Raises:
+        Untraceable: If the outputs differ.
     """
     everything = [*module.modules()]
     for part in everything:

@@ -66,7 +66,7 @@ class KeptResults:
                     keep = partial(_keep, run[path], slots[path])
                     part.register_forward_hook(keep)
                 signature.call(module, _resized(signature, inputs, size))
-            runs.append({path: [tuple(result) for result in run[path]] for path in paths})
+            runs.append({path: list(map(tuple, results)) for path, results in run.items()})
             self._slots = self._slots or slots
         self._paths = paths.keys()
         try:

@@ -105,7 +105,14 @@ class Layer(Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return the layer's state under the names that the traced module has for it."""
+        """Return the layer's state under the names that the traced module has for it.
+
+        Args:
+            *args: As for `torch.nn.Module.state_dict`, and no longer used by new code.
+            destination: A dictionary to which the state is added, if not `None`.
+            prefix: What the names begin with. The layer's own name at its end is left out.
+            keep_vars: Whether the state has the parameters themselves, and not detached tensors.
+        """
         return super().state_dict(
             *args, destination=destination, prefix=self._outer(prefix), keep_vars=keep_vars
         )
@@ -113,11 +120,16 @@ class Layer(Module):
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
-        """Yield the layer and its submodules, under the names that the traced module has for them.
+        """Yield pairs of a name and a module: the layer and its submodules.
 
-        The layer itself is yielded under the layer's own name, such as `12:layer1/0/conv2`. But
-        this name is left out if the layer itself has parameters or buffers, because PyTorch derives
-        the names of parameters from it.
+        The submodules have the names that the traced module has for them. The layer has its own
+        name, such as `12:layer1/0/conv2`. But this name is left out if the layer itself has
+        parameters or buffers, because PyTorch derives the names of parameters from it.
+
+        Args:
+            memo: The modules to leave out, to which the yielded modules are added.
+            prefix: The name of the layer, after the names of the modules that it is in.
+            remove_duplicate: Whether a module that occurs twice is yielded once.
         """
         own = self._parameters or self._buffers
         outer = self._outer(f"{prefix}.")[:-1]

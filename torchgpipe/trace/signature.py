@@ -101,7 +101,11 @@ class Signature:
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def tensors(self, args: Sequence[Any], kwargs: ByName) -> list[Tensor]:
-        """Return the tensors in the arguments of a call, without a check of their batch sizes."""
+        """Return the tensors in the arguments of a call, without a check of their batch sizes.
+
+        Raises:
+            ValueError: If the arguments are not like those of the sample, as for `flat`.
+        """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             taken = slots.taken(value)

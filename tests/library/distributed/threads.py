@@ -21,6 +21,7 @@ from torch import Tensor
 from torchgpipe.distributed import connections
 from torchgpipe.distributed.wires import cuda
 from torchgpipe.distributed.wires.message import SLOT
+from torchgpipe.distributed.wires.wire import KINDS
 from torchgpipe.engine import batch
 from torchgpipe.engine.seeds import Seeds
 
@@ -70,7 +71,7 @@ class Group:
     own: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        kind = connections.KINDS[tag % len(connections.KINDS)]
+        kind = KINDS[tag % len(KINDS)]
         self.world.sent[kind, self.own, peer] += 1
         self.world.bytes += tensors[0].numel()
         wire = (self.name, self.own, peer, tag)

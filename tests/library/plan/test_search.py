@@ -21,7 +21,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.balances import Work, heaviest
 from torchgpipe.plan.search.search import search
-from torchgpipe.plan.search.trial import Candidate, assess
+from torchgpipe.plan.search.trial import Candidate, Choices, assess
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
 
@@ -120,15 +120,9 @@ def test_against_every_setup(
     peaks = sorted(x.peak for x in setups)
     all_fit, half_fit, few_fit = peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 20]
 
+    choices = Choices(BATCH_SIZE, optimizer_named(optimizer, foreach=True), CHUNKS)
     for memory, near in ((all_fit, 1.01), (half_fit, 1.02), (few_fit, 1.1)):
-        found = search(
-            predictor,
-            batch_size=BATCH_SIZE,
-            memory=memory,
-            partitions=NUMBERS,
-            chunks=CHUNKS,
-            optimizer=optimizer_named(optimizer, foreach=True),
-        )
+        found = search(predictor, choices, memory=memory, partitions=NUMBERS)
         fitting = [x for x in setups if x.peak <= memory]
         fastest = inf
         for x in fitting:

@@ -44,6 +44,7 @@ from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
+from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.observe import Kind
 
 from ...behaviours.parts.layers import Do
@@ -226,7 +227,7 @@ class Tasks:
                 task = TaskGraph(Randomness(), self.stage, guards, i, observer, again)
                 torch.manual_seed(i)
                 given = x.roll(i).requires_grad_(x.dtype != torch.long)
-                outputs, _ = task.forward((given,), Tensor, ())
+                outputs, _ = task.forward(Item((given,), Tensor, (False,)))
             grads: list[Tensor | None] = []
             for k, y in enumerate(outputs):
                 # If there are several outputs, the second micro-batch has a gradient for the first

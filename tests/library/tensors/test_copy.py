@@ -33,7 +33,7 @@ class Passage:
 
     def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         self.departure.leave()
-        copies = self.path.copy(tensors, 0, self.departure, self.arrival)
+        copies = self.path.copy(tensors, 0, (self.departure, self.arrival))
         self.arrival.arrive(copies)
         return copies
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from reproduce.machine.description import Machine
-from reproduce.numbers.compare import Comparison, compare, verdict
+from reproduce.numbers.compare import Asked, Comparison, compare, verdict
 from reproduce.numbers.match import match
 from reproduce.numbers.metrics import DISTURBED
 from reproduce.numbers.notes import IN_TURN
@@ -25,8 +25,9 @@ def compared(*sides: Record, **options: Any) -> tuple[list[Comparison], list[str
     loaded = []
     for letter, side in zip("ABCD", sides, strict=False):
         loaded.append(side_of(letter, letter, [side]))
-    options = {"metric": None, "rule": Rule(), **options}
-    return compare(loaded, match(loaded), **options)
+    metric = options.pop("metric", None)
+    asked = Asked(loaded, **{"rule": Rule(), **options})
+    return compare(asked, match(loaded), metric)
 
 
 def only(*sides: Record, **options: Any) -> Comparison:

@@ -18,7 +18,7 @@ import pytest
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import job
-from reproduce.regression.interleave import Cases, fork, interleave
+from reproduce.regression.interleave import Cases, Sampling, fork, interleave
 from reproduce.regression.job import Settings, interleaved
 from reproduce.regression.timed import Clock
 from reproduce.regression.trees import TORCHGPIPE, Tree
@@ -155,7 +155,7 @@ def run(
         finally:
             log.append(f"end {i}")
 
-    return interleave(start, cases, **{"restarts": 1, "rounds": 4, **how})
+    return interleave(start, cases, Sampling(**{"rounds": 4, **how}))
 
 
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])

@@ -175,7 +175,8 @@ class History:
 
     def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
         settings = Settings(CASES, restarts, project=of(self.root))
-        return bisect.bisected(good, bad, settings, Rule(), lambda restarts: None, self.said.append)
+        ends = (good, bad)
+        return bisect.bisected(ends, settings, Rule(), lambda restarts: None, self.said.append)
 
 
 @pytest.mark.parametrize("slower", [["b"], ["a", "b", TOGETHER], [TOGETHER]], ids=str)

@@ -6,6 +6,7 @@ the tests are skipped.
 
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")],
+    params=list(product(SCREENS, ("light", "dark"))),
     ids="-".join,
 )
 def run(

@@ -45,7 +45,13 @@ class Wires(Protocol):
     """The methods of `Connections` that `Liveness` uses."""
 
     def address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
-        """Return the address of a wire (a message channel) to or from another rank."""
+        """Return the address of a wire (a message channel) to or from another rank.
+
+        Args:
+            kind: The kind of the wire, such as `"liveness"`.
+            peer: The other rank.
+            broken: Called with gloo's error if the connection breaks.
+        """
 
     def pending(self, peer: int) -> bool:
         """Return whether a rank has not yet received every message that was sent to it."""

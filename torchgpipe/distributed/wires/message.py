@@ -123,7 +123,11 @@ class Predicted:
         self._predict()
 
     def learn(self, description: Tensor, rank: int) -> None:
-        """Decode a description that a rank has sent, and add it to `known`."""
+        """Decode a description that a rank has sent, and add it to `known`.
+
+        Raises:
+            RuntimeError: If the description cannot be decoded.
+        """
         try:
             about, told = unpacked(description)
             layouts: list[Layout | None] = []

@@ -26,9 +26,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed.wires.cuda import NEVER, Transfer
+from torchgpipe.distributed.wires.cuda import NEVER, Stages, Transfer
 from torchgpipe.distributed.wires.message import Predicted
 from torchgpipe.engine.relay import Stopped
+
+KINDS = (
+    "control",
+    "forward",
+    "backward",
+    "forward skips",
+    "backward skips",
+    "liveness",
+    "nothing",
+    "loss",
+)
+"""The kinds of wires. The gloo tag of a wire encodes its kind's index here and its two stages."""
 
 LARGE = 1 << 30
 """The number that is added to a wire's tag for parts of messages that do not fit into a slot.
@@ -81,6 +93,15 @@ class End:
         except RuntimeError as error:
             self._broken(error)
             raise Stopped from None
+
+
+def tag_of(kind: str, stages: Stages) -> int:
+    """Return the gloo tag of a wire of one of the `KINDS` between two stages, the lower one first.
+
+    Every pair of a kind and two stages has a tag of its own.
+    """
+    low, high = stages
+    return KINDS.index(kind) + len(KINDS) * (low << 12 | high)
 
 
 def bytes_of(content: bytearray) -> Tensor:

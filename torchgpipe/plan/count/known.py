@@ -77,6 +77,11 @@ class Alike:
 
         The key has all state of the layer except the contents of tensors. There is no key (`None`)
         for layers with skips, and for layers that cannot be pickled.
+
+        Args:
+            layer: The layer.
+            value: The input of the layer; its contents make no difference.
+            more: An additional part of the key.
         """
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)

@@ -1,6 +1,5 @@
 """Say in one line why no setup fits the memory of the devices."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -10,9 +9,7 @@ from torchgpipe.plan.count.task_bytes import task_bytes
 from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.balances import Work, held_by_layers
-from torchgpipe.plan.search.trial import Candidate, assess
-from torchgpipe.schedules import Schedule
-from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.plan.search.trial import Candidate, Choices, assess
 
 
 class Impossible(ValueError):
@@ -94,32 +91,23 @@ def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: boo
     return needs
 
 
-def least(  # noqa: PLR0913
-    predictor: Predictor,
-    batch_size: int,
-    partitions: int,
-    optimizer: Optimizer,
-    chunks: Sequence[int],
-    modes: Sequence[Mode],
-    schedules: Sequence[str | Schedule] = ("GPipe",),
-) -> Candidate:
+def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
     """Return the setup that needs the least memory, among setups with evenly divided parameters.
 
     What counts is the memory of the fullest device.
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The number of samples in a mini-batch.
         partitions: How many devices there are.
-        optimizer: The memory that the optimizer takes.
-        chunks: The numbers of micro-batches to choose from.
-        modes: The checkpoint modes to choose from.
-        schedules: The schedules to choose from.
+        choices: What to choose from. If any number of micro-batches is allowed, one micro-batch
+            and micro-batches of one sample are tried.
 
     Raises:
         Impossible: If no schedule can run with these numbers of devices, layers and micro-batches.
     """
+    batch_size, optimizer, allowed, modes, schedules = choices
     needed = held_by_layers(predictor.counts.low, optimizer)
+    chunks = sorted(set(allowed or (1, batch_size)))
     found = []
     for m, mode, schedule in product(chunks, modes, schedules):
         setup = Setup(batch_size, (), m, mode, optimizer, schedule=schedule)
@@ -148,8 +136,7 @@ def why(
         memory: How many bytes of each device tensors may take.
     """
     partitions = min(devices, len(predictor.counts))
-    optimizer = allowed.setup.optimizer
-    free = least(predictor, batch_size, partitions, optimizer, sorted({1, batch_size}), MODES)
+    free = least(predictor, partitions, Choices(batch_size, allowed.setup.optimizer))
     balanced = "balanced by parameters"
     room, free_peak, free_setup = amount(memory), amount(free.peak), told(free.setup)
     if free.peak <= memory:

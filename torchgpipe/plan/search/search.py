@@ -19,13 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search.balances import Work, heaviest, held_by_layers
 from torchgpipe.plan.search.impossible import Impossible, least, why
-from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Trial, assess
-from torchgpipe.schedules import Schedule
-from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Choices, Trial, assess
 
 BYTES = (0.5, 1.0)
 """The weights of bytes, against seconds, in balances that divide a sum of bytes and seconds evenly.
@@ -71,35 +68,29 @@ def chunk_choices(batch_size: int) -> list[int]:
     return sorted(choices)
 
 
-def search(  # noqa: PLR0913
+def search(
     predictor: Predictor,
+    choices: Choices,
     *,
-    batch_size: int,
     memory: float,
     partitions: Sequence[int],
-    optimizer: Optimizer = STATELESS,
-    chunks: Sequence[int] | None = None,
-    checkpoint: Sequence[Mode] = MODES,
-    schedules: Sequence[str | Schedule] = ("GPipe",),
     close: float = CLOSE,
 ) -> dict[int, Found]:
     """Return the best setup for each number of devices.
 
     Args:
         predictor: The predictor of the model.
-        batch_size: The number of samples in a mini-batch.
+        choices: What to choose from. If any number of micro-batches is allowed, the numbers of
+            `chunk_choices` are tried.
         memory: How many bytes of each device tensors may take.
         partitions: The numbers of devices to choose from.
-        optimizer: The memory that the optimizer takes.
-        chunks: The numbers of micro-batches to choose from; by default those of `chunk_choices`.
-        checkpoint: The checkpoint modes to choose from.
-        schedules: The schedules to choose from.
         close: A setup is good enough if its step is longer than the lower bound by at most this
             share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
 
     Raises:
         Impossible: If no setup fits. The message says why.
     """
+    batch_size, optimizer, chunks, checkpoint, schedules = choices
     found = {n: Found() for n in partitions}
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
     kept = sum(held_by_layers(predictor.counts.low, optimizer))
@@ -119,8 +110,7 @@ def search(  # noqa: PLR0913
         found[n].bound = min(found[n].bound, bound)
     if all(each.best is None for each in found.values()):
         n = max(partitions)
-        numbers = sorted(set(chunks or (1, batch_size)))
-        smallest = least(predictor, batch_size, n, optimizer, numbers, checkpoint, schedules)
+        smallest = least(predictor, n, choices)
         if smallest.peak > memory:
             raise Impossible(why(predictor, smallest, batch_size, n, memory))
         found[n].best = smallest

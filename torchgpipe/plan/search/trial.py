@@ -4,12 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
+from typing import NamedTuple
 
-from torchgpipe.plan.count.optimizer import Optimizer
+from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.search.balances import Work
+from torchgpipe.schedules import Schedule
+from torchgpipe.tensors.checkpoint import MODES, Mode
 
 Balance = tuple[int, ...]
 
@@ -18,6 +21,24 @@ MOST_TASKS = 1_000_000
 
 A setup with more tasks in a single replay is tried only if no other setup fits.
 """
+
+
+class Choices(NamedTuple):
+    """What a search may choose from, for one mini-batch and one optimizer.
+
+    Attributes:
+        batch_size: The number of samples in a mini-batch.
+        optimizer: The memory that the optimizer takes.
+        chunks: The numbers of micro-batches; `None` if the search may choose any.
+        checkpoint: The checkpoint modes.
+        schedules: The schedules.
+    """
+
+    batch_size: int
+    optimizer: Optimizer = STATELESS
+    chunks: Sequence[int] | None = None
+    checkpoint: Sequence[Mode] = MODES
+    schedules: Sequence[str | Schedule] = ("GPipe",)
 
 
 @dataclass(frozen=True)

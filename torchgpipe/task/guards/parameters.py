@@ -148,7 +148,10 @@ class StandInParameters(Guard):
         return self.by_parameter[p]
 
     def _ids_watched(self) -> list[int]:
-        return [id(x) for names in self._watched for x in names.values()]
+        ids: list[int] = []
+        for names in self._watched:
+            ids += map(id, names.values())
+        return ids
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
         """Raise `RuntimeError` if a layer has changed a parameter in place."""
