@@ -44,7 +44,7 @@ from torchgpipe.trace.layer import Layers, keep_names
 T = TypeVar("T")
 P = TypeVar("P", bound="Partitioned")
 # The attributes that `_build` makes anew in a copy.
-_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere")
+_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
 class Partitioned(FixedDevices, ABC):
@@ -89,7 +89,7 @@ class Partitioned(FixedDevices, ABC):
         # Avoid `__setattr__`: it would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
         self.balance = [len(partition) for partition in partitions]
-        self.chunks, self.checkpoint, self.observer, self.logs = chunks, checkpoint, None, []
+        self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
         self._schedule = schedule
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
@@ -120,8 +120,11 @@ class Partitioned(FixedDevices, ABC):
 
     def _build(self) -> None:
         """Make the objects that cannot be copied or pickled, such as locks, streams and threads."""
-        held = zip(self._held, self._partitions, strict=True)
-        self._stages = [Stage(j, partition, device) for (j, device), partition in held]
+        self.logs = []
+        last = len(self.balance) - 1
+        self._stages = []
+        for (j, device), partition in zip(self._held, self._partitions, strict=True):
+            self._stages.append(Stage(j, partition, device, is_last=j == last))
         self._look()
 
     def _look(self) -> None:
@@ -235,7 +238,12 @@ class Partitioned(FixedDevices, ABC):
             return cast(Tensor, self._uncompiled(self._hooked, input, request))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline without gradients, and return its output."""
+        """Call the pipeline without gradients, and return its output.
+
+        The arguments can also be a single input like that of `evaluate`.
+        """
+        if len(args) == 1 and not kwargs:
+            args, kwargs = self._arguments(args[0])
         with torch.no_grad():
             return self(*args, **kwargs)
 

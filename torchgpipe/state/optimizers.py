@@ -1,5 +1,6 @@
 """The state of one optimizer, by the names of the parameters: `OptimizerState`."""
 
+import dataclasses
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -179,16 +180,32 @@ def same(x: Any, y: Any) -> bool:
     if type(x) is not type(y):
         return False
     if isinstance(x, Tensor):
-        try:
-            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, check_device=False)
-        except AssertionError:
-            return False
-        return True
+        return _same_tensors(x, y)
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same, x, y))
-    return pickle.dumps(x) == pickle.dumps(y) or bool(x == y)
+    if dataclasses.is_dataclass(x):
+        names = [field.name for field in dataclasses.fields(x)]
+        return all(same(getattr(x, name), getattr(y, name)) for name in names)
+    return _same_objects(x, y)
+
+
+def _same_tensors(x: Tensor, y: Tensor) -> bool:
+    try:
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, check_device=False)
+    except AssertionError:
+        return False
+    return True
+
+
+def _same_objects(x: Any, y: Any) -> bool:
+    if pickle.dumps(x) == pickle.dumps(y):
+        return True
+    try:
+        return bool(x == y)
+    except ValueError:  # arrays are compared element by element
+        return False
 
 
 def _check_nothing_else(held: list[Any]) -> None:

@@ -110,6 +110,11 @@ class Saves:
         """
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"step must be a whole number, but got {step!r}")
+        if not isinstance(model, Partitioned):
+            raise TypeError(
+                f"save takes a step, a pipeline and its optimizer, but got {type(model).__name__} "
+                "as the pipeline"
+            )
         with model._together("save") as exchange, self._reported(step, others):
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from math import nan
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Shares:
         targets: The target of each micro-batch.
 
     Raises:
-        TypeError: The weight is not a function.
+        TypeError: The weight is not a function, or does not return a number.
         ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`; or
             samples cannot be counted, and there is no weight.
     """
@@ -56,7 +56,7 @@ class Shares:
                 "dimension 0; give weight=, a function that returns the weight of a micro-batch's "
                 "loss, given its target, or reduction='sum'"
             )
-        self._counts = sizes if weight is None else [weight(target) for target in targets]
+        self._counts = sizes if weight is None else [_number(weight(target)) for target in targets]
         self._total: Any = sum(self._counts)
 
     def of(self, loss: Tensor, i: int) -> Tensor:
@@ -68,7 +68,7 @@ class Shares:
         if self._counts is None:
             return loss
         if isinstance(self._total, Tensor):
-            part = (self._counts[i].double() / self._total).to(loss)
+            part = (self._counts[i] / self._total).to(loss)
             return torch.where(part == 0, 0.0, loss * part)
         if not self._total:
             return loss * nan
@@ -90,6 +90,22 @@ class Shares:
             values = torch.where(empty, 0.0, grad._values())
             return torch.sparse_coo_tensor(grad._indices(), values, grad.shape)
         return torch.where(empty, 0.0, grad)
+
+
+def _number(weight: Any) -> Any:
+    """Return a micro-batch's weight. A tensor becomes double: small types overflow in a sum."""
+    if isinstance(weight, Tensor):
+        if not weight.dim():
+            return weight.double()
+        given = f"a tensor of shape {tuple(weight.shape)}"
+    elif isinstance(weight, SupportsFloat):
+        return weight
+    else:
+        given = type(weight).__name__
+    raise TypeError(
+        "weight must return a number for each micro-batch, the weight of its loss, but it returned "
+        + given
+    )
 
 
 def warn_of_other_means(request: StepRequest, targets: Sequence[Any]) -> None:

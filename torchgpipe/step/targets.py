@@ -59,10 +59,10 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
     Arrays of numbers become tensors. If nothing in the target changes, return the target itself.
     """
-    if _is_array(target) and target.dtype.kind in "biufc":
-        target = torch.as_tensor(target)
     if isinstance(target, Tensor):
         return function(target)
+    if _is_array(target) and target.dtype.kind in "biufc":
+        return function(torch.as_tensor(target))
     values, make = _taken_apart(target)
     return make([with_tensors(function, x) for x in values])
 

@@ -20,6 +20,7 @@ from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
+from torchgpipe.trace.parts import Slots, Structure
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -44,8 +45,11 @@ class Stage:
         device: The device of the layers.
     """
 
-    def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, index: int, partition: nn.Module, device: torch.device, *, is_last: bool = False
+    ) -> None:
         self.index = index
+        self.is_last = is_last
         self.partition = partition
         self.device = device
         self.modules: list[nn.Module] = []
@@ -125,6 +129,13 @@ class Stage:
             self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
+        if self.is_last and not isinstance(y, tuple):
+            # No partition takes this output. Only the criterion sees it, in any structure.
+            slots = Slots()
+            structure = slots.taken(y)
+            if slots.tensors:
+                form_of_output: Any = Structure(structure, slots.again())
+                return (*slots.tensors, *skips), form_of_output
         check(y, f"output of partition {self.index}")
         return (*y, *skips), type(y)
 

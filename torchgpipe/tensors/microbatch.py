@@ -83,7 +83,8 @@ def together(form: Form, tensors: Flat) -> Any:
         return tensors[0]
     if form is tuple:
         return tensors
-    if hasattr(form, "n_fields"):  # a class of torch.return_types has no other constructor
+    # A class of `torch.return_types` has no other constructor. A `Structure` is called, too.
+    if hasattr(form, "n_fields"):
         return form(tensors)
     # A named tuple is made without its own constructor, because the constructor of a subclass can
     # take other arguments.
@@ -202,6 +203,12 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     """
     if len(outputs) == 1:
         return outputs[0]
+    if not isinstance(outputs[0], Tensor | tuple):
+        raise TypeError(
+            f"the last partition returns {type(outputs[0]).__name__}, which is not concatenated; "
+            "call step(criterion, input, target) or evaluate(...), which give the criterion one "
+            "micro-batch at a time, or return a tensor or a tuple of tensors"
+        )
     expected = _structure(outputs[0])
     for i, y in enumerate(outputs):
         if _structure(y) != expected:
