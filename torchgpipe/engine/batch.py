@@ -4,8 +4,7 @@ PyTorch runs all CPU nodes of a graph one after another, in the thread that call
 with one graph, the partitions could not work at the same time in backward. Here each task has its
 own graph. The whole pipeline is one node of the caller's graph, with the micro-batches and all
 parameters as inputs. The forward and the backward of this node run a program (a list of tasks) for
-each device. Each program has a thread (`WorkersEngine`), or its own process
-(torchgpipe/distributed).
+each device. Each program has a thread (`WorkersEngine`), or a process (torchgpipe/distributed).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
