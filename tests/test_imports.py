@@ -33,7 +33,7 @@ LAYERS = [
     {"torchgpipe.distributed.liveness"},
     {"torchgpipe.distributed.wires"},
     {"torchgpipe.partitioned"},
-    {"torchgpipe.step", "torchgpipe.layers"},
+    {"torchgpipe.step", "torchgpipe.layers", "torchgpipe.uncompiled"},
     {"torchgpipe.engine"},
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.task.guards"},

@@ -23,6 +23,7 @@ from torchgpipe.step.losses import run_step
 from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
+from torchgpipe.uncompiled import run_uncompiled
 
 Device = int | str | torch.device
 EngineName = Literal["auto", "graph", "workers"]
@@ -190,7 +191,8 @@ class GPipe(Partitioned):
                 tensors.
             ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
-        return cast(TensorOrTensors, self._uncompiled(self._forward, input))
+        output = run_uncompiled(self._traced_instead, self._forward, input)
+        return cast(TensorOrTensors, output)
 
     def _forward(self, input: Input) -> Input:
         micro_batches = self._begun(input)

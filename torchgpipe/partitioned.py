@@ -40,6 +40,7 @@ from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors
 from torchgpipe.tensors.observe import NOTHING, Observer
 from torchgpipe.trace.layer import Layers, keep_names
+from torchgpipe.uncompiled import run_uncompiled
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Partitioned")
@@ -203,7 +204,7 @@ class Partitioned(FixedDevices, ABC):
         """
         self.logs = []
         request = StepRequest(criterion, target, reduction, weight, self.logs, scaler)
-        return cast(Tensor, self._uncompiled(self._step, input, request))
+        return cast(Tensor, run_uncompiled(self._traced_instead, self._step, input, request))
 
     def _step(self, input: Any, request: StepRequest) -> Tensor:
         if misses_steps(self):
@@ -235,7 +236,8 @@ class Partitioned(FixedDevices, ABC):
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
-            return cast(Tensor, self._uncompiled(self._hooked, input, request))
+            loss = run_uncompiled(self._traced_instead, self._hooked, input, request)
+            return cast(Tensor, loss)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline without gradients, and return its output.
@@ -246,16 +248,6 @@ class Partitioned(FixedDevices, ABC):
             args, kwargs = self._arguments(args[0])
         with torch.no_grad():
             return self(*args, **kwargs)
-
-    def _uncompiled(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call `run` uncompiled; raise `RuntimeError` if the pipeline is traced or exported."""
-        untraced = f"a pipeline cannot be traced or exported; {self._traced_instead}"
-        if torch.compiler.is_dynamo_compiling():
-            # Otherwise torch.compile would compile the scheduler anew for each task.
-            return torch.compiler.disable(run, reason=untraced)(*args)
-        if cast(Any, torch.compiler).is_exporting() or cast(Any, torch.jit).is_tracing():
-            raise RuntimeError(untraced)
-        return run(*args)
 
     def _arguments(self, input: Any) -> Arguments:
         """Convert `input` to the positional and the named arguments of `forward`."""

@@ -1,7 +1,12 @@
-"""An error gets a note that names the layer, the stage, the rank and the micro-batch."""
+"""An error says where it was raised: by a note, and by a traceback that shows the user's code.
+
+The note names the layer, the stage, the rank and the micro-batch.
+"""
 
 import sys
 from collections.abc import Callable
+from traceback import format_exception, walk_tb
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -57,6 +62,10 @@ def without_gradients(model: Any) -> None:
         model(X)
 
 
+def evaluate(model: Any) -> None:
+    model.evaluate(F.mse_loss, X, X)
+
+
 def in_the_criterion(model: Any) -> None:
     def fail(*_: Tensor) -> Tensor:
         raise ArithmeticError("no such luck")
@@ -92,6 +101,78 @@ def test_where(engine: Any, name: str) -> None:
     with pytest.raises(ArithmeticError) as caught:
         run(model)
     assert vars(caught.value)["__notes__"] == [expected]
+    assert format_exception(caught.value)[-1].strip() == expected
+    functions, own = shown(caught.tb)
+    assert functions[:2] == ["test_where", run.__name__]
+    assert functions[-1] in ("forward", "fail")
+    # The frames that were added after the library had shortened the traceback.
+    assert own in (
+        ["torchgpipe.gpipe.__call__", "torchgpipe.gpipe.forward"],
+        ["torchgpipe.partitioned.step"],
+        # In backward(), the user calls PyTorch.
+        [],
+        ["torchgpipe.engine.graph.backward"],
+    )
+
+
+def shown(traceback: TracebackType) -> tuple[list[str], list[str]]:
+    """Return the functions in a traceback, and the full names of those of the library."""
+    functions, own = [], []
+    for frame, _ in walk_tb(traceback):
+        name = frame.f_code.co_name
+        functions.append(name)
+        module = frame.f_globals["__name__"]
+        if module.startswith("torchgpipe."):
+            own.append(f"{module}.{name}")
+    return functions, own
+
+
+class Noting(nn.Module):
+    """A layer that raises an error with a note."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        error: Any = ArithmeticError("no such luck")
+        error.add_note("mine")
+        raise error
+
+
+@pytest.mark.parametrize("run", [call, step, evaluate])
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+def test_an_error_with_a_note_gets_another_note(engine: Any, run: Callable[[Any], None]) -> None:
+    model = GPipe(layers(Noting()), [2, 1], devices=["cpu"] * 2, chunks=4, engine=engine)
+    with pytest.raises(ArithmeticError) as caught:
+        run(model)
+    where = "torchgpipe: in layer '1.1' (Noting) of stage 0, forward of micro-batch 0"
+    assert vars(caught.value)["__notes__"] == ["mine", where]
+
+
+class Refused(nn.Module):
+    """A layer that calls the library with a wrong argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        GPipe(nn.Linear(2, 2), [1])  # type: ignore[arg-type]
+        return x
+
+
+def test_an_error_that_a_layer_gets_from_the_library_shows_where() -> None:
+    model = GPipe(layers(Refused()), [2, 1], devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(TypeError) as caught:
+        step(model)
+    functions, _ = shown(caught.tb)
+    here = "test_an_error_that_a_layer_gets_from_the_library_shows_where"
+    assert functions == [here, "step", "step", "forward", "__init__", "__init__", "check_module"]
+
+
+def test_a_fault_of_the_library_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no such luck")
+
+    monkeypatch.setattr("torchgpipe.task.task.check_attributes", fail)
+    model = GPipe(layers(nn.Tanh()), [2, 1], devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(ArithmeticError) as caught:
+        step(model)
+    functions, _ = shown(caught.tb)
+    assert {"run_uncompiled", "attempt", "_forward", "_build"} < set(functions)
 
 
 @pytest.mark.ranks(2)
@@ -99,7 +180,13 @@ def test_where_over_ranks() -> None:
     model = DistributedGPipe(layers(Inner(2)), [2, 1], chunks=4)
     with pytest.raises((ArithmeticError, RankFailed), match="no such luck") as caught:
         model.step(F.mse_loss, X, X)
+    where = LAYER + "forward of micro-batch 1"
     if model.rank == 0:
-        notes = vars(caught.value)["__notes__"]
-        assert notes == [LAYER + "forward of micro-batch 1", "torchgpipe: on rank 0"]
+        assert vars(caught.value)["__notes__"] == [where, "torchgpipe: on rank 0"]
+        _, own = shown(caught.tb)
+        assert own == ["torchgpipe.partitioned.step"]
+    else:
+        place = where.removeprefix("torchgpipe: ")
+        told = "rank 0 failed in forward of micro-batch 1: ArithmeticError: no such luck"
+        assert str(caught.value) == f"{told} ({place})"
     model.close()

@@ -20,6 +20,8 @@ from .test_step import CLASSES, CROSSED, T, X, crossed, pipeline
 SUM = 'give reduction="sum" to step'
 WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
 OTHER = torch.tensor([0, 1, 1, 1, 1, 0, 1])
+CLASS_WEIGHT = r"lambda target: {}\[target\[target != {}\]\].sum\(\)"
+WEIGHTS = torch.tensor([1.0, 3.0])
 SAME_SHARES = torch.tensor([0, 1, 1, 0, 0, 1])
 CE, ce = nn.CrossEntropyLoss, nn.functional.cross_entropy
 # A criterion, a target, options of `step`, and the text of the warning, or "" for no warning.
@@ -30,11 +32,23 @@ MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
     (CE(ignore_index=1), OTHER, {}, WEIGHT.format(1)),
     (ce, T, {}, WEIGHT.format(-100)),
     (partial(ce, ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (CE(WEIGHTS), OTHER, {}, CLASS_WEIGHT.format("criterion.weight", -100)),
+    (CE(WEIGHTS, ignore_index=0), OTHER, {}, CLASS_WEIGHT.format("criterion.weight", 0)),
+    (
+        partial(ce, weight=WEIGHTS),
+        OTHER,
+        {},
+        CLASS_WEIGHT.format(r'criterion.keywords\["weight"\]', -100),
+    ),
     (nn.MSELoss(reduction="sum"), X, {}, SUM),
     (CE(reduction="sum"), CLASSES, {"reduction": "sum"}, ""),
     (CE(), T, {"weight": lambda target: (target != -100).sum()}, ""),
     (CE(), CLASSES, {}, ""),
     (CE(ignore_index=0), SAME_SHARES, {}, ""),
+    (CE(WEIGHTS), SAME_SHARES, {}, ""),
+    (CE(WEIGHTS / 3), torch.ones(7, dtype=torch.long), {}, ""),
+    (CE(WEIGHTS), OTHER, {"weight": lambda target: WEIGHTS[target].sum()}, ""),
+    (CE(WEIGHTS), X.softmax(1), {}, ""),  # a mean over samples, because these are no indices
     (nn.MSELoss(), X, {}, ""),
     (crossed, T, {}, ""),  # the library cannot see what this function ignores
 ]
@@ -59,6 +73,17 @@ def test_a_criterion_that_is_no_mean_over_samples_warns(
         return
     (warning,) = warned
     assert re.search(said, str(warning.message))
+
+
+def test_the_weight_that_a_warning_advises_gives_the_loss_without_a_pipeline() -> None:
+    criterion, model = CE(WEIGHTS), pipeline()
+    expected = criterion(model[:](X), T)
+    given = {"criterion": criterion}
+    with pytest.warns(UserWarning, match="different class weights") as warned:
+        model.evaluate(criterion, X, T)
+    _, advised = str(warned[0].message).split("weight=")
+    loss = model.evaluate(criterion, X, T, weight=eval(advised, given))
+    torch.testing.assert_close(loss, expected.detach())
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.where import note_rank
+from torchgpipe.task.where import note_rank, place_of
 from torchgpipe.tensors.microbatch import Flat
 
 E = TypeVar("E", Sender, Receiver)
@@ -313,8 +313,9 @@ class Connections(Wires):
 
     def fail(self, error: BaseException) -> None:
         """End the connections because an error was raised on this rank."""
-        doing, why = self.liveness.activity.doing, in_one_line(error)
-        self.liveness.fail(f"rank {self.own} failed {doing}: {why}")
+        doing, why, place = self.liveness.activity.doing, in_one_line(error), place_of(error)
+        where = f" (in {place})" if place else ""
+        self.liveness.fail(f"rank {self.own} failed {doing}: {why}{where}")
         self.abort()
 
     def abort(self) -> None:
@@ -337,9 +338,8 @@ class Connections(Wires):
     def disconnect(self) -> None:
         """End all waits for other ranks, in all threads."""
         # This uses a side effect: when a wait times out, gloo closes all connections of the group.
-        # So wait for 1 ms for a message that never comes, and ignore the error. (`abort()` of the
-        # process group would not wake waiting threads.) This also works after
-        # `destroy_process_group()`.
+        # So wait for 1 ms for a message that never comes, and ignore the error. It also works
+        # after `destroy_process_group()`. (`abort()` of the group would not wake waiting threads.)
         tag = tag_of("nothing", (0, 0))
         for peer in self._others:
             with suppress(RuntimeError):

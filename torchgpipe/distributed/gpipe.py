@@ -35,6 +35,7 @@ from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check
+from torchgpipe.uncompiled import run_uncompiled
 
 Request = StepRequest | LossRequest | None
 """The arguments of `step()` or `loss()`; `None` for a call of the pipeline itself."""
@@ -203,7 +204,7 @@ class DistributedGPipe(Partitioned):
         Raises:
             RankFailed: If another rank has failed.
         """
-        return self._uncompiled(self._run, args, kwargs, None)
+        return run_uncompiled(self._traced_instead, self._run, args, kwargs, None)
 
     def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
         return cast(Tensor, self._run(args, kwargs, request))
@@ -223,13 +224,19 @@ class DistributedGPipe(Partitioned):
             RankFailed: If another rank has failed.
         """
         request = LossRequest(criterion, target)
-        return cast(Tensor, self._uncompiled(self._hooked, input, request))
+        return cast(Tensor, run_uncompiled(self._traced_instead, self._hooked, input, request))
 
     @contextmanager
     def _together(self, doing: str, **alike: float) -> Iterator[Callable[[Tensor], list[Tensor]]]:
         connections = self._connected()
         with connections.call(self._serial, doing):
             yield partial(connections.exchange, doing, alike=alike)
+
+    def __dir__(self) -> list[str]:
+        # torch.jit.trace reads all attributes that are listed here. This one is for DDP only.
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        names.remove("_ddp_params_and_buffers_to_ignore")
+        return names
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -22,7 +22,7 @@ from torchgpipe.engine.arrangement import (
     overlaps,
     warn_of_forwards_out_of_order,
 )
-from torchgpipe.engine.pool import Workers
+from torchgpipe.engine.pool import IN_A_TASK, SHARDED, Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
@@ -35,6 +35,7 @@ from torchgpipe.task.guards.parameters import TOKEN
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
+from torchgpipe.task.where import shorten
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared
@@ -192,12 +193,6 @@ class Batch:
         Raises:
             RuntimeError: If FSDP shards a layer, or a layer calls the pipeline within a task.
         """
-        if any(sharded(stage.modules) for stage in self._engine.stages):
-            raise RuntimeError(
-                "layers that FSDP shards (fully_shard) call collectives, which all ranks must call "
-                "in the same order, but worker threads have no fixed order; use engine='graph', "
-                "and call loss.backward() instead of step()"
-            )
         relay = Relay(self.orders.placement, {action.kind == "forward" for action in lists[0]})
         threads = torch.get_num_threads()
 
@@ -215,10 +210,9 @@ class Batch:
         locks: list[Any] = [stage.lock for stage in self._engine.stages]
         if any(lock._is_owned() for lock in locks):
             # The other threads would wait for the lock, and this thread would wait for them.
-            raise RuntimeError(
-                "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call "
-                "it after the step, or in the criterion, or use engine='graph'"
-            )
+            raise RuntimeError(IN_A_TASK)
+        if any(sharded(stage.modules) for stage in self._engine.stages):
+            raise RuntimeError(SHARDED)
         with self._in_place, ASKING_PRIVATE_GENERATORS:
             self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
 
@@ -341,8 +335,12 @@ class _Node(torch.autograd.Function):
             output_grads.append(grads[:width])
             grads = grads[width:]
         keep = keeps_graph()
-        with SetBackOnFailure():
-            input_grads = ctx.run(output_grads, keep=keep)
+        try:
+            with SetBackOnFailure():
+                input_grads = ctx.run(output_grads, keep=keep)
+        except Exception as error:
+            shorten(error)
+            raise
         sums: list[Tensor | None] = []
         for guards in ctx.stages:
             sums.extend(guards.parameters.take(last=not keep))

@@ -40,7 +40,7 @@ from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
-from torchgpipe.task.where import note_task
+from torchgpipe.task.where import note_task, shorten
 from torchgpipe.tensors._autograd import (
     backward_id,
     keeps_graph,
@@ -286,8 +286,9 @@ class _Task(TaskGraph):
                     raise
 
     def note(self, error: Exception, doing: str) -> None:
-        """Add a note to an error that says in which task it was raised."""
+        """Add a note to an error that says in which task it was raised; shorten its traceback."""
         note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
+        shorten(error)
 
 
 class _TaskNode(torch.autograd.Function):

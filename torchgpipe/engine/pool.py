@@ -21,6 +21,16 @@ There are several if a pipeline is a layer of another pipeline.
 """
 
 
+IN_A_TASK = (
+    "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call it after the "
+    "step, or in the criterion, or use engine='graph'"
+)
+SHARDED = (
+    "layers that FSDP shards (fully_shard) call collectives, which all ranks must call in the same "
+    "order, but worker threads have no fixed order; use engine='graph'"
+)
+
+
 class Workers:
     """A pool of `count` threads, which start when they are first needed.
 

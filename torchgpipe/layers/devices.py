@@ -54,10 +54,8 @@ def choose_devices(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return a GPU with its index, and the CPU without; "cuda" is the current CUDA device."""
-    # "cuda" and "cuda:0" are one device, and have to compare equal. So are "cpu" and "cpu:0".
-    if device.type == "cpu":
-        return torch.device("cpu")
+    """Return the device with its index; the device "cuda" is the current CUDA device."""
+    # "cuda" and "cuda:0" are one device, and have to compare equal.
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
@@ -87,6 +85,8 @@ class FixedDevices(nn.Module):
         return super().to(**changes, memory_format=memory_format)
 
     def _is_on(self, device: torch.device) -> bool:
-        if device.type == "cpu" or torch.cuda.is_available():
+        if device.type == "cpu":
+            device = torch.device("cpu")  # "cpu:0" is the same device
+        elif torch.cuda.is_available():
             device = _with_index(device)
         return {x.device for x in (*self.parameters(), *self.buffers())} <= {device}

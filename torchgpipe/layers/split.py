@@ -26,6 +26,12 @@ class Partition(nn.Sequential):
         # partition: the pipeline would not call the wrapper, so no gradients would be averaged.
         raise TypeError(AVERAGED)
 
+    def __dir__(self) -> list[str]:
+        # torch.jit.trace reads all attributes that are listed here. This one is for DDP only.
+        names: list[str] = super().__dir__()
+        names.remove("_ddp_params_and_buffers_to_ignore")
+        return names
+
 
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
     """Split `module` into partitions: partition j has the next `balance[j]` layers.

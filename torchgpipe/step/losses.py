@@ -95,7 +95,7 @@ class Losses(BatchIO):
             raise RuntimeError(
                 "the criterion returned a loss without a graph for every micro-batch, so there is "
                 "nothing to go backward through; compute it from the output, without detach(), "
-                "item() or no_grad()"
+                "item() or no_grad(), or call evaluate() if nothing is to be trained"
             )
         self._request.logs[:] = [self._logs[i] for i in sorted(self._logs)]
         losses = [loss for _, loss in sorted(self._losses.items())]
@@ -275,6 +275,8 @@ def scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+    advice = "; return (loss, logs) if you want to log more" if isinstance(loss, dict) else ""
     raise TypeError(
         f"the criterion must return a scalar tensor, but returned {shape or type(loss).__name__}"
+        + advice
     )

@@ -6,7 +6,7 @@ from math import nan
 from typing import Any, SupportsFloat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.step.request import Criterion, StepRequest
@@ -109,9 +109,10 @@ def _number(weight: Any) -> Any:
 
 
 def warn_of_other_means(request: StepRequest, targets: Sequence[Any]) -> None:
-    """Warn if the criterion's `reduction` or `ignore_index` does not fit a mean over all samples.
+    """Warn if options of the criterion do not fit a mean over all samples.
 
-    These options fit only if the criterion's loss is the mean over the samples of a micro-batch.
+    The options are `reduction`, `ignore_index` and class weights. They fit only if the criterion's
+    loss is the mean over the samples of a micro-batch.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return
@@ -122,23 +123,60 @@ def warn_of_other_means(request: StepRequest, targets: Sequence[Any]) -> None:
             'reduction="sum" to step() and evaluate(), too',
             stacklevel=2,
         )
-    index = options.get("ignore_index")
+        return
+    index, classes = options.get("ignore_index"), options.get("weight")
     if index is None or request.weight is not None:
         return
-    shares = set()
-    for target in targets:
-        # Do not read a tensor on a GPU: the host would wait for the GPU.
-        if not isinstance(target, Tensor) or target.device.type != "cpu":
-            return
-        ignored = target == index
-        shares.add(float(ignored.double().mean()))
-    if len(shares) > 1:
+    means = _mean_weights(targets, index, classes)
+    # The same weights in another order can have a slightly different mean.
+    if not means or max(means) - min(means) <= 1e-6 * max(means):
+        return
+    if classes is None:
         warnings.warn(
             "micro-batches have different shares of targets that the criterion ignores, but each "
             "counts by its samples; for the mean over what is not ignored, give step() and "
             f"evaluate() weight=lambda target: (target != {index}).sum()",
             stacklevel=2,
         )
+        return
+    is_module = isinstance(request.criterion, nn.Module)
+    given = "criterion.weight" if is_module else 'criterion.keywords["weight"]'
+    warnings.warn(
+        "micro-batches have targets of different class weights, but each counts by its samples; "
+        "for the weighted mean over all targets, give step() and evaluate() "
+        f"weight=lambda target: {given}[target[target != {index}]].sum()",
+        stacklevel=2,
+    )
+
+
+def _mean_weights(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
+    """Return the mean weight of each target's class indices.
+
+    Args:
+        targets: The target of each micro-batch.
+        ignored: The index that the criterion ignores; its weight is 0.
+        classes: The weight of each class, or `None` if all weights are 1.
+
+    Returns:
+        The means, or an empty list if the targets are not indices on the CPU.
+    """
+    means = []
+    for target in targets:
+        # Do not read a tensor on a GPU: the host would wait for the GPU.
+        if not isinstance(target, Tensor) or target.device.type != "cpu":
+            return []
+        # Targets that are not indices are probabilities. The criterion ignores none of them.
+        if target.is_floating_point():
+            return []
+        if not target.numel():
+            continue
+        weights = (target != ignored).double()
+        if classes is not None:
+            # The criterion itself refuses an index that is out of range.
+            known = target.long().clamp(0, len(classes) - 1)
+            weights = weights * classes.detach().cpu()[known]
+        means.append(float(weights.mean()))
+    return means
 
 
 def options_of(criterion: Criterion) -> dict[str, Any]:
@@ -147,8 +185,8 @@ def options_of(criterion: Criterion) -> dict[str, Any]:
     The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
     a function. For any other criterion, return an empty dictionary.
     """
-    if type(criterion).__module__ == "torch.nn.modules.loss":
-        return vars(criterion)
+    if isinstance(criterion, nn.Module) and type(criterion).__module__ == "torch.nn.modules.loss":
+        return {**vars(criterion), **criterion._buffers}
     function = getattr(criterion, "func", criterion)
     if getattr(function, "__module__", None) != "torch.nn.functional":
         return {}

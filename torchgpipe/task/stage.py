@@ -43,6 +43,7 @@ class Stage:
         index: The index of the partition in the model.
         partition: The layers.
         device: The device of the layers.
+        is_last: Whether the output is that of the pipeline.
     """
 
     def __init__(

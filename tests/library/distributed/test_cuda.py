@@ -137,7 +137,8 @@ def test_a_failure_ends_all_that_streams_wait_for(
         with pytest.raises((ValueError, RankFailed)) as caught:
             for _ in range(2):  # the last rank may hear of a failure only in its next step
                 train(model, x, target)
-        assert str(caught.value) == ("on purpose" if rank == victim else told)
+        # The others are also told in which layer.
+        assert str(caught.value).startswith("on purpose" if rank == victim else told)
         lost.append(weakref.ref(model._connections))
         ready.wait()
         if rank == 0:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -56,6 +57,16 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
             change(ours)
             loss_of(ours)
         ours.close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_tracing_does_not_read_what_only_ddp_reads() -> None:
+    ours, _ = small()
+    with pytest.raises(RuntimeError, match="cannot be traced or exported; load the states of all"):
+        torch.jit.trace(ours, X)
+    traced = torch.jit.trace(ours.partition, X)
+    assert torch.equal(traced(X), ours.partition(X))
+    ours.close()
 
 
 def test_a_step_that_replicas_do_not_see_is_refused_while_they_are_to_average_gradients() -> None:

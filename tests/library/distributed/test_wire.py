@@ -166,7 +166,7 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
     sender.give(Message(1, "", (x,)))
     x.add_(1)
     receiver.take()
-    changed = "input of partition 1 was changed in place before it was sent"
+    changed = "a tensor for rank 1 was changed in place before it was sent"
     with pytest.raises(RuntimeError, match=changed):
         sender.settle()
     sparse = torch.eye(3).to_sparse()

@@ -245,6 +245,41 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
     model.close()
 
 
+def equal_layers() -> nn.Sequential:
+    """Return layers that are equal on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+
+def samples_of_ranks() -> list[Tensor]:
+    samples = []
+    for rank in range(2):
+        drawn = torch.Generator().manual_seed(rank)
+        samples.append(torch.rand(4, 2, generator=drawn))
+    return samples
+
+
+def for_steps(layers: nn.Sequential, engine: Any) -> GPipe:
+    return GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=2, engine=engine, schedule="1F1B")
+
+
+@pytest.mark.ranks(2)
+def test_a_step_of_layers_that_fsdp_shards() -> None:
+    """Each rank has a whole pipeline of its own. FSDP averages the gradients of the ranks."""
+    plain, layers = equal_layers(), equal_layers()
+    samples = samples_of_ranks()
+    for x in samples:
+        (mse_loss(plain(x), x) / 2).backward()
+    for layer in (layers[0], layers[2]):
+        fully_shard(layer)
+    x = samples[dist.get_rank()]
+    with pytest.raises(RuntimeError, match="worker threads have no fixed order; use engine='gra"):
+        for_steps(layers, "workers").step(mse_loss, x, x)
+    for_steps(layers, "graph").step(mse_loss, x, x)
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(found.grad), expected.grad)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
@@ -260,23 +295,16 @@ def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> No
         def forward(self, y: Tensor, target: Tensor) -> Tensor:
             return mse_loss(self.linear(y), target)
 
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-
-    samples = []
-    for rank in range(2):
-        drawn = torch.Generator().manual_seed(rank)
-        samples.append(torch.rand(4, 2, generator=drawn))
-    plain = layers()
+    plain = equal_layers()
     expected = Head()
+    samples = samples_of_ranks()
     for x in samples:
         loss = expected(plain(x), x) / 2
         loss.backward()
 
     head = Head()
     x = samples[dist.get_rank()]
-    model = GPipe(layers(), [2, 1], devices=["cpu"] * 2, chunks=2, engine=engine, schedule="1F1B")
+    model = for_steps(equal_layers(), engine)
     model.step(wrap(head), x, x)
 
     found = whole(head.linear.weight.grad)

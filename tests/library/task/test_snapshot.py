@@ -1,4 +1,7 @@
-"""Test that a recomputation sees earlier buffers, while other threads see the current buffers."""
+"""Test what a recomputation and other threads meanwhile see: buffers, modes and hooks of layers.
+
+Only the recomputation sees earlier buffers. All threads see earlier modes and hooks.
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -107,3 +110,81 @@ def test_what_another_thread_writes_meanwhile_stays() -> None:
         model = GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint="always")
         model(torch.rand(6, 2)).sum().backward()
     assert counting.count == 7
+
+
+def hook(layer: Any, inputs: object, output: object) -> None:
+    """Do nothing; a forward hook."""
+
+
+def dictionaries(layers: nn.Module) -> list[int]:
+    """Return the ids of the dictionaries of hooks and buffers of all modules."""
+    found = []
+    for module in layers.modules():
+        found.append(id(module._forward_hooks))
+        found.append(id(module._forward_hooks_with_kwargs))
+        found.append(id(module._buffers))
+    return found
+
+
+def modes_and_hooks(layer: nn.Module) -> tuple[bool, list[Any], bool]:
+    """Return a layer's mode and hooks, and whether its buffers are in a plain dictionary.
+
+    Also register a hook and remove it.
+    """
+    hooks = [*layer._forward_hooks.values()]
+    layer.register_forward_hook(print).remove()
+    return layer.training, hooks, type(layer._buffers) is dict
+
+
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+def test_all_threads_find_the_modes_and_hooks_of_the_forward(engine: Any) -> None:
+    found: list[Any] = []
+
+    def observe(layer: Any, x: Tensor) -> Tensor:
+        if is_recomputing():
+            here = modes_and_hooks(layer), modes_and_hooks(norm)
+            first, second = pool.map(modes_and_hooks, (layer, norm))
+            found.append((*here, first, second))
+        return x
+
+    norm = nn.BatchNorm1d(2)
+    observed: Any = Do(observe)
+    layers = nn.Sequential(nn.Linear(2, 2), norm, observed, nn.Linear(2, 2))
+    kept = dictionaries(layers)
+    options: dict[str, Any] = {"chunks": 3, "checkpoint": "always", "engine": engine}
+    model = GPipe(layers, [3, 1], devices=["cpu"] * 2, **options)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            y = model.train()(torch.rand(6, 2))
+            model.eval()
+            with observed.register_forward_hook(hook):
+                y.sum().backward()
+                assert modes_and_hooks(observed) == (False, [hook], True)
+            assert dictionaries(layers) == kept
+            assert not any(module.training for module in model.modules())
+    none: list[Any] = []
+    in_forward = (True, none, True)
+    of_norm = (True, none, False)  # its buffers are in a dictionary that refuses some reads
+    assert found == [(in_forward, of_norm, in_forward, of_norm)] * 9
+
+
+def test_a_criterion_may_change_hooks_and_its_own_modes_while_other_threads_recompute() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout())
+    kept = dictionaries(layers)
+    options: dict[str, Any] = {"chunks": 8, "checkpoint": "always", "schedule": "1F1B"}
+    model = GPipe(layers, [1, 1, 2], devices=["cpu"] * 3, engine="workers", **options)
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        for layer in layers:
+            modes_and_hooks(layer)
+        layers[3].eval()  # a layer that runs in the thread of the criterion
+        layers[3].train()
+        return nn.functional.mse_loss(output, target)
+
+    x = torch.rand(16, 4)
+    for _ in range(20):
+        model.step(criterion, x, x)
+        assert dictionaries(layers) == kept
+        for module in layers.modules():
+            assert module.training
+            assert not module._forward_hooks

@@ -147,7 +147,7 @@ class Sender(End):
         if versions(tensors) == before:
             return None
         return RuntimeError(
-            f"an input of partition {self.rank} was changed in place before it was sent: a layer "
+            f"a tensor for rank {self.rank} was changed in place before it was sent: a layer "
             "returns memory that it uses again (a buffer) for the next micro-batch; return a copy "
             "(x.clone())"
         )

@@ -1,0 +1,188 @@
+"""Test the structures of targets, outputs and logs that `step` handles."""
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from torchgpipe import GPipe, MicroBatches
+from torchgpipe.step.targets import parted
+
+X = torch.arange(4)
+
+
+class Output(OrderedDict[str, Any]):
+    """A dictionary whose items are attributes, too, like the outputs of language models."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclass
+class Scaled:
+    """A dataclass whose constructor changes a field, and takes an argument that is no field."""
+
+    boxes: Tensor
+    scale: InitVar[float] = 1.0
+    name: str = field(default="none", init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.boxes = self.boxes * scale
+
+
+@dataclass(frozen=True)
+class Frozen:
+    boxes: Any
+
+
+def test_containers_keep_their_class_attributes_and_defaults() -> None:
+    output: Any = Output(labels=X)
+    first, last = parted(output, [3, 1])
+    assert type(first) is Output
+    assert getattr(first, "labels").tolist() == [0, 1, 2]
+    assert last["labels"].tolist() == [3] and output.labels is X
+
+    counted: defaultdict[str, Any] = defaultdict(list, labels=X)
+    assert parted(counted, [3, 1])[1]["more"] == []
+
+    target = Scaled(X, 2.0)
+    target.name = "boxes"
+    first, last = parted(target, [3, 1])
+    assert first.boxes.tolist() == [0, 2, 4] and last.boxes.tolist() == [6]
+    assert last.name == "boxes"
+    assert parted(Frozen(X), [3, 1])[1].boxes.tolist() == [3]
+
+
+def test_a_target_in_which_nothing_changes_stays_the_same_object() -> None:
+    for target in (Scaled(X, 2.0), UserDict({"a": 1}), Frozen("text"), (1, "a")):
+        (found,) = parted(target, [4])
+        assert found is target
+
+
+BOXES = [torch.zeros(n, 4) for n in (2, 4, 1, 3)]
+ENTRIES: dict[str, Any] = {
+    "dataclasses": [Frozen(x) for x in BOXES],
+    "a tuple of dictionaries": tuple({"boxes": x} for x in BOXES),
+    "a tuple of names": ("a", "b", "c", "d"),
+    "boxes, and nothing for one image": [BOXES[0], None, *BOXES[2:]],
+    "sequences, one of them as long as the batch": BOXES,
+    "an array of names": np.array(["a", "b", "c", "d"]),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_has_an_entry_for_each_sample_is_split_by_entries(name: str) -> None:
+    target = ENTRIES[name]
+    first, last = parted(target, [3, 1])
+    assert type(first) is type(target)
+    for k, entry in enumerate([*first, *last]):
+        assert entry is target[k] or entry == target[k]
+    assert len(last) == 1
+
+
+WHOLE: dict[str, Any] = {
+    "tensors of the batch": (X, X + 1),
+    "a list of tensors of the batch": [X, X + 1, X + 2, X + 3],
+    "dictionaries of the batch": ({"a": X}, {"b": X}, {"c": X}, {"d": X}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_tensors_of_the_batch_size_are_split_within_their_container(name: str) -> None:
+    target = WHOLE[name]
+    _, last = parted(target, [3, 1])
+    assert len(last) == len(target)
+
+
+def test_arrays_that_are_not_of_the_batch_size_are_not_split() -> None:
+    names = np.array(["cat", "dog"])
+    assert all(part is names for part in parted(names, [3, 1]))
+
+
+def test_arrays_in_micro_batches_are_tensors() -> None:
+    first, last = parted(MicroBatches([X.numpy(), {"a": X.numpy()}]), [2, 2])
+    assert torch.equal(first, X) and torch.equal(last["a"], X)
+
+
+SPARSE = torch.eye(4).to_sparse()
+NESTED = torch.nested.nested_tensor([X, X[:2], X, X[:1]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("target", [SPARSE, NESTED, torch.ones(())], ids=["sparse", "nested", "0"])
+def test_a_tensor_that_cannot_be_split_is_refused_with_advice(target: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"MicroBatches\(\[...\]\)$|close over it$"):
+        parted(target, [3, 1])
+
+
+class Head(nn.Linear):
+    """A layer that returns a dictionary."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "name": "head"}
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+def test_the_last_output_may_be_a_dictionary(engine: Any, schedule: str, checkpoint: Any) -> None:
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Head(8, 5))
+    plain = copy.deepcopy(layers)
+    options: dict[str, Any] = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint}
+    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2, **options)
+    x, target = torch.randn(4, 6), torch.randint(5, (4,))
+
+    def criterion(output: Any, part: Tensor) -> Tensor:
+        assert output["name"] == "head"
+        return cross_entropy(output["logits"], part)
+
+    loss = model.step(criterion, x, target)
+    expected = criterion(plain(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    with pytest.raises(TypeError, match=r"returns dict, which is not concatenated; call step\("):
+        model(x)
+
+
+def piped() -> GPipe:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2)
+
+
+def test_a_pipeline_that_has_logs_can_be_copied() -> None:
+    model = piped()
+    x = torch.randn(4, 2)
+
+    def criterion(y: Tensor, t: Tensor) -> tuple[Tensor, Any]:
+        loss = mse_loss(y, t)
+        return loss, {"loss": loss, "function": lambda: 0}
+
+    model.step(criterion, x, x)
+    assert len(model.logs) == 2
+    again = copy.deepcopy(model)
+    assert again.logs == []
+    again.step(criterion, x, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
+def test_weights_of_small_types_do_not_overflow(dtype: torch.dtype) -> None:
+    model = piped()
+    x = torch.randn(4, 2)
+    many = torch.tensor(60000 if dtype is torch.float16 else 200, dtype=dtype)
+    loss = model.step(mse_loss, x, x + 1, weight=lambda part: many)
+    torch.testing.assert_close(loss, model.evaluate(mse_loss, x, x + 1))
+
+
+@pytest.mark.parametrize("weight", [lambda t: None, lambda t: t[:, 0], lambda t: "1"])
+def test_a_weight_must_be_a_number(weight: Any) -> None:
+    x = torch.randn(4, 2)
+    with pytest.raises(TypeError, match="weight must return a number for each micro-batch"):
+        piped().evaluate(mse_loss, x, x, weight=weight)

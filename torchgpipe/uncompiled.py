@@ -1,0 +1,33 @@
+"""Run what a user calls on a pipeline: uncompiled, and with short tracebacks of errors."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from torchgpipe.task.where import shorten
+
+
+def run_uncompiled(instead: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Call `run(*args)`, which runs a mini-batch, and do not compile it.
+
+    Args:
+        instead: What the user can trace or export in place of the pipeline, for an error message.
+        run: The function.
+        args: The arguments of `run`.
+
+    Raises:
+        RuntimeError: The pipeline is traced or exported.
+    """
+    untraced = f"a pipeline cannot be traced or exported; {instead}"
+    if torch.compiler.is_dynamo_compiling():
+        # Otherwise torch.compile would compile the scheduler anew for each task.
+        return torch.compiler.disable(run, reason=untraced)(*args)
+    # PyTorch does not declare both functions to type checkers.
+    if cast(Any, torch.compiler).is_exporting() or cast(Any, torch.jit).is_tracing():
+        raise RuntimeError(untraced)
+    try:
+        return run(*args)
+    except Exception as error:
+        shorten(error)
+        raise
