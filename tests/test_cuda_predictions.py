@@ -15,8 +15,8 @@ from reproduce.run.training import Balancer, FakeData
 from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.predict.memory import setup_memory
+from torchgpipe.plan.predict.predict import Setup
 
 from .gpus import needs
 from .parts import OPTIMIZERS

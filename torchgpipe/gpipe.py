@@ -201,7 +201,7 @@ class GPipe(Partitioned):
         run = partial(self._engine.run, micro_batches, self.checkpoint, self.observer)
         return gather(self._mini_batch(run, len(micro_batches)))
 
-    def _carry_out(
+    def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
         input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)

@@ -27,13 +27,13 @@ from torchgpipe.layers.checks import (
 from torchgpipe.layers.devices import FixedDevices
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
+from torchgpipe.random.generators import check_apart
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.step.request import Criterion, StepRequest
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.guards.modes import SetBackOnFailure
-from torchgpipe.task.guards.randomness import check_apart
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
@@ -254,12 +254,12 @@ class Partitioned(FixedDevices, ABC):
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Run the forward hooks of this module around `_carry_out`, and return the loss."""
+        """Run the forward hooks of this module around `_run_for_loss`, and return the loss."""
         given = self._arguments(input)
-        return run_with_hooks(self, given, lambda given: self._carry_out(*given, request))
+        return run_with_hooks(self, given, lambda given: self._run_for_loss(*given, request))
 
     @abstractmethod
-    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
+    def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
         """Run a mini-batch with these arguments of `forward`, and return the loss."""
 
     def _seen(self, output: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchgpipe.plan import plan
-from torchgpipe.plan.replay import Costs, recomputing, replay
+from torchgpipe.plan.predict.replay import Costs, recomputing, replay
 
 LAYERS = 2000
 TASKS = 1_000_000

@@ -73,7 +73,7 @@ class Job:
 
 def validate(options: Options) -> Job:
     """Check that the options fit each other and this machine, and return the job to run."""
-    from reproduce.run.accuracy.datasets import prepare
+    from reproduce.experiments.datasets import prepare
 
     named = [EXPERIMENTS[name] for name in options.experiments]
     asked = choose_rows(named, options.rows, extra=options.extra)

@@ -249,7 +249,7 @@ def show_best(asked: Options) -> None:
 def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
     from reproduce.predict.asked import PAPERS, Asked, find_given, tell_largest
-    from torchgpipe.plan.amount import parse_amount
+    from torchgpipe.plan.hardware.amount import parse_amount
 
     hardware = asked.hardware
     assert hardware is not None and asked.grows is not None

@@ -2,8 +2,6 @@
 
 To add an experiment, define an object of the class `Experiment`, and add it to `ALL`. No other code
 changes.
-
-This folder may import `models`, `records` and `machine`.
 """
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo

@@ -2,6 +2,4 @@
 
 These numbers are metrics such as the throughput, their spreads, comparisons, and significance
 tests.
-
-This folder may import `experiments`, `records` and `machine`.
 """

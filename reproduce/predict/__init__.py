@@ -1,4 +1,1 @@
-"""Predict the results of rows without running them.
-
-This folder may import `experiments`, `records`, `models` and `torchgpipe`.
-"""
+"""Predict the results of rows without running them."""

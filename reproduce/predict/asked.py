@@ -23,10 +23,10 @@ from reproduce.models import built as models
 from reproduce.models.counted import counted
 from reproduce.models.resnet import torchvision_model
 from torchgpipe.plan import Hardware, Impossible
-from torchgpipe.plan.amount import amount
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.predict import Predictor
+from torchgpipe.plan.hardware.amount import amount
+from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.search import search
 from torchgpipe.plan.search.trial import Choices
 from torchgpipe.tensors.microbatch import mapped

@@ -19,9 +19,9 @@ from reproduce.records.published import published
 from reproduce.records.record import Record, Result, rounded
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.hardware.hardware import Hardware
-from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Predictor
-from torchgpipe.plan.profiled import predictor_here
+from torchgpipe.plan.predict.memory import setup_memory
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.profiled import predictor_here
 from torchgpipe.trace.layer import flat
 
 # The tables for which the errors of the predictions are reported.

@@ -1,4 +1,1 @@
-"""Read and write records: files of measured, emulated, predicted or published results.
-
-This folder may import `machine`.
-"""
+"""Read and write records: files of measured, emulated, predicted or published results."""

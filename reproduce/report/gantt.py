@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.report import duration
 from torchgpipe.schedules import make
 from torchgpipe.schedules.replay import units

@@ -22,7 +22,7 @@ from reproduce.tables.all import about_run, tables
 from reproduce.tables.history import Line
 from reproduce.tables.layout import GiB, Table, many
 from reproduce.tables.predicted import errors_table
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.replay import Timeline
 
 FOLDER = Path(__file__).parent
 DENSE = 11  # columns; the page sets wider tables more tightly

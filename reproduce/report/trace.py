@@ -13,7 +13,7 @@ from msgspec import Struct
 from reproduce.error import Error
 from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 from torchgpipe.tensors.observe import Kind
 from torchgpipe.timeline.perfetto import MICROSECONDS, perfetto, row_of
 

@@ -41,9 +41,9 @@ from reproduce.run.training import (
 )
 from torchgpipe.engine.arrangement import overlaps
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
-from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.replay import Costs, Timeline, replay
+from torchgpipe.plan.predict.memory import setup_memory
+from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from reproduce.experiments.row import Row
 from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS
-from reproduce.run.accuracy.run import plan_accuracy, run_accuracy
-from reproduce.run.failure import explain
+from reproduce.run.accuracy import plan_accuracy, run_accuracy
+from reproduce.run.engines.failure import explain
 from reproduce.run.peak import measure_memory, plan_memory, run_memory
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.speed import plan_speed, run_speed

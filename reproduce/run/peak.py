@@ -15,7 +15,7 @@ import torch
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
-from reproduce.run.failure import explain
+from reproduce.run.engines.failure import explain
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import FakeData, Training

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from reproduce.experiments.datasets import AccuracyNeeds
 from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.machine.load import Load, other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
-from reproduce.run.accuracy.datasets import AccuracyNeeds
 from reproduce.run.emulation import Link, own_links
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.replay import Timeline
 
 UNITS = {
     "step_time": "s; of an emulated row replayed over the times of its tasks",

@@ -22,8 +22,8 @@ from reproduce.experiments.row import Row
 from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same, why_not
+from reproduce.run.engines.failure import Failure, explain
 from reproduce.run.engines.processes import Processes
-from reproduce.run.failure import Failure, explain
 from reproduce.run.groups import Group, PlannedTask, groups_of, remaining, warmup_steps
 from reproduce.run.progress import duration
 from reproduce.run.rounds import Rounds, Steps

@@ -13,9 +13,9 @@ from reproduce.error import Error
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
-from reproduce.run.failure import explain
+from reproduce.run.engines.failure import explain
 from reproduce.run.training import Training, record_tasks
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.replay import Timeline
 
 Samples = dict[str, list[float]]
 Values = dict[str, Json]

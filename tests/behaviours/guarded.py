@@ -9,10 +9,8 @@ from pathlib import Path
 from torchgpipe.task import guards
 
 FOLDER = Path(guards.__file__ or "").parent
-# Files in the folder that define no guard, but what guards use.
-BESIDE = {"__init__", "guard", "contents", "seeded"}
-GUARDS = {path.stem for path in FOLDER.glob("*.py")} - BESIDE
-"""The names of the files that define a guard."""
+GUARDS = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "guard"}
+"""The names of the files that define a guard; guard.py defines their base class."""
 
 ROWS_OF_GUARDS = {
     "parameters": [
@@ -48,5 +46,5 @@ ROWS_OF_GUARDS = {
         "between: a parameter that is replaced",
         "gradients: a buffer that a hypernetwork makes",
     ],
-    "randomness": ["at_once: hooks that draw", "at_once: threads that draw, one generator"],
+    "randomness": ["random: dropout", "random: a generator of a layer's own"],
 }

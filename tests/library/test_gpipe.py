@@ -17,7 +17,7 @@ import torchgpipe.balance
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import split
-from torchgpipe.task.guards.seeded import PrivateGenerator
+from torchgpipe.random.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import mode_stacks
 from torchgpipe.tensors.checkpoint import CheckpointPhase
 

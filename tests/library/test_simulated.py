@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.simulated import Streams
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.plan.replay import Costs, Event, replay
+from torchgpipe.plan.predict.replay import Costs, Event, replay
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 from torchgpipe.tensors.observe import NOTHING, Task
 

@@ -1,6 +1,7 @@
 """Tests of the test suite: its table of planted faults, and its comparison of results."""
 
 import ast
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ..behaviours.compare import differences
+from ..behaviours.guarded import GUARDS
 from .__main__ import ROOT, Row, copied, read, try_fault
 
 ROWS = read()
@@ -21,8 +23,16 @@ def test_rows(row: Row) -> None:
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     file, _, test = row.by.partition("::")
+    function, _, _ = test.partition("[")
     if test:
-        assert f"def {test}(" in (ROOT / file).read_text()
+        assert f"def {function}(" in (ROOT / file).read_text()
+
+
+def test_each_guard_has_a_fault_that_its_rows_have_to_find() -> None:
+    found = []
+    for row in ROWS:
+        found += re.findall(r"::test_rows_of_guards\[(\w+)\]", row.by)
+    assert sorted(found) == sorted(GUARDS)
 
 
 CODE = """\

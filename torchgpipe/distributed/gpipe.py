@@ -25,13 +25,13 @@ from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.layers.batches import divided, the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
+from torchgpipe.modules import modules_of
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.random.generators import check_apart, own_generators
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step.losses import run_step
 from torchgpipe.step.request import StepRequest
-from torchgpipe.task.guards.layers import modules_of
-from torchgpipe.task.guards.randomness import check_apart, own_generators
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, check
@@ -206,7 +206,7 @@ class DistributedGPipe(Partitioned):
         """
         return run_uncompiled(self._traced_instead, self._run, args, kwargs, None)
 
-    def _carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
+    def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
         return cast(Tensor, self._run(args, kwargs, request))
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], input: Any, target: Any) -> Tensor:

@@ -4,8 +4,7 @@ PyTorch runs all CPU nodes of a graph one after another, in the thread that call
 with one graph, the partitions could not work at the same time in backward. Here each task has its
 own graph. The whole pipeline is one node of the caller's graph, with the micro-batches and all
 parameters as inputs. The forward and the backward of this node run a program (a list of tasks) for
-each device. Each program has a thread (`WorkersEngine`), or its own process
-(torchgpipe/distributed).
+each device. Each program has a thread (`WorkersEngine`), or a process (torchgpipe/distributed).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +26,15 @@ from torchgpipe.engine.pool import IN_A_TASK, SHARDED, Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
 from torchgpipe.engine.seeds import Seeds, in_turn
+from torchgpipe.random.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_unusual_backward
-from torchgpipe.task.guards.in_place import InPlaceForRun, in_its_turn, note_stand_ins, outer_turns
+from torchgpipe.task.guards.in_place import InPlaceForRun
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
-from torchgpipe.task.guards.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
+from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.task.where import shorten
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed

@@ -141,7 +141,7 @@ class _MiniBatch:
 
     def _guarded(self, stage: Stage) -> StageGuards:
         guards = StageGuards(stage, self._ambient, recomputed=self._checkpointed > 0)
-        guards.add(InPlaceForTask(guards.parameters.changes))
+        guards.add(InPlaceForTask(guards.parameters.swaps))
         return guards
 
     def _gate(self, guards: StageGuards) -> Tensor:

@@ -24,11 +24,11 @@ from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.entrance import leaves
-from torchgpipe.task.guards.in_place import outer_turns
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
+from torchgpipe.task.turns import outer_turns
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors.item import Item, shared_by
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, moved, tensors_of

@@ -40,8 +40,9 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from torchgpipe.task.guards.randomness import Randomness, default_generators
-from torchgpipe.task.guards.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
+from torchgpipe.random.generators import default_generators
+from torchgpipe.random.seeded import DEFAULT_GENERATOR_LOCK, PrivateGenerator, SeededDefault
+from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.observe import NOTHING

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from torchgpipe.task.guards.contents import equal
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.checkpoint import MODES
+from torchgpipe.tensors.contents import equal
 from torchgpipe.tensors.item import versions
 from torchgpipe.trace.layer import Layers
 

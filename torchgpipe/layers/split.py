@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.layers.checks import AVERAGED
-from torchgpipe.task.guards.randomness import default_generators
+from torchgpipe.random.generators import default_generators
 
 Init = Callable[[int, nn.Module], object]
 """A function that fills the parameters and buffers of a layer, given its index in the model."""

@@ -17,13 +17,13 @@ number of micro-batches, a checkpoint mode and a schedule.
     print(found)
     model = found.gpipe()
 
-These are the modules:
+These are the parts:
 
 - `planner` has the function `plan`;
 - `count` counts each layer's operators and bytes;
 - `hardware` tells how long a device takes for an operator;
-- `profiled` measures the layers' seconds, instead of predicting them from operators;
-- `predict` predicts the seconds of a step, and `memory` its bytes;
+- `predict` predicts the seconds and the bytes of a step, from counted operators or from the
+  layers' measured seconds;
 - `search` finds the best setup.
 """
 

@@ -11,12 +11,12 @@ import torch
 from torch.nn import Sequential
 
 from torchgpipe.balance.profile import checked_sample
-from torchgpipe.plan.amount import parse_amount
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
+from torchgpipe.plan.hardware.amount import parse_amount
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
-from torchgpipe.plan.predict import Predictor
-from torchgpipe.plan.profiled import predictor_here
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.profiled import predictor_here
 from torchgpipe.plan.report import Plan
 from torchgpipe.plan.search.impossible import refuse_hopeless
 from torchgpipe.plan.search.search import search

@@ -8,9 +8,9 @@ import torch
 from torch.nn import Sequential
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.plan.amount import amount
+from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.hardware.hardware import Hardware
-from torchgpipe.plan.predict import Predictor
+from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.search import Found
 from torchgpipe.plan.search.trial import Candidate, assess
 from torchgpipe.schedules import Schedule

@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 
 from torchgpipe.schedules.action import LETTERS, Action, Kind, needs
 from torchgpipe.schedules.check import Lists
-from torchgpipe.schedules.schedule import Schedule, recomputing
+from torchgpipe.schedules.schedule import Schedule, with_recomputations
 
 
 def looped(
@@ -268,7 +268,7 @@ def make(
     """
     if isinstance(schedule, Schedule):
         _check_fits(schedule, n, m, v)
-        lists = recomputing(schedule.lists, m, checkpoint)
+        lists = with_recomputations(schedule.lists, m, checkpoint)
         return Schedule(schedule.name, schedule.placement, lists)
     name = ""
     for known in NAMED:
@@ -292,7 +292,7 @@ def make(
     placement = devices * v
     if name == "ZBVZeroBubble":
         placement = devices + devices[::-1]
-    return Schedule(name, placement, recomputing(maker(n, m, v), m, checkpoint))
+    return Schedule(name, placement, with_recomputations(maker(n, m, v), m, checkpoint))
 
 
 def _check_fits(schedule: Schedule, n: int, m: int, v: int | None) -> None:

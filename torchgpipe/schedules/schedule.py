@@ -225,7 +225,7 @@ class Schedule:
         return room
 
 
-def recomputing(lists: Lists, m: int, checkpoint: str) -> Lists:
+def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
     """Shorten lists to the first m micro-batches, and add recomputations before backwards.
 
     Args:

@@ -6,8 +6,8 @@ import torch
 from torch import Generator, nn
 
 from torchgpipe.partitioned import Partitioned
+from torchgpipe.random.generators import default_generators
 from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter, states_of
-from torchgpipe.task.guards.randomness import default_generators
 
 
 class State:

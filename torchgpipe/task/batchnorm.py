@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from torchgpipe.task.guards.layers import modules_of_pipelines
+from torchgpipe.modules import modules_of_pipelines
 from torchgpipe.tensors.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm", "commit"]
 
 Module = TypeVar("Module", bound=nn.Module)
-Statistics = tuple[int, Tensor]
+MicroBatchStatistics = tuple[int, Tensor]
 """The number of values per channel in a micro-batch, and a tensor of shape ``(2, channels)``.
 
 The tensor has the means and the unbiased variances.
@@ -78,7 +78,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._dimensions = dimensions
         # The tracked statistics are not buffers, because half() could make a variance in a buffer
         # infinite, and because state_dict() must have the same keys as with nn.BatchNorm.
-        self._tracked: list[Statistics] = []
+        self._tracked: list[MicroBatchStatistics] = []
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: Module, chunks: int | None = 1) -> Module:
@@ -215,7 +215,23 @@ def _own_methods(kind: type[_BatchNorm]) -> list[str]:
     return [name for name in methods if getattr(kind, name) is not getattr(_BatchNorm, name)]
 
 
-_Tracked = tuple[DeferredBatchNorm, list[Statistics]]
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+_FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBatchNorm)}
+
+
+def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the batch norms in training mode: their output does not use running statistics."""
+    found = set()
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its class has no forward that could be looked at
+        is_norm = module.training and type(module).forward in _FORWARDS
+        if is_norm and module._buffers and module._buffers.keys() <= _STATISTICS:
+            found.add(module)
+    return found
+
+
+_Tracked = tuple[DeferredBatchNorm, list[MicroBatchStatistics]]
 
 
 @torch.no_grad()

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.task.sides import NO_PLAN, PRODUCTS, Plan, Row, numbered
-from torchgpipe.task.sides import plan as plan
+from torchgpipe.task.sides import NO_SPLIT, PRODUCTS, Row, Split, find_split, numbered
 from torchgpipe.tensors._autograd import (
     averages_gradients,
     hooked_in_the_old_way,
@@ -60,8 +59,8 @@ OLD_HOOK = (
     "a hook by register_backward_hook sees all gradients of its layer; use "
     "register_full_backward_hook"
 )
-PLANS = 64
-"""The largest number of plans that a stage keeps, because each task may have another graph."""
+SPLITS = 64
+"""The largest number of splits that a stage keeps, because each task may have another graph."""
 
 
 @dataclass(slots=True)
@@ -112,20 +111,20 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, gradients of weights later.
 
-    Tasks whose graphs have the same structure share a plan, which says what is computed later.
+    Tasks whose graphs have the same structure share a split, which says what is computed later.
     `str()` says how many matrix products get their weight gradients later, and why others do not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._plans: dict[tuple[Row, ...], Plan] = {}
+        self._splits: dict[tuple[Row, ...], Split] = {}
         # The reason for which no task's backward is split, or nothing.
         self._whole = EXCHANGES if sharded(modules) or averages_gradients(modules) else ""
 
     def __str__(self) -> str:
         reasons: dict[str, None] = {}
         count = 0
-        for each in self._plans.values():
+        for each in self._splits.values():
             count = max(count, len(each.later))
             reasons.update(dict.fromkeys(each.reasons))
         if self._whole:
@@ -134,7 +133,7 @@ class Halves:
             return "; ".join(
                 [f"weight gradients of {count} matrix products are computed later", *reasons]
             )
-        if self._plans:
+        if self._splits:
             return f"backward is not split: {'; '.join(reasons) or NOTHING_LATER}"
         return "no backward yet"
 
@@ -156,7 +155,7 @@ class Halves:
             run_backward(roots, grads, keep_graph=keep_graph)
             return None
         nodes, rows = numbered(roots)
-        chosen = self._plan_of(roots, nodes, rows) if rows else NO_PLAN
+        chosen = self._split_of(roots, nodes, rows) if rows else NO_SPLIT
         if not chosen.later:
             run_backward(roots, grads, keep_graph=keep_graph)
             return None
@@ -174,26 +173,26 @@ class Halves:
                 hook.remove()
         return partial(_run_all, later[::-1], keep_graph)
 
-    def _plan_of(
+    def _split_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
-    ) -> Plan:
-        """Return the plan that splits a graph; make it if there is none for its structure.
+    ) -> Split:
+        """Return how the backward of a graph is split; find it out once for each structure.
 
         Args:
             roots: The edges at which the backward starts.
             nodes: The nodes of the graph.
             rows: The structure of the graph: a description of each node.
         """
-        if rows not in self._plans:
-            if len(self._plans) == PLANS:
-                self._plans.clear()
+        if rows not in self._splits:
+            if len(self._splits) == SPLITS:
+                self._splits.clear()
             root = self._modules[0]
             tensors: list[tuple[str, Any]] = [*root.named_parameters(), *root.named_buffers()]
             names = {x: name for name, x in tensors}
             named = [names.get(getattr(node, "variable", None), "") for node in nodes]
             begins = {nodes.index(edge.node) for edge in roots}
-            self._plans[rows] = plan(rows, begins, named)
-        return self._plans[rows]
+            self._splits[rows] = find_split(rows, begins, named)
+        return self._splits[rows]
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:

@@ -38,8 +38,8 @@ PACKED = (
 )
 
 
-class Plan(NamedTuple):
-    """A plan to split the backward of all graphs that have the same structure.
+class Split(NamedTuple):
+    """How the backward of all graphs with the same structure is split.
 
     Numbers stand for the nodes of a graph.
 
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     reasons: list[str]
 
 
-NO_PLAN = Plan([], [], [])
+NO_SPLIT = Split([], [], [])
 
 
 def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]:
@@ -76,7 +76,7 @@ def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]
     return nodes, tuple(rows)
 
 
-def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Plan:
+def find_split(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Split:
     """Find the matrix products of a graph whose weight gradients can be computed later.
 
     Args:
@@ -86,11 +86,11 @@ def plan(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> Pl
             this tensor. For all other nodes "".
     """
     if any(kind.__name__ in ONLY_WHOLE for kind, _, _ in rows):
-        return Plan([], [], [REENTRANT])
-    return _Planner(rows, begins, named).plan()
+        return Split([], [], [REENTRANT])
+    return _Splitter(rows, begins, named).split()
 
 
-class _Planner:
+class _Splitter:
     def __init__(self, rows: Sequence[Row], begins: Iterable[int], named: Sequence[str]) -> None:
         self._rows = rows
         self._named = named
@@ -104,8 +104,8 @@ class _Planner:
             self._uses.update(following)
         self._reasons: dict[str, None] = {}
 
-    def plan(self) -> Plan:
-        """Return the plan."""
+    def split(self) -> Split:
+        """Return how the backward is split."""
         later = []
         aside: set[int] = set()
         for k, (kind, readable, below) in enumerate(self._rows):
@@ -126,7 +126,7 @@ class _Planner:
         for k, following in enumerate(self._next):
             if not following and k not in aside:
                 now.append(k)
-        return Plan(later, now, list(self._reasons))
+        return Split(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
         """Return `begin` and all nodes behind it, if only one edge from other nodes leads to them.

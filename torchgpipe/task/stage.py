@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.modules import modules_of, modules_of_pipelines
+from torchgpipe.random.generators import own_generators
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.gradients import Needs
-from torchgpipe.task.guards.in_place import Lock, as_one
-from torchgpipe.task.guards.layers import modules_of, modules_of_pipelines
-from torchgpipe.task.guards.randomness import own_generators
 from torchgpipe.task.halves import Halves
+from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING

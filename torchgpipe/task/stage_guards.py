@@ -12,18 +12,21 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe.modules import InPlace, Swap
+from torchgpipe.task.batchnorm import norms_in_training
 from torchgpipe.task.guards.attention import SlowAttention
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
-from torchgpipe.task.guards.in_place import Change, InPlace, InPlaceForRun, InPlaceForTask, Lock
-from torchgpipe.task.guards.layers import Layers
+from torchgpipe.task.guards.in_place import InPlaceForRun, InPlaceForTask
+from torchgpipe.task.guards.layers import UnchangedLayers
 from torchgpipe.task.guards.memory import KeptInputs
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.guards.stateful import StatefulModes
-from torchgpipe.task.guards.statistics import Statistics, norms_in_training
+from torchgpipe.task.guards.statistics import Statistics
 from torchgpipe.task.stage import Stage
+from torchgpipe.task.turns import Lock
 from torchgpipe.tensors._autograd import refuse_cached_parametrizations, storage_of
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
@@ -93,7 +96,7 @@ class StageGuards:
         if stage.attends:
             self.add(SlowAttention())
         self.add(self.gradients)
-        self.add(Layers(index, modules))
+        self.add(UnchangedLayers(index, modules))
         self.add(Buffers(index, modules, norms, self.parameters))
         if norms:
             self.add(Statistics(norms))
@@ -187,13 +190,13 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """
     times = Counter[int]()
     for guards in stages:
-        times.update({id(change.place) for change in guards.parameters.changes})
+        times.update({id(each.place) for each in guards.parameters.swaps})
     parts = []
     for guards in stages:
-        own: list[Change] = []
-        common: list[Change] = []
-        for change in guards.parameters.changes:
-            (own if times[id(change.place)] == 1 else common).append(change)
+        own: list[Swap] = []
+        common: list[Swap] = []
+        for each in guards.parameters.swaps:
+            (own if times[id(each.place)] == 1 else common).append(each)
         if common:
             guards.add(InPlaceForTask(common))
         parts.append((guards.lock, InPlace(own)))

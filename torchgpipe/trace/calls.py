@@ -86,7 +86,7 @@ class BatchSize(NamedTuple):
 
 
 @dataclass
-class Recording:
+class RecordedCalls:
     """The calls that a module made for inputs of one batch size, and what it returned.
 
     Attributes:

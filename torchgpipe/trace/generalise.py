@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.trace.calls import Call, Device, Held, Recording, Value
+from torchgpipe.trace.calls import Call, Device, Held, RecordedCalls, Value
 from torchgpipe.trace.parts import Slot
 from torchgpipe.trace.refuse import Untraceable, Where, refused, where
 
@@ -37,7 +37,7 @@ class Grows:
     fixed: int
 
 
-def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
+def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Call]:
     """Merge the recordings into one list of calls. Numbers that differ are replaced by `Grows`.
 
     Raises:
@@ -83,7 +83,7 @@ def generalise(root: nn.Module, recordings: Sequence[Recording]) -> list[Call]:
 _fixed = attrgetter("target", "outputs", "grad", "since")
 
 
-def _check_ends(recordings: Sequence[Recording]) -> None:
+def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
     """Raise `Differs` if the recordings return different structures or use different constants."""
     structures: list[Any] = []
     ends: list[Any] = []
@@ -99,7 +99,7 @@ def _check_ends(recordings: Sequence[Recording]) -> None:
         )
 
 
-def check_batch(module: nn.Module, recordings: Sequence[Recording]) -> None:
+def check_batch(module: nn.Module, recordings: Sequence[RecordedCalls]) -> None:
     """Raise an error if the module returns no tensor, or a tensor without a batch dimension."""
     first = recordings[0]
     if not first.outputs:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import Module
 
-from torchgpipe.trace.calls import Recording
+from torchgpipe.trace.calls import RecordedCalls
 from torchgpipe.trace.generalise import generalise
 from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import Notes, check_notes
@@ -42,7 +42,7 @@ def record(
     inputs: Tensors,
     size: int,
     device: torch.device | None = None,
-) -> Recording:
+) -> RecordedCalls:
     """Record a module's calls on fake tensors, then restore the module's state.
 
     Args:
@@ -92,7 +92,7 @@ def record(
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())
-    return Recording(size, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
+    return RecordedCalls(size, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
 
 
 class Recorded(NamedTuple):
@@ -103,7 +103,7 @@ class Recorded(NamedTuple):
         results: The results of submodules that cannot run on fake tensors, if there are any.
     """
 
-    recordings: list[Recording]
+    recordings: list[RecordedCalls]
     results: KeptResults | None
 
 

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, Recording, cut
+from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, RecordedCalls, cut
 from torchgpipe.trace.compare import check_halves, check_outputs, check_state, ran
 from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
 from torchgpipe.trace.kept import KeptResults, NeedsResults
@@ -265,7 +265,7 @@ def _names(root: Module, calls: Iterable[Call]) -> list[str]:
     return names
 
 
-def _batch(root: Module, plan: LayerPlan, recordings: Sequence[Recording]) -> BatchSize | None:
+def _batch(root: Module, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> BatchSize | None:
     """Return where a layer reads the batch size; `None` if none of its calls needs the size."""
     passed = [(call.args, call.kwargs) for call in plan.calls]
     if not any(within(passed, Grows)):

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from reproduce.error import Error
 from reproduce.records.record import Engine
 from reproduce.run.engines.engines import Trainer, Work
+from reproduce.run.engines.failure import Failure, explain
 from reproduce.run.engines.launch import Ended, Launched
-from reproduce.run.failure import Failure, explain
 from torchgpipe.patience import waiting_for
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 from torchgpipe.timeline import record
 
 AHEAD = 0.01  # seconds from sending a request to starting its step, so that all ranks have got it

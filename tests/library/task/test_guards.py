@@ -66,6 +66,8 @@ def test_a_guard_has_the_moments_of_its_row(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", rows())
-def test_a_guard_begins_with_what_goes_wrong_without_it(file: str) -> None:
+def test_a_guard_begins_with_what_goes_wrong_without_it_and_says_what_it_costs(file: str) -> None:
     text = (FOLDER / f"{file}.py").read_text()
-    assert "What goes wrong without this guard:" in text.split('"""')[1]
+    begin = text.split('"""')[1]
+    assert "What goes wrong without this guard: " in begin
+    assert "What it costs: " in begin

@@ -219,7 +219,7 @@ class Tasks:
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             ambient = AmbientModes([CPU])
         guards = StageGuards(self.stage, ambient, recomputed=again)
-        guards.add(InPlaceForTask(guards.parameters.changes))
+        guards.add(InPlaceForTask(guards.parameters.swaps))
         self.stand_ins = guards.parameters
         self.each: list[tuple[TaskGraph, tuple[Tensor | None, ...]]] = []
         for i in range(2):
@@ -310,8 +310,8 @@ def once_or_twice(module: Any, x: Tensor) -> Tensor:
 
 
 def test_each_structure_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = Mock(wraps=halves.plan)
-    monkeypatch.setattr(halves, "plan", plans)
+    splits = Mock(wraps=sides.find_split)
+    monkeypatch.setattr(halves, "find_split", splits)
     x = torch.arange(64.0).view(4, 16)
     layers = Do(once_or_twice, a=linear())
     whole = Tasks(layers, x)
@@ -319,7 +319,7 @@ def test_each_structure_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> No
     for keep in (True, False):
         expected = whole.backward(split=False, keep=keep)
         assert same(expected, split.backward(split=True, keep=keep))
-    assert plans.call_count == 2
+    assert splits.call_count == 2
 
 
 def test_a_change_between_the_halves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

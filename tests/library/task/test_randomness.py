@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.seeds import Seeds
-from torchgpipe.task.guards import seeded
+from torchgpipe.random import seeded
+from torchgpipe.random.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
-from torchgpipe.task.guards.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.stage import Stage
 
 from ...behaviours.rows.random.draws import DRAWS

@@ -44,7 +44,6 @@ PRIVATE = [
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "engine/arrangement.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
-    ("torch.nn.modules.batchnorm._BatchNorm", "task/guards/statistics.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "trace/compare.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),
@@ -52,7 +51,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/counter.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
-    ("torch.utils._python_dispatch.TorchDispatchMode", "task/guards/seeded.py"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "random/seeded.py"),
 ]
 # Attributes of PyTorch's objects that the library uses.
 OF_OBJECTS = [

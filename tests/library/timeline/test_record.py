@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe import GPipe
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 from torchgpipe.schedules import make
 from torchgpipe.timeline import Recording, record
 from torchgpipe.timeline.perfetto import perfetto

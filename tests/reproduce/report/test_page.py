@@ -23,7 +23,7 @@ from reproduce.report.gantt import gantt, trace_figures
 from reproduce.report.page import page
 from reproduce.report.subjects import find_subjects, side_by_side
 from reproduce.report.trace import Tracer, read_trace
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.timeline.perfetto import perfetto
 
 from ...library.timeline.test_record import STEP

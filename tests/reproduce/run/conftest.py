@@ -21,7 +21,7 @@ from reproduce.records.record import Result, load
 from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.progress import Progress
 from reproduce.run.training import FakeData
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 
 from ..tiny import CORES, TINY
 

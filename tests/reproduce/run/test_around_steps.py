@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from reproduce.error import Error
-from reproduce.run.failure import explain
+from reproduce.run.engines.failure import explain
 from reproduce.run.progress import SECONDS_BETWEEN_LINES, Progress, duration
 from reproduce.run.timed import ask_driver
 from torchgpipe.timeline.stopwatch import Mark

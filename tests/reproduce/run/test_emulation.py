@@ -20,7 +20,7 @@ from reproduce.machine.devices import Devices
 from reproduce.run.emulation import Emulation, Executed, Link, own_links, shortened
 from reproduce.run.training import Balancer, FakeData
 from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
-from torchgpipe.plan.replay import Costs, replay
+from torchgpipe.plan.predict.replay import Costs, replay
 from torchgpipe.tensors.observe import Kind, Task
 
 CPU = Devices("cpu", 2, threads=1)

@@ -26,7 +26,7 @@ from reproduce.records.record import OFFERED, Engine
 from reproduce.run.engines.engines import FEW, ONLY_EMULATED, Trainer, check_same, why_not
 from reproduce.run.engines.processes import Processes
 from reproduce.run.timed import MeasuredSteps
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 
 from ...library.ledger import assert_eventually
 from ..tiny import TINY

@@ -15,7 +15,7 @@ import torch
 from reproduce.experiments.row import PUBLISHED_BALANCE
 from reproduce.records.record import Result
 from reproduce.run.engines.engines import ONLY_EMULATED
-from torchgpipe.plan.replay import Event, Timeline
+from torchgpipe.plan.predict.replay import Event, Timeline
 
 from ..tiny import TINY
 from .conftest import EVERY, ROWS, SECONDS, Fake

@@ -32,7 +32,7 @@ from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
-Layers = tuple[LayerCount, ...]
+LayerCounts = tuple[LayerCount, ...]
 Footprints = tuple[Footprint, ...]
 
 META = torch.device("meta")
@@ -52,9 +52,9 @@ ADVICE = (
 class Counts:
     """The costs of a model's layers for two micro-batch sizes, and methods for all other sizes."""
 
-    low: Layers
+    low: LayerCounts
     """The layers for the smaller of `SIZES`."""
-    high: Layers
+    high: LayerCounts
     """The layers for the larger of `SIZES`."""
     held: tuple[Footprints, Footprints] = field(repr=False)
     """The memory that the layers take (their footprints), for both sizes."""
@@ -69,7 +69,7 @@ class Counts:
     )
     """A cache of the results of `task`, by its arguments."""
 
-    def at(self, size: int) -> Layers:
+    def at(self, size: int) -> LayerCounts:
         """Return the layers' operators and bytes for micro-batches of `size` samples."""
         return _line(self.low, self.high, size)  # type: ignore[no-any-return]
 
@@ -149,7 +149,9 @@ def count(
     return Counts(low, high, (low_held, high_held), one, device != "cpu")
 
 
-def _at(sample: TensorOrTensors, module: Sequential, alike: Alike) -> tuple[Layers, Footprints]:
+def _at(
+    sample: TensorOrTensors, module: Sequential, alike: Alike
+) -> tuple[LayerCounts, Footprints]:
     """Return the layers' operators and the memory that the layers take, for a sample on `meta`."""
     names = list(module._modules)
     storages = StorageNumbers(len(tensors_of(sample)))

@@ -4,10 +4,10 @@ from dataclasses import replace
 from itertools import product
 
 from torchgpipe.balance.minimise import minimise_heaviest
-from torchgpipe.plan.amount import amount
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.task_bytes import task_bytes
-from torchgpipe.plan.predict import Predictor, Setup
+from torchgpipe.plan.hardware.amount import amount
+from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.balances import Work, held_by_layers
 from torchgpipe.plan.search.trial import Candidate, Choices, assess
 

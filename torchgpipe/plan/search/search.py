@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from torchgpipe.plan.predict import Predictor, Setup, micro_batch_sizes
+from torchgpipe.plan.predict.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search.balances import Work, heaviest, held_by_layers
 from torchgpipe.plan.search.impossible import Impossible, least, why
 from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Choices, Trial, assess

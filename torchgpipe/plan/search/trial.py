@@ -7,9 +7,9 @@ from math import ceil
 from typing import NamedTuple
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
-from torchgpipe.plan.memory import DeviceBytes, setup_memory
-from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.replay import Timeline
+from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
+from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.search.balances import Work
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode

@@ -7,16 +7,18 @@ gradients, so it would use another kernel and compute other values.
 
 PyTorch has one switch for the faster kernel, which is valid for the whole process. The guard turns
 the switch off while a first pass runs.
+
+What it costs: first passes use the slower kernel.
 """
 
 from __future__ import annotations
 
 import torch
 
+from torchgpipe.setting import ProcessSetting
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.guards.seeded import Everywhere
 
-_WITHOUT_FAST_PATH = Everywhere(
+_WITHOUT_FAST_PATH = ProcessSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )
 

@@ -11,6 +11,11 @@ guard also compares values.
 
 In a recomputation, the layers get copies of the buffers that have changed since the forward. Only
 the thread that recomputes sees these copies.
+
+What it costs: a copy of each buffer that tasks change, for each task that changes it. Before each
+first pass and each recomputation, each buffer is compared with its copy. On a GPU, buffers of up to
+64 KiB are copied before each first pass instead, and larger ones are compared once when the
+backward begins.
 """
 
 from __future__ import annotations
@@ -23,12 +28,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from torchgpipe.task.guards.contents import BuffersOfThread, comparable, copied, equal
+from torchgpipe.modules import InPlace, Swap
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.guards.in_place import Change, InPlace
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.tensors._autograd import is_compiled, storage_of
 from torchgpipe.tensors.checkpoint import has_asked
+from torchgpipe.tensors.contents import BuffersOfThread, comparable, copied, equal
 from torchgpipe.tensors.item import versions
 
 COMPARED = ["cpu", "meta"]
@@ -213,13 +218,13 @@ class Buffers(Guard):
             if slot.module in changed:
                 x = own[slot.module][slot.name]
                 expected.append((slot, x, versions((x,))))
-        changes = []
+        swaps = []
         # torch.compile understands plain dictionaries only.
         compiled = any(is_compiled(module) for module in self._modules)
         for module, buffers in own.items():
             view = buffers if compiled else BuffersOfThread(buffers, module._buffers)
-            changes.append(Change(module.__dict__, "_buffers", view))
-        with InPlace(changes):
+            swaps.append(Swap(module.__dict__, "_buffers", view))
+        with InPlace(swaps):
             yield
             for slot, x, version in expected:
                 kept = own[slot.module].get(slot.name) is x and versions((x,)) == version

@@ -7,18 +7,20 @@ be wrong.
 During a recomputation, the layers have the training mode and the hooks of the forward. If something
 else changes between forward and backward, such as a dropout's `p` or a layer itself, an error is
 raised.
+
+What it costs: each first pass and each recomputation reads the mode of each module and whether it
+has hooks. When the backward begins, the modules and their constants are compared once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchgpipe.modules import InPlace, Swap, modules_of
 from torchgpipe.task.guards.guard import Guard, GuardedTask
-from torchgpipe.task.guards.in_place import Change, InPlace
 
 _RUN = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _ABOUT = (
@@ -48,7 +50,7 @@ class LayerStates(NamedTuple):
     hooks: list[Items]
 
 
-class Layers(Guard):
+class UnchangedLayers(Guard):
     """The guard of the modes, hooks and constants of a partition's layers.
 
     Constants are values that must not change between forward and backward, such as a dropout's `p`.
@@ -77,16 +79,16 @@ class Layers(Guard):
         states = zip(
             self._modules, before.modes, before.hooks or none, now.hooks or none, strict=True
         )
-        changes = []
+        swaps = []
         for module, mode, hooks, present in states:
             # What torch.compile puts around a module has no mode of its own.
             if mode != module.training and "training" in module.__dict__:
-                changes.append(Change(module.__dict__, "training", mode))
+                swaps.append(Swap(module.__dict__, "training", mode))
             if hooks != present:
                 for name, items in zip(_HOOKS, hooks, strict=True):
                     dictionary: Any = OrderedDict(items)  # type: ignore[arg-type]
-                    changes.append(Change(module.__dict__, name, dictionary))
-        return InPlace(changes)
+                    swaps.append(Swap(module.__dict__, name, dictionary))
+        return InPlace(swaps)
 
     def states(self) -> LayerStates:
         """Return the current modes and hooks of the layers."""
@@ -154,24 +156,3 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
             found.append((module, name, module.__dict__.get(name)))
     everywhere = [tuple(hooks.items()) for hooks in _EVERYWHERE]
     return [*found, (modules[0], "hooks of all modules", everywhere)]
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return `root` and all modules below it, like `root.modules()`, but faster."""
-    found: dict[nn.Module, None] = {}
-    unseen = [root]
-    while unseen:
-        module = unseen.pop()
-        if module not in found:
-            found[module] = None
-            unseen.extend([child for child in module._modules.values() if child is not None])
-    return list(found)
-
-
-def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return each pipeline in `modules`, and all modules within it."""
-    found: set[nn.Module] = set()
-    for module in modules:
-        if "_stages" in module.__dict__:
-            found.update(modules_of(module))
-    return found

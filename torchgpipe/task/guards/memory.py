@@ -6,6 +6,9 @@ What goes wrong without this guard: a layer changes the task's input in place, a
 The guard reads the version counters of the inputs before the forward, after the forward, and before
 the recomputation. If a version counter has changed, an error is raised. There is one exception: if
 the first layer of a partition has `inplace=True`, it gets a copy of the input.
+
+What it costs: three times for each task, a version counter is read for each input. If the first
+layer works in place, its input is copied in the first pass and in the recomputation.
 """
 
 from __future__ import annotations

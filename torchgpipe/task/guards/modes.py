@@ -8,6 +8,10 @@ would compute in float32.
 
 Worker threads enter all modes of the caller. A recomputation restores only those modes of the
 forward that may differ in its thread. Most often there are none.
+
+What it costs: each recomputation compares the modes of its thread with those of the forward. A
+worker thread enters all modes of the caller once in a run. If autocast is on, each recomputation
+casts the parameters again.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.random.seeded import PrivateGenerator
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.guards.seeded import PrivateGenerator
 from torchgpipe.tensors._autograd import (
     NO_MODES,
     DeviceContext,

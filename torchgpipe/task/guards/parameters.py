@@ -7,6 +7,10 @@ each summand instead of the sum. And `torch.autograd.grad` does not work.
 So stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
 stand-ins. In the caller's graph, a node has the parameters as its inputs. After all tasks, this
 node's backward returns the sums as the parameters' gradients.
+
+What it costs: when a mini-batch begins, a stand-in is made for each parameter that requires grad.
+Each first pass and each recomputation reads the version counter of each parameter. When all
+forwards have ended, the stand-ins are compared with the parameters once.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from collections.abc import Iterable, Mapping, Set
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.modules import Swap
 from torchgpipe.task.guards.guard import Guard, GuardedTask
-from torchgpipe.task.guards.in_place import Change
 from torchgpipe.tensors._autograd import accumulator_of, at_end, backward_id, sharded
 
 BY_ANOTHER_WAY = (
@@ -76,7 +80,7 @@ class StandInParameters(Guard):
         by_parameter: The stand-in of each parameter that requires grad.
         ids: The ids of these parameters and of their stand-ins.
         needs: For each parameter, whether it requires grad.
-        changes: The changes that put the stand-ins into the modules.
+        swaps: What puts the stand-ins into the modules.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class StandInParameters(Guard):
     ) -> None:
         self._index = index
         self.by_parameter: dict[Tensor, Tensor] = {}
-        self.changes: list[Change] = []
+        self.swaps: list[Swap] = []
         self._all: list[tuple[str, Tensor]] = []
         # Parameters that require no grad, after the dictionary and the name of each.
         self._frozen: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -121,8 +125,7 @@ class StandInParameters(Guard):
                 continue
             self._all.append((name, x))
             # Not the whole dictionary: a layer may replace other buffers meanwhile, or these.
-            change = Change(module._buffers, name, self._stand_in(x), may_stay=True)
-            self.changes.append(change)
+            self.swaps.append(Swap(module._buffers, name, self._stand_in(x), may_stay=True))
 
     def _replace_parameters(self, module: nn.Module, outer: Set[int]) -> None:
         replaced: dict[str, Tensor | None] = {**module._parameters}
@@ -137,7 +140,7 @@ class StandInParameters(Guard):
             elif id(p) not in outer:
                 replaced[name] = self._stand_in(p)
         self._watched.append(replaced)
-        self.changes.append(Change(module.__dict__, "_parameters", replaced))
+        self.swaps.append(Swap(module.__dict__, "_parameters", replaced))
 
     def _stand_in(self, p: Tensor) -> Tensor:
         if p not in self.by_parameter:

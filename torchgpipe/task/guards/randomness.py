@@ -5,69 +5,25 @@ the forward. So the gradients do not belong to the output of the forward.
 
 Section 2.3 of the GPipe paper describes recomputation. engine/seeds.py says from which generator
 each task draws.
+
+What it costs: each first pass reads the states of its generators twice, 5 KB on a CPU. If it has
+drawn, its recomputation sets these states, and sets the current ones back. A generator of a task's
+own has to watch each operator of the task.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 
 import torch
-from torch import Tensor, nn
 
+from torchgpipe.random.generators import UNLIKE, State, same, set_all, state_of
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.tensors.observe import NOTHING
 
 _one_at_a_time = threading.RLock()
-
-UNLIKE = (
-    "a recomputation drew more or fewer random numbers than its first pass: a layer draws "
-    "otherwise in it, or another thread drew from the same generator; give that thread a "
-    "torch.Generator of its own"
-)
-
-
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that layers on `device` draw from by default."""
-    if device.type in ("cpu", "meta"):
-        return [torch.default_generator]
-    return [
-        torch.default_generator,
-        torch.get_device_module(device).default_generators[device.index],
-    ]
-
-
-def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    """Return the `torch.Generator`s that are attributes of the modules."""
-    found: list[torch.Generator] = []
-    for module in modules:
-        found += [value for value in module.__dict__.values() if type(value) is torch.Generator]
-    return found
-
-
-def check_apart(generators: Iterable[Sequence[torch.Generator]]) -> None:
-    """Raise `RuntimeError` if two partitions share a generator.
-
-    Args:
-        generators: For each partition, the generators that are attributes of its layers.
-    """
-    distinct: list[torch.Generator] = []
-    for own in generators:
-        distinct += set(own)
-    if len(set(distinct)) < len(distinct):
-        raise RuntimeError(
-            "several partitions draw from the same torch.Generator, so they would draw in another "
-            "order than layers without a pipeline; give each layer its own generator"
-        )
-
-
-State = Tensor | tuple[int, int]
-"""The state of a generator; on a GPU the seed and the offset.
-
-Seed and offset can be read without waiting for the GPU.
-"""
 
 MakeContext = Callable[[], Context]
 
@@ -142,35 +98,11 @@ class Randomness(Guard):
         with alone, self.around():
             present = [state_of(g) for g in self.generators]
             try:
-                _set_all(self.generators, self._before)
+                set_all(self.generators, self._before)
                 yield
                 ends = [state_of(g) for g in self.generators]
             finally:
-                _set_all(self.generators, present)
+                set_all(self.generators, present)
             for end, expected in zip(ends, self._after, strict=True):
                 if not same(end, expected):
                     raise RuntimeError(UNLIKE)
-
-
-def state_of(g: torch.Generator) -> State:
-    """Return a generator's state now."""
-    return g.get_state() if g.device.type == "cpu" else (g.initial_seed(), g.get_offset())
-
-
-def same(a: State, b: State) -> bool:
-    """Return whether two states of a generator are equal.
-
-    No tensor operator is called, because modes and profilers would see it as a part of the task.
-    """
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)
-    return a == b
-
-
-def _set_all(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
-    for g, state in zip(generators, states, strict=True):
-        if isinstance(state, Tensor):
-            g.set_state(state)
-        else:
-            g.manual_seed(state[0])
-            g.set_offset(state[1])

@@ -8,6 +8,9 @@ attributes, such as the count. So it would compute other values than the forward
 
 The guard keeps the outputs of a task's forward, and compares them with the outputs of the
 recomputation. A stage has this guard only if there is a mode that could change its attributes.
+
+What it costs: a copy of all outputs of each task, until the task's recomputation. If a mode has
+changed, each recomputation compares its outputs with these copies.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.task.guards.randomness import UNLIKE, State, same
+from torchgpipe.random.generators import UNLIKE, State, same
+from torchgpipe.setting import ProcessSetting
 from torchgpipe.tensors._autograd import (
     HigherOrderOperator,
     is_other_generator,
@@ -207,36 +207,7 @@ class _OfThisThread:
         return getattr(torch.default_generator if private is None else private._generator, name)
 
 
-class Everywhere(AbstractContextManager[None]):
-    """A context that changes a setting of the whole process, for all threads.
-
-    The setting gets its old value back when the last thread has left the context.
-
-    Args:
-        get: Returns the value of the setting.
-        put: Sets the setting to a value.
-        value: The value within the context.
-    """
-
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: object) -> None:
-        self._get, self._put, self._value = get, put, value
-        self._lock, self._within = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._within:
-                self._before = self._get()
-                self._put(self._value)
-            self._within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._within -= 1
-            if not self._within:
-                self._put(self._before)
-
-
-ASKING_PRIVATE_GENERATORS = Everywhere(
+ASKING_PRIVATE_GENERATORS = ProcessSetting(
     lambda: torch.default_generator,
     lambda g: vars(torch.random).update(default_generator=g),
     _OfThisThread(),

@@ -31,8 +31,8 @@ from typing import NamedTuple
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import Footprint, Stashed
 from torchgpipe.plan.count.task_bytes import TaskBytes
-from torchgpipe.plan.moments import Moment, Traffic, moments
-from torchgpipe.plan.predict import Setup, crossing
+from torchgpipe.plan.predict.moments import Moment, Traffic, moments
+from torchgpipe.plan.predict.predict import Setup, crossing
 from torchgpipe.tensors.checkpoint import checkpointed
 
 Crossings = Sequence[tuple[int, int, Stashed]]

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, Sequential
 
 from torchgpipe.balance.profile import seconds_of
-from torchgpipe.plan import plan, profiled
+from torchgpipe.plan import plan
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.hardware import here
 from torchgpipe.plan.hardware.here import describe_here
-from torchgpipe.plan.profiled import Curve, predictor_here, profile_layers
+from torchgpipe.plan.predict import profiled
+from torchgpipe.plan.predict.profiled import Curve, predictor_here, profile_layers
 
-from ..simulated import Clock, spend
+from ...simulated import Clock, spend
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import Operator
-from torchgpipe.plan.replay import Costs, Timeline, recomputing, replay, shared
+from torchgpipe.plan.predict.replay import Costs, Timeline, recomputing, replay, shared
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 

@@ -19,8 +19,8 @@ from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
-from torchgpipe.plan.predict import Predictor, Setup
-from torchgpipe.plan.replay import Costs, Event, Timeline, replay, shared
+from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.replay import Costs, Event, Timeline, replay, shared
 from torchgpipe.tensors.observe import Task
 
 

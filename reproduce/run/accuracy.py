@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from reproduce.error import Error
+from reproduce.experiments.datasets import AccuracyNeeds, Batch
 from reproduce.experiments.recipe import AccuracyRow
 from reproduce.machine.devices import Devices
 from reproduce.records.record import write_atomically
-from reproduce.run.accuracy.datasets import AccuracyNeeds, Batch
-from reproduce.run.failure import explain
+from reproduce.run.engines.failure import explain
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
-from reproduce.run.accuracy.datasets import Gratings, ImageNet, prepare
+from reproduce.experiments.datasets import Gratings, ImageNet, prepare
 
 Image = pytest.importorskip("PIL.Image")
 

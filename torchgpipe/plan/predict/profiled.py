@@ -23,8 +23,8 @@ from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
-from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import LayerSeconds, Predictor, Setup, apart
+from torchgpipe.plan.predict.memory import setup_memory
+from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 

@@ -15,13 +15,13 @@ import torch
 
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result
-from reproduce.run.accuracy import run as run_module
-from reproduce.run.accuracy.run import SERIES, AccuracyTraining
+from reproduce.run import accuracy
+from reproduce.run.accuracy import SERIES, AccuracyTraining
 from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
-from ...tiny import TINY
-from ..conftest import Runner
+from ..tiny import TINY
+from .conftest import Runner
 
 pytest.importorskip("torchvision", exc_type=Exception)  # type: ignore[arg-type]
 NAME = "tiny-accuracy"
@@ -83,7 +83,7 @@ def fail(
         row: The name of a row. Only calls for this row count and fail. If the name is empty, calls
             for all rows count and fail.
     """
-    owner: Any = AccuracyTraining if where == "step" else run_module
+    owner: Any = AccuracyTraining if where == "step" else accuracy
     call = getattr(owner, where)
     calls = itertools.count()
 
@@ -151,7 +151,7 @@ def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]
 def test_only_a_whole_checkpoint_of_the_same_training_is_used(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_put_away", lambda *_: None)
+    monkeypatch.setattr(accuracy, "_put_away", lambda *_: None)
     first = learnt(run(NAME))
     other = learnt(run(NAME, "--seed=1"))
     assert other["plain"] != first["plain"]
@@ -168,7 +168,7 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(
     ("error", "status", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", "seed 0: out of memory"),
-        (ValueError("no"), "failed", "seed 0: ValueError: no (test_run.py, line "),
+        (ValueError("no"), "failed", "seed 0: ValueError: no (test_accuracy.py, line "),
     ],
 )
 def test_a_row_that_fails_is_a_result_and_keeps_its_epochs(

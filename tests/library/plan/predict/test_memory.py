@@ -29,16 +29,16 @@ from torchgpipe import GPipe
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
 from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.memory import setup_memory
-from torchgpipe.plan.predict import Setup
+from torchgpipe.plan.predict.memory import setup_memory
+from torchgpipe.plan.predict.predict import Setup
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.observe import Task
 
-from ...behaviours.parts.kinds import KINDS
-from ...behaviours.parts.layers import WIDTH, Do, freeze
-from ...parts import OPTIMIZERS
+from ....behaviours.parts.kinds import KINDS
+from ....behaviours.parts.layers import WIDTH, Do, freeze
+from ....parts import OPTIMIZERS
 from .real_peaks import Copies, OnMeta, real_peaks
 
 

@@ -1,0 +1,79 @@
+"""List the modules of a model, and replace attributes of modules temporarily."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Return `root` and all modules below it, like `root.modules()`, but faster."""
+    found: dict[nn.Module, None] = {}
+    unseen = [root]
+    while unseen:
+        module = unseen.pop()
+        if module not in found:
+            found[module] = None
+            unseen.extend([child for child in module._modules.values() if child is not None])
+    return list(found)
+
+
+def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return each pipeline in `modules`, and all modules within it."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        if "_stages" in module.__dict__:
+            found.update(modules_of(module))
+    return found
+
+
+class Swap(NamedTuple):
+    """A temporary new value of one entry of a dictionary, such as of a module's `__dict__`.
+
+    To replace a module's parameters, its whole dictionary `_parameters` is replaced. So if a layer
+    adds a parameter in its forward, the real dictionary stays unchanged.
+
+    Attributes:
+        place: The dictionary.
+        key: The key of the entry.
+        value: The temporary value.
+        may_stay: Whether another value stays that a layer has set meanwhile. Otherwise, the old
+            value is restored in any case.
+    """
+
+    place: dict[str, Any]
+    key: str
+    value: Any
+    may_stay: bool = False
+
+
+class InPlace:
+    """A context that replaces entries of dictionaries, such as attributes of modules.
+
+    If Ctrl-C skips `__exit__`, `__del__` puts the old values back.
+    """
+
+    __slots__ = ("_before", "_swaps")
+
+    def __init__(self, swaps: Sequence[Swap]) -> None:
+        self._before: list[Any] | None = None
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        self._before = [place[key] for place, key, _, _ in self._swaps]
+        for place, key, value, _ in self._swaps:
+            place[key] = value
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            return
+        replaced = zip(self._swaps, self._before, strict=True)
+        for (place, key, value, may_stay), before in replaced:
+            if not may_stay or place.get(key) is value:
+                place[key] = before
+        self._before = None
+
+    def __del__(self) -> None:
+        # There is no `_before` if Ctrl-C came at the begin of `__init__`.
+        if getattr(self, "_before", None) is not None:
+            InPlace.__exit__(self)

@@ -1,0 +1,1 @@
+"""Predict the seconds and the bytes of a training step."""

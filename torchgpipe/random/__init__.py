@@ -1,0 +1,1 @@
+"""Random number generators: their states, and generators that only one task draws from."""
