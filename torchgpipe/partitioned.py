@@ -260,7 +260,7 @@ class Partitioned(FixedDevices, ABC):
 
     @abstractmethod
     def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
-        """Run a mini-batch with these arguments of `forward`, and return the loss."""
+        """Run a mini-batch, given the arguments of a call of `forward`; return the loss."""
 
     def _seen(self, output: Any) -> Any:
         """Run the forward hooks on an output; return what the criterion gets for it."""

@@ -109,8 +109,8 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
     """Return the time limit of a group in seconds, per unit of the group's work (estimated cost).
 
-    The groups share the time of the scale in proportion to their work. But a group with extra rows
-    takes no share of it: it gets time in addition to the time of the scale.
+    The scale of the run, such as `small`, has a time limit. The groups without extra rows share
+    this time in proportion to their work. A group with extra rows gets time of its own.
     """
     if session.steps is not None or not session.scale.seconds:
         return math.inf
@@ -159,7 +159,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a timed row is finished. The utilization is what is measured last."""
+    """Return whether a timed row is finished: its utilization, which is last, is measured."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values

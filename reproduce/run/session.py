@@ -117,7 +117,7 @@ class Session:
         self.progress.start(job, text)
 
     def finish(self, name: object, steps: int | None = None) -> None:
-        """Plan no more steps for a row or group in the progress display, or `steps` fewer."""
+        """Take `steps` off the expected steps of a row or group; by default, all of them."""
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:

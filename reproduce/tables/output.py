@@ -138,10 +138,14 @@ def _base(entry: Entry) -> Result | None:
 
 
 def of_cells(table: Table, **about: Json) -> Numbers:
-    """Yield the fields of each cell of a table of settings. Cells with integers become numbers.
+    """Yield a dictionary of fields for each cell of a table of settings.
 
-    `about` are fields that all cells get. If there are none, the first cell of a line is taken as
-    the name of an experiment.
+    For example, the cell "8" in the line "unet" and the column "chunks" gives
+    `{"experiment": "unet", "row": "unet", "metric": "chunks", "value": 8}`.
+
+    Args:
+        table: The table. The first cell of each line is the line's name.
+        about: Fields that all cells get. By default, the line's name is the field `experiment`.
     """
     for row, *cells in table.rows:
         fields = about or {"experiment": row}

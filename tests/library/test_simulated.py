@@ -82,10 +82,10 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
         # GPU.
         return False
     if engine == "ranks" and skips:
-        # A rank delays a skip from partition s to partition p by p - s - 1 tasks, so that it
-        # arrives right before p needs it. It is late if its copy is slower than other copies. With
-        # recomputation, the skip's gradient is also late: p - s - 1 tasks of p then take longer
-        # than the other gradients take from p to s.
+        # A rank sends a skip from partition s to partition p only p - s - 1 tasks later, so that it
+        # arrives right before p needs it. It arrives late if its copy is slower than other copies.
+        # With recomputation, the skip's gradient arrives late, too: it also waits for p - s - 1
+        # tasks, and recomputation makes these tasks longer.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:

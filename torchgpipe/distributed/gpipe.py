@@ -51,7 +51,7 @@ class DistributedGPipe(Partitioned):
     Each process (rank) holds one or more partitions. The output, the gradients and most arguments
     are the same as with `GPipe` in one process. On each rank, the pipeline only has the parameters
     and buffers of this rank's layers, under their names in the whole model. So each rank needs an
-    optimizer for its own parameters, and all ranks' `state_dict()`s together are the model's.
+    optimizer for its own parameters, and the states of all ranks together are that of the model.
 
     Args:
         module: The layers, the same on every rank. Layers on device `meta` take no memory, and need

@@ -154,8 +154,8 @@ class _MiniBatch:
 
     def task(self, i: int, j: int) -> None:
         """Run the forward of micro-batch i on stage j."""
-        # Copy the skips that the task needs only now. If they were copied earlier, earlier tasks of
-        # this stage would wait for them.
+        # Do not copy the task's skips before this point. If they were copied earlier, earlier tasks
+        # of this stage would wait for them.
         item = self._take(i, j)
         run = self._run_apart if self._apart else self._run_within
         self._hand_over(i, j, run(i, j, item))

@@ -60,7 +60,7 @@ class OptimizerState:
             self.names += group
 
     def content(self) -> Content:
-        """Return the values that the optimizer holds for parameters, by their keys."""
+        """Return what the optimizer holds for each parameter, such as momentum, by keys."""
         content: Content = {}
         for number, values in self._states.items():
             name = self.names[number]

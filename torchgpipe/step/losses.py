@@ -240,7 +240,9 @@ def run_step(
     if batch.last and (not callable(criterion) or isinstance(criterion, type)):
         raise no_criterion(criterion)
     if request.backward and not torch.is_grad_enabled():
-        raise RuntimeError("step() goes backward, but gradients are off here; call evaluate()")
+        raise RuntimeError(
+            "step() runs a backward, but gradients are off here; call evaluate() instead"
+        )
     io = BatchIO(inputs)
     if batch.last:
         losses = Losses(batch, inputs, sizes, request, shown)

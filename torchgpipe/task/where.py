@@ -1,4 +1,4 @@
-"""Say where an error was raised: by a note, and by a traceback without frames in between.
+"""Say where an error was raised: by a note, and by a traceback without this library's frames.
 
 Python prints notes below the message of an error.
 """

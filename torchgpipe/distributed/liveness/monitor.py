@@ -53,7 +53,8 @@ class Activity:
 
     Attributes:
         program: The program (the rank's list of tasks) that the current call runs.
-        hears: Whether the current call waits for another rank before or after the program.
+        hears: Whether the current call waits for a message of another rank, before the program
+            starts or after it has ended.
         thread: The thread that made the last call.
     """
 

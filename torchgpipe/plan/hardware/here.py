@@ -114,7 +114,7 @@ def hand_over() -> float:
 
 
 def sharing(works: Sequence[Callable[[], object]]) -> float:
-    """Return how much CPU devices that work at the same time slow each other down.
+    """Return by how much CPU devices slow each other down when they work at the same time.
 
     Each function in `works` runs again and again, each in a separate thread.
 
