@@ -20,7 +20,7 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step.losses import run_step
-from torchgpipe.step.request import StepRequest
+from torchgpipe.step.request import StepRequest, no_criterion
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
 from torchgpipe.uncompiled import run_uncompiled
@@ -238,7 +238,12 @@ class GPipe(Partitioned):
                 has the form of the sample of the trace: a tensor, a tuple of arguments, or a
                 dictionary of arguments.
             target: The second argument of the criterion.
+
+        Raises:
+            TypeError: If `criterion` is not a function.
         """
+        if not callable(criterion) or isinstance(criterion, type):
+            raise no_criterion(criterion, "loss")
         args, kwargs = self._arguments(input)
         return criterion(self(*args, **kwargs), target)
 

@@ -15,7 +15,8 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.losses import scalar
 from torchgpipe.task.entrance import leaves
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather, tensors_of
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
+from torchgpipe.trace.parts import tensors_in
 
 
 class LossRequest(NamedTuple):
@@ -196,7 +197,7 @@ class RankBatch(Batch):
         output = gather(outputs)
         owner = self._owner
         result = owner._shown(output) if request is None else owner._seen(output)
-        ends = tuple([y for y in tensors_of(output) if y.requires_grad])
+        ends = tuple([y for y in tensors_in(output) if y.requires_grad])
         if request is None:
             device = self.devices[-1]
             loss = torch.zeros((), device=device, requires_grad=bool(ends))

@@ -201,12 +201,16 @@ class Saves:
     def _load_newest(
         self, ranks: Meeting, model: nn.Module, optimizer: Optimizers
     ) -> dict[str, Any] | None:
-        while (path := ranks.first(self.folder, self._newest)) is not None:
+        if ranks.n > 1:
+            path = ranks.first(self.folder, self._newest)
+            return None if path is None else self._load(path, ranks, model, optimizer)
+        while (name := self._newest()) is not None:
+            path = self.folder / name
             try:
                 return self._load(path, ranks, model, optimizer)
-            except RuntimeError:  # noqa: PERF203 - go on with an older state
+            except RuntimeError:
                 # If another job saves into the folder, it can have removed this state meanwhile.
-                if ranks.n > 1 or path.exists():
+                if self._newest() == name:
                     raise
         return None
 

@@ -15,7 +15,7 @@ from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
-from torchgpipe.tensors._autograd import leaves_behind, without_hooks
+from torchgpipe.tensors._autograd import leaves_behind, sequence_number, without_hooks
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, together
 from torchgpipe.tensors.observe import NOTHING
@@ -57,7 +57,7 @@ class Losses(BatchIO):
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
-        self._under_way: dict[int, tuple[Flat, Tensor]] = {}
+        self._under_way: dict[int, tuple[Flat, Tensor, int]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
         self._has_graph = False  # whether the loss of any micro-batch has one
@@ -81,13 +81,14 @@ class Losses(BatchIO):
         Raises:
             RuntimeError: If gradients are on, and no loss of the mini-batch has a graph.
         """
+        since = sequence_number()
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
         loss = self._shares.of(scalar(result), i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
-            self._under_way[i] = output.flat, loss
+            self._under_way[i] = output.flat, loss, since
             self._has_graph |= loss.requires_grad
         if len(self._losses) < len(self.targets):
             return
@@ -127,24 +128,25 @@ class Losses(BatchIO):
         the sums that `sums` returns. Several losses can share a graph, such as that of a tensor the
         criterion closes over. Only the last backward frees this graph.
         """
-        outputs, loss = self._under_way.pop(i)
+        outputs, loss, since = self._under_way.pop(i)
         if not loss.requires_grad:
             return _zeros(outputs)
         if self._request.scaler is not None:
             loss = self._request.scaler.scale(loss)
-        # A tensor that the criterion closes over can have a graph, which is behind all losses.
+        # A tensor that the criterion closes over can have an older graph, behind all losses.
         ends = len(self._losses) == len(self.targets) and not self._under_way
-        leaves, only_whole = leaves_behind(loss)
+        leaves, only_whole, older = leaves_behind(loss, since)
+        keep = not ends and older
+        own = {id(y) for y in outputs}
         if only_whole:
-            loss.backward(retain_graph=not ends)
+            loss.backward(retain_graph=keep)
             return tuple([None if y is None else self._shares.masked(y.grad, i) for y in outputs])
         leaves = [x for x in leaves if x.requires_grad]  # a criterion may freeze what it has used
-        own = {id(y) for y in outputs}
         others = [x for x in leaves if id(x) not in own]
         # Hooks of the other leaves run only once, when the caller's backward gets the sums.
         unhooked: AbstractContextManager[Any] = without_hooks(others) if others else NOTHING
         with unhooked:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=not ends)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=keep)
         masked = [self._shares.masked(grad, i) for grad in found]
         grads = dict(zip(map(id, leaves), masked, strict=True))
         for x in others:

@@ -22,8 +22,8 @@ class StepRequest(NamedTuple):
     backward: bool = True  # `step` runs a backward, and `evaluate` does not
 
 
-def no_criterion(given: object) -> TypeError:
-    """Return the error for a step that is given something else than a criterion."""
+def no_criterion(given: object, call: str = "step") -> TypeError:
+    """Return the error for a call of `step` or `loss` without a criterion."""
     if isinstance(given, type):
         name = given.__name__
         return TypeError(
@@ -31,5 +31,5 @@ def no_criterion(given: object) -> TypeError:
         )
     return TypeError(
         "the criterion must be a function of an output and its target, but got "
-        f"{type(given).__name__}; call step(criterion, input, target)"
+        f"{type(given).__name__}; call {call}(criterion, input, target)"
     )

@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
-from torchgpipe.trace.parts import tensors_in
 
 Values = Sequence[Any]
 
@@ -93,9 +93,9 @@ def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
 
 
 def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
-    """Return a copy of a mapping with other values: of its class if its items can be set."""
+    """Return a copy of a mapping with other values, of its class if that is a kind of `dict`."""
     items = zip(mapping, values, strict=True)
-    if not isinstance(mapping, MutableMapping):
+    if not isinstance(mapping, dict | UserDict):
         return dict(items)
     copied = copy.copy(mapping)
     for key, value in items:
@@ -142,20 +142,17 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
     """Return whether a target has to be split by its entries, and not within its entries.
 
     A list of numbers is not split, because it can be a list of class weights that is as long as the
-    batch by chance. If all tensors in the entries have the batch size, the entries of a tuple, and
-    tensors in a list, are for the whole mini-batch.
+    batch by chance. If all entries that are tensors have the batch size, they are tensors for the
+    whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:
         return False
     if _is_array(target):
         return bool(target.ndim) and len(target) == samples
-    if type(target) not in (list, tuple) or len(target) != samples:
+    if not isinstance(target, list) and type(target) is not tuple:
         return False
-    if any(isinstance(x, bool | int | float) for x in target):
+    if len(target) != samples or any(isinstance(x, bool | int | float) for x in target):
         return False
-    if type(target) is tuple or any(isinstance(x, Tensor) for x in target):
-        tensors = list(tensors_in(target))
-        if tensors and all(x.dim() > 0 and len(x) == samples for x in tensors):
-            return False
-    return True
+    tensors = [x for x in target if isinstance(x, Tensor)]
+    return not tensors or any(not x.dim() or len(x) != samples for x in tensors)

@@ -55,7 +55,9 @@ def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module
     """
     names = {module: name for name, module in partition.named_modules() if name}
     layer = ""
-    traceback = error.__traceback__
+    # Leave out the frame that catches the error. Before Python 3.13, `f_locals` would keep the
+    # frame's variables alive, and so the error itself.
+    traceback = error.__traceback__ and error.__traceback__.tb_next
     while traceback is not None:
         # Methods of a module have it as `self`. The last such frame is in the innermost module.
         module = traceback.tb_frame.f_locals.get("self")

@@ -87,10 +87,23 @@ These nodes accumulate gradients themselves, but only in a backward that goes to
 """
 
 
-def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the leaves of the graph of `y`, and whether a backward has to go to all of them."""
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number of this thread's next autograd node. Each thread counts its own nodes."""
+
+
+def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
+    """Find the leaves of a graph.
+
+    Args:
+        y: The root of the graph.
+        since: A result of `sequence_number`.
+
+    Returns:
+        The leaves; whether a backward has to go to all of them; and whether the graph has a node
+        that is older than `since`.
+    """
     leaves: list[Tensor] = []
-    only_whole = False
+    only_whole = older = False
     unseen = [get_gradient_edge(y).node]
     seen: set[Any] = {None}
     while unseen:
@@ -100,10 +113,11 @@ def leaves_behind(y: Tensor) -> tuple[list[Tensor], bool]:
         seen.add(node)
         only_whole |= node.name() in ONLY_WHOLE
         edges = node.next_functions
+        older |= bool(edges) and node._sequence_nr() < since
         if not edges and hasattr(node, "variable"):
             leaves.append(node.variable)
         unseen.extend([following for following, _ in edges])
-    return leaves, only_whole
+    return leaves, only_whole, older
 
 
 @contextmanager

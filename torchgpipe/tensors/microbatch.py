@@ -134,19 +134,26 @@ def check(value: object, what: str = "input") -> None:
         return
     if isinstance(value, Tensor):
         return
+    refuse_array(value, what)
     if not isinstance(value, tuple) or not value:
         got = "an empty tuple" if isinstance(value, tuple) else type(value).__name__
-        advice = ""
-        if got == "ndarray":
-            advice = "; torch.from_numpy() makes a tensor of it"
-        elif callable(value):
-            advice = "; call step(criterion, input, target)"
+        advice = "; call step(criterion, input, target)" if callable(value) else ""
         raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}{advice}")
     for k, item in enumerate(value):
+        refuse_array(item, f"element {k} of {what}")
         if not isinstance(item, Tensor):
             raise TypeError(
                 f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}"
             )
+
+
+def refuse_array(value: object, what: str) -> None:
+    """Raise `TypeError` if a value is a NumPy array."""
+    if type(value).__name__ == "ndarray":
+        raise TypeError(
+            f"{what} must be a tensor or a tuple of tensors, but got ndarray; torch.from_numpy() "
+            "makes a tensor of it"
+        )
 
 
 def scatter(

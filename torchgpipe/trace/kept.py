@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -58,19 +59,20 @@ class KeptResults:
         paths = {path: part for path, part in module.named_modules() if part in whole}
         self._slots: dict[str, list[Slots]] = {}
         runs = []
-        for size in SIZES:
+        # The shapes must not depend on which samples are chosen, either.
+        for first, size in product((True, False), SIZES):
             run: dict[str, list[_Result]] = {path: [] for path in paths}
             slots: dict[str, list[Slots]] = {path: [] for path in paths}
             with as_it_was(module), torch.inference_mode(False), torch.no_grad():
                 for path, part in paths.items():
                     keep = partial(_keep, run[path], slots[path])
                     part.register_forward_hook(keep)
-                signature.call(module, _resized(signature, inputs, size))
+                signature.call(module, _resized(signature, inputs, size, first))
             runs.append({path: list(map(tuple, results)) for path, results in run.items()})
             self._slots = self._slots or slots
         self._paths = paths.keys()
         try:
-            self._calls = general(runs, SIZES)
+            self._calls = general(runs, 2 * SIZES)
         except Differs as error:
             raise Untraceable(
                 f"a submodule of {type(module).__name__} that is kept whole returns tensors whose "
@@ -108,15 +110,16 @@ def _keep(
     slots.append(taken.again())
 
 
-def _resized(signature: Signature, inputs: Tensors, size: int) -> list[Tensor]:
+def _resized(signature: Signature, inputs: Tensors, size: int, first: bool) -> list[Tensor]:
     """Return the sample's tensors with another batch size: with fewer samples, or samples twice.
 
-    The samples stay in order, because sequences can be sorted by their lengths.
+    The samples stay in order, because sequences can be sorted by their lengths. `first` says
+    whether the first sample is among them; otherwise the last sample is.
     """
     resized = []
     for x, batched in zip(inputs, signature.batched, strict=True):
         if batched:
             chosen = [k * len(x) // size for k in range(size)]
-            x = x[chosen]
+            x = x[chosen] if first else x[[len(x) - 1 - k for k in reversed(chosen)]]
         resized.append(x.detach().clone())
     return resized

@@ -53,8 +53,8 @@ def check_notes(root: Module, notes: Notes) -> None:
                     at,
                     f"it calls {what}, which a recording cannot repeat",
                     "leave it out, because the pipeline does its own checkpointing: "
-                    "checkpoint='always'; or call it in a submodule, which is then kept as one "
-                    "layer",
+                    "checkpoint='always'; or call it in a small submodule, and keep this submodule "
+                    "as one layer: whole=[ItsClass]",
                 ) from None
             raise refused(
                 root,

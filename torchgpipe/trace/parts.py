@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -27,8 +27,8 @@ def within(value: Any, kind: type[T]) -> Iterator[T]:
         inner = value.values()
     elif isinstance(value, slice):
         inner = (value.start, value.stop, value.step)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        inner = [getattr(value, name) for name in value.__dataclass_fields__]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in fields(value)]
     for x in inner:
         yield from within(x, kind)
 

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.tensors.microbatch import Input, MicroBatches, TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import (
+    Input,
+    MicroBatches,
+    TensorOrTensors,
+    refuse_array,
+    tensors_of,
+)
 from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slots
 
@@ -46,6 +52,7 @@ class Signature:
         self._by_name = isinstance(sample, Mapping)
         self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in self._bound(args, kwargs).arguments.items():
+            refuse_array(value, name)
             self._given[name] = slots.taken(value)
             new = len(slots.tensors) - len(self.names)
             self.names += [name] * new
@@ -108,6 +115,7 @@ class Signature:
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
+            refuse_array(value, name)
             taken = slots.taken(value)
             given = self._given[name]
             if taken != given and not same(taken, given):

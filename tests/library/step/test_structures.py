@@ -72,6 +72,7 @@ ENTRIES: dict[str, Any] = {
     "a tuple of dictionaries": tuple({"boxes": x} for x in BOXES),
     "a tuple of names": ("a", "b", "c", "d"),
     "boxes, and nothing for one image": [BOXES[0], None, *BOXES[2:]],
+    "a tuple of dictionaries with tensors as long as the batch": tuple({"boxes": X} for _ in X),
     "sequences, one of them as long as the batch": BOXES,
     "an array of names": np.array(["a", "b", "c", "d"]),
 }
@@ -90,7 +91,6 @@ def test_what_has_an_entry_for_each_sample_is_split_by_entries(name: str) -> Non
 WHOLE: dict[str, Any] = {
     "tensors of the batch": (X, X + 1),
     "a list of tensors of the batch": [X, X + 1, X + 2, X + 3],
-    "dictionaries of the batch": ({"a": X}, {"b": X}, {"c": X}, {"d": X}),
 }
 
 
@@ -186,3 +186,16 @@ def test_a_weight_must_be_a_number(weight: Any) -> None:
     x = torch.randn(4, 2)
     with pytest.raises(TypeError, match="weight must return a number for each micro-batch"):
         piped().evaluate(mse_loss, x, x, weight=weight)
+
+
+def test_a_compiled_criterion_gives_the_same_gradients() -> None:
+    """Its backward works only if the graph of a micro-batch is not kept."""
+    criterion: Any = torch.compile(nn.CrossEntropyLoss(), backend="aot_eager")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    plain = copy.deepcopy(layers)
+    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2)
+    x, target = torch.randn(8, 4), torch.arange(8) % 4
+    model.step(criterion, x, target)
+    cross_entropy(plain(x), target).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
