@@ -15,8 +15,8 @@ from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
-from torchgpipe.tensors._autograd import leaves_behind, sequence_number, without_hooks
 from torchgpipe.tensors.item import Item
+from torchgpipe.tensors.leaves import leaves_behind, sequence_number, without_hooks
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, together
 from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.parts import tensors_in

@@ -6,8 +6,8 @@ If a later version of PyTorch renames or removes a name,
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -85,52 +85,6 @@ ONLY_WHOLE = {"CheckpointFunctionBackward", "RegisterPostBackwardFunctionBackwar
 
 These nodes accumulate gradients themselves, but only in a backward that goes to all leaves.
 """
-
-
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return the number of this thread's next autograd node. Each thread counts its own nodes."""
-
-
-def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
-    """Find the leaves of a graph.
-
-    Args:
-        y: The root of the graph.
-        since: A result of `sequence_number`.
-
-    Returns:
-        The leaves; whether a backward has to go to all of them; and whether the graph has a node
-        that is older than `since`.
-    """
-    leaves: list[Tensor] = []
-    only_whole = older = False
-    unseen = [get_gradient_edge(y).node]
-    seen: set[Any] = {None}
-    while unseen:
-        node: Any = unseen.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        only_whole |= node.name() in ONLY_WHOLE
-        edges = node.next_functions
-        older |= bool(edges) and node._sequence_nr() < since
-        if not edges and hasattr(node, "variable"):
-            leaves.append(node.variable)
-        unseen.extend([following for following, _ in edges])
-    return leaves, only_whole, older
-
-
-@contextmanager
-def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Disable the hooks of these leaves (`register_hook`) within this context."""
-    hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
-    try:
-        for x, _ in hooked:
-            x._backward_hooks = None
-        yield
-    finally:
-        for x, hooks in hooked:
-            x._backward_hooks = hooks
 
 
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor

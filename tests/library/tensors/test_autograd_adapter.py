@@ -21,7 +21,7 @@ PRIVATE = [
     ("torch._C._EnableTorchFunction", "tensors/_autograd.py"),
     ("torch._C.DisableTorchFunction", "tensors/_autograd.py"),
     ("torch.default_generator._cdata", "tensors/_autograd.py"),
-    ("torch._C._autograd._get_sequence_nr", "tensors/_autograd.py"),
+    ("torch._C._autograd._get_sequence_nr", "tensors/leaves.py"),
     ("torch._C._functorch.is_legacy_batchedtensor", "tensors/_autograd.py"),
     ("torch._C._functorch.peek_interpreter_stack", "tensors/_autograd.py"),
     ("torch._ops.HigherOrderOperator", "tensors/_autograd.py"),
