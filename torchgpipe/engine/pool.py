@@ -52,6 +52,7 @@ class Workers:
         self._lock = threading.Lock()
         self._closed = False
         self._relay: Relay | None = None  # of the current run, or of an interrupted run
+        self._by = 0  # the thread that has called that run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run each program in a thread, the last one in the calling thread; wait for their ends.
@@ -72,7 +73,7 @@ class Workers:
             # cannot leave it set for the caller.
             context = contextvars.copy_context()
             context.run(_running.set, (*_running.get(), self))
-            self._relay = relay
+            self._relay, self._by = relay, threading.get_ident()
             self._run_all(relay, [partial(context.copy().run, program) for program in programs])
             self._relay = None
             if relay.error is not None:
@@ -110,8 +111,9 @@ class Workers:
 
     def wait(self) -> None:
         """Wait until all programs of an interrupted run have ended."""
-        # After a fork, there are no threads to wait for.
-        if self._relay is not None and os.getpid() == self._process:
+        # After a fork, there are no threads to wait for. Another thread's run is not interrupted.
+        own = self._by == threading.get_ident() and os.getpid() == self._process
+        if self._relay is not None and own:
             self._relay.stop(KeyboardInterrupt())
             _wait(self._relay.running)
             self._relay = None

@@ -171,3 +171,34 @@ def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> Non
     other.sum().backward()
     with_gradient = [p.grad is not None for p in model.parameters()]
     assert with_gradient == [False, False, True]
+
+
+def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
+    """Only runs with gradients take turns. A step must not take an evaluation for interrupted."""
+    model = pipeline(2, chunks=2)
+    started, go_on = threading.Event(), threading.Event()
+    caught: list[BaseException] = []
+
+    def criterion(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        started.set()
+        go_on.wait(WAIT)
+        return y.sum()
+
+    def evaluate() -> None:
+        try:
+            model.evaluate(criterion, torch.ones(4, 2), torch.ones(4, 2))
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert started.wait(WAIT)
+    stepping = threading.Thread(
+        target=lambda: model.step(lambda y, t: y.sum(), torch.ones(4, 2), torch.ones(4, 2))
+    )
+    stepping.start()
+    time.sleep(0.1)  # the step, which begins meanwhile, has to wait for the worker threads
+    go_on.set()
+    for each in (thread, stepping):
+        each.join(WAIT)
+    assert caught == []
