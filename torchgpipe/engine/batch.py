@@ -208,7 +208,7 @@ class Batch:
             run(0)
             return
         locks: list[Any] = [stage.lock for stage in self._engine.stages]
-        if any(lock._is_owned() for lock in locks):
+        if backward_id() == -1 and any(lock._is_owned() for lock in locks):
             # The other threads would wait for the lock, and this thread would wait for them.
             raise RuntimeError(IN_A_TASK)
         if any(sharded(stage.modules) for stage in self._engine.stages):

@@ -188,6 +188,7 @@ def test_a_weight_must_be_a_number(weight: Any) -> None:
         piped().evaluate(mse_loss, x, x, weight=weight)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_criterion_gives_the_same_gradients() -> None:
     """Its backward works only if the graph of a micro-batch is not kept."""
     criterion: Any = torch.compile(nn.CrossEntropyLoss(), backend="aot_eager")
