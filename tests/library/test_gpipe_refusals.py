@@ -63,7 +63,8 @@ def called_in_a_task(where: str) -> Callable[[Any], object]:
         model = made(engine="workers", chunks=2, schedule="1F1B")
         register = getattr(model[0], where)
         register(lambda *_: model.predict(torch.ones(4, 2)))
-        return model.step(mse_loss, torch.ones(4, 2), torch.ones(4, 2))
+        x = torch.ones(4, 2, requires_grad=True)
+        return model.step(mse_loss, x, torch.ones(4, 2))
 
     return use
 
@@ -117,6 +118,7 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: chosen("cuda:0", 2), TypeError, f"{NO_LIST}'cuda:0'"),
     (lambda _: chosen(0, 2), TypeError, f"{NO_LIST}0"),
     (called_in_a_task("register_forward_hook"), RuntimeError, IN_A_TASK),
+    (called_in_a_task("register_full_backward_hook"), RuntimeError, IN_A_TASK),
     (lambda _: parts(LAYERS, 2), TypeError, NUMBERS + "2"),
     (lambda _: parts(LAYERS, [1]), ValueError, WRONG_SUM),
     (lambda _: parts(LAYERS, [3, 0]), ValueError, NONE_IN_ONE),

@@ -207,10 +207,12 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
-        locks: list[Any] = [stage.lock for stage in self._engine.stages]
-        if backward_id() == -1 and any(lock._is_owned() for lock in locks):
-            # The other threads would wait for the lock, and this thread would wait for them.
-            raise RuntimeError(IN_A_TASK)
+        last = max(self.programs)  # this thread runs the last program
+        for stage in self._engine.stages:
+            lock: Any = stage.lock
+            if self.orders.placement[stage.index] != last and lock._is_owned():
+                # Another thread would wait for the lock, and this thread would wait for it.
+                raise RuntimeError(IN_A_TASK)
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(SHARDED)
         with self._in_place, ASKING_PRIVATE_GENERATORS:

@@ -11,15 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from torchgpipe.engine.relay import Relay
-
-_running: contextvars.ContextVar[tuple[Workers, ...]] = contextvars.ContextVar(
-    "running", default=()
-)
-"""The `Workers` that run the current code.
-
-There are several if a pipeline is a layer of another pipeline.
-"""
-
+from torchgpipe.task.turns import RUNNING
 
 IN_A_TASK = (
     "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call it after the "
@@ -65,14 +57,14 @@ class Workers:
             Workers.__init__(
                 self, self._count
             )  # the lock, too: another thread may have held it at the fork
-        if self in _running.get():
+        if self in RUNNING.get():
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
         try:
-            # Set `_running` in a copy of the caller's context variables. So even an interrupt
+            # Set `RUNNING` in a copy of the caller's context variables. So even an interrupt
             # cannot leave it set for the caller.
             context = contextvars.copy_context()
-            context.run(_running.set, (*_running.get(), self))
+            context.run(RUNNING.set, (*RUNNING.get(), self))
             self._relay, self._by = relay, threading.get_ident()
             self._run_all(relay, [partial(context.copy().run, program) for program in programs])
             self._relay = None

@@ -78,8 +78,7 @@ class TaskGraph(GuardedTask):
         """Run the layers of a checkpointed task again to build its graph, if there is none yet."""
         if self.inputs is not None and self._edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
-                # A copy, because other threads may recompute at the same time.
-                self.guards.ambient.context.copy().run(self._recompute, self.inputs, keep)
+                self.guards.ambient.context().run(self._recompute, self.inputs, keep)
 
     def _recompute(self, inputs: Flat, keep: bool) -> None:
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING

@@ -202,3 +202,26 @@ def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
     for each in (thread, stepping):
         each.join(WAIT)
     assert caught == []
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_a_hook_in_the_last_partition_may_call_the_pipeline(schedule: str, mode: Any) -> None:
+    """It may do so in a first pass and in a recomputation, while all worker threads are busy."""
+    model = piped(linears(2), [1, 1], 2, checkpoint=mode, engine="workers", schedule=schedule)
+    x = torch.linspace(-1, 1, 8).view(4, 2)
+    with torch.no_grad():
+        expected = torch.cat([model[:](part) for part in x.chunk(2)])
+    outputs: list[torch.Tensor] = []
+    inside = threading.local()
+
+    def call(*_: Any) -> None:
+        if not hasattr(inside, "now"):
+            inside.now = True
+            outputs.append(model.predict(x))
+            del inside.now
+
+    model[-1].register_forward_hook(call)
+    model.step(nn.functional.mse_loss, x, x)
+    assert len(outputs) == (4 if mode == "always" else 2)
+    assert all(torch.equal(output, expected) for output in outputs)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torchgpipe.random.seeded import PrivateGenerator
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
+from torchgpipe.task.turns import RUNNING
 from torchgpipe.tensors._autograd import (
     NO_MODES,
     DeviceContext,
@@ -66,7 +67,6 @@ class AmbientModes(Guard):
         casts: Whether autocast is on.
         watched: The modes whose attributes may change, each with its attributes at the beginning.
         changed: The modes whose attributes have changed, known after all layers have run.
-        context: The context variables of the caller's code (`contextvars`).
     """
 
     def __init__(self, devices: Iterable[torch.device], *, threads: bool = False) -> None:
@@ -89,7 +89,17 @@ class AmbientModes(Guard):
         self._threads = threads
         self._checkpointing, self._recomputing = is_checkpointing(), is_recomputing()
         self._torch_function = torch_function_enabled()
-        self.context = contextvars.copy_context()
+        self._context = contextvars.copy_context()
+
+    def context(self) -> contextvars.Context:
+        """Return a copy of the caller's context variables (`contextvars`) for a recomputation.
+
+        It is a copy because several threads may recompute at the same time. In the copy, `RUNNING`
+        has its current value: a recomputation is inside of another run than the first pass.
+        """
+        context = self._context.copy()
+        context.run(RUNNING.set, RUNNING.get())
+        return context
 
     def again(self) -> Context:
         """Return a context that sets these modes in another thread or at a later time."""
