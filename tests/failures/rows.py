@@ -37,8 +37,8 @@ class Row:
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             outside of the pipeline ("outside").
-        others: A pattern of the error that other ranks must raise, at most 2 s after the timeout.
-            If it is empty, other ranks must not raise an error.
+        others: A pattern of the error that other ranks must raise, at most 10 s after the timeout
+            (2 s on a machine that is not busy). If it is empty, other ranks must not raise.
         own: A pattern of the error that the rank with the fault raises, if it can raise an error.
         engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.

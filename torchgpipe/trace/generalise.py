@@ -37,6 +37,16 @@ class Grows:
     fixed: int
 
 
+_OTHER_CALLS = (
+    "keep the submodule that has this line as one layer, whole=[ItsClass], or say which arguments "
+    "have no batch dimension, shared=[…]"
+)
+_ONE_SAMPLE = (
+    "a module can make other calls for a single sample: give sequential two samples or more, and "
+    "the pipeline micro-batches of two samples or more"
+)
+
+
 def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Call]:
     """Merge the recordings into one list of calls. Numbers that differ are replaced by `Grows`.
 
@@ -74,8 +84,7 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
             root,
             at,
             f"with batches of {', '.join(samples)} samples it does not do the same: {error}",
-            "keep the submodule that has this line as one layer, whole=[ItsClass], or say which "
-            "arguments have no batch dimension, shared=[…]",
+            _ONE_SAMPLE if 1 in sizes else _OTHER_CALLS,
         ) from None
     return calls
 

@@ -26,7 +26,7 @@ from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import Notes, check_notes
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.recorder import Recorder
-from torchgpipe.trace.refuse import Untraceable, where
+from torchgpipe.trace.refuse import Untraceable, refused, where
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
@@ -89,6 +89,12 @@ def record(
             why = f"{type(error).__name__}: {lines[0] if lines else ''}"
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 why = "it depends on what is in a tensor, not only on its shape"
+            if "hidden size" in why:  # PyTorch's RNNs say so
+                what = (
+                    "the state of an RNN has the batch in dimension 1: let the module take it with "
+                    "the batch in dimension 0, and transpose it there: state.transpose(0, 1)"
+                )
+                raise refused(recorder.root, where(error), why, what) from error
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())

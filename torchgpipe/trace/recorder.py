@@ -19,7 +19,7 @@ from torchgpipe.trace.calls import Call, Device, Held, Value
 from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import NOTED, Notes
 from torchgpipe.trace.parts import Slots, tensors_in
-from torchgpipe.trace.refuse import Untraceable, Where, refused, where
+from torchgpipe.trace.refuse import Untraceable, Where, class_of, refused, where
 from torchgpipe.trace.restore import random_states
 from torchgpipe.trace.whole import stays_whole
 
@@ -270,19 +270,11 @@ class Recorder(TorchFunctionMode):
         modules = [m for m in self._opened if m is not self.root]
         if modules:
             module = modules[-1]
-            what = (
-                f"keep its {type(module).__name__} as one layer: whole=[{self._class_of(module)}]"
-            )
+            kind = class_of(module, self.root)
+            what = f"keep its {type(module).__name__} as one layer: whole=[{kind}]"
         else:
             what = "put that part into a submodule, and keep it whole: whole=[ThatClass]"
         return refused(self.root, at, why, what)
-
-    def _class_of(self, module: Module) -> str:
-        """Return an expression for a submodule's class; by its path if PyTorch has this name."""
-        kind = type(module)
-        if getattr(nn, kind.__name__, kind) is not kind and module in self._paths:
-            return f"type(module.get_submodule({self._paths[module]!r}))"
-        return kind.__name__
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
         """Run a module on fake tensors; if that fails, return its result of an earlier run."""

@@ -36,6 +36,24 @@ def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceab
     return Untraceable(f"{type(root).__name__} cannot be traced{place}\n  {why}\n  {what}")
 
 
+def class_of(module: nn.Module, root: nn.Module) -> str:
+    """Return an expression for a submodule's class, for the argument `whole` of `sequential`.
+
+    It is the name of the class or, if another class has this name, contains the submodule's path.
+    """
+    kind = type(module)
+    alike = {getattr(nn, kind.__name__, kind)}
+    path = ""
+    for name, part in root.named_modules():
+        if part is module:
+            path = name
+        if type(part).__name__ == kind.__name__:
+            alike.add(type(part))
+    if alike == {kind} or not path:
+        return kind.__name__
+    return f"type(module.get_submodule({path!r}))"
+
+
 def where(error: BaseException | None = None) -> Where:
     """Return the file and line of the innermost code that is not PyTorch's or this library's.
 

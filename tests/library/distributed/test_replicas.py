@@ -60,6 +60,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+# torch.jit.trace reads all properties, also the old name of one.
 @pytest.mark.filterwarnings("ignore:DistributedGPipe. silence is now called timeout")
 def test_tracing_does_not_read_what_only_ddp_reads() -> None:
     ours, _ = small()

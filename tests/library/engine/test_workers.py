@@ -177,31 +177,25 @@ def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
     """Only runs with gradients take turns. A step must not take an evaluation for interrupted."""
     model = pipeline(2, chunks=2)
     started, go_on = threading.Event(), threading.Event()
-    caught: list[BaseException] = []
+    ones = torch.ones(4, 2)
 
     def criterion(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         started.set()
         go_on.wait(WAIT)
         return y.sum()
 
-    def evaluate() -> None:
-        try:
-            model.evaluate(criterion, torch.ones(4, 2), torch.ones(4, 2))
-        except BaseException as error:
-            caught.append(error)
+    def run(k: int) -> object:
+        if k == 0:
+            return model.evaluate(criterion, ones, ones)
+        assert started.wait(WAIT)
+        if k == 1:
+            return model.step(lambda y, t: y.sum(), ones, ones)
+        time.sleep(0.1)  # the step, which begins meanwhile, has to wait for the worker threads
+        go_on.set()
+        return None
 
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    assert started.wait(WAIT)
-    stepping = threading.Thread(
-        target=lambda: model.step(lambda y, t: y.sum(), torch.ones(4, 2), torch.ones(4, 2))
-    )
-    stepping.start()
-    time.sleep(0.1)  # the step, which begins meanwhile, has to wait for the worker threads
-    go_on.set()
-    for each in (thread, stepping):
-        each.join(WAIT)
-    assert caught == []
+    results = at_once(3, run)
+    assert [result for result in results if isinstance(result, BaseException)] == []
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

@@ -1,7 +1,6 @@
 """Common mistakes with a pipeline, and words that their error messages must have."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ def replaced_layer() -> object:
     return pipeline(X)
 
 
-def recorded_twice(folder: Path) -> None:
+def recorded_twice() -> None:
     pipeline = model()
     with record(pipeline), record(pipeline):
         pass
@@ -76,7 +75,6 @@ def transformed() -> object:
 
 LAYER = nn.Linear(2, 2)
 V_BALANCE = "give a balance of 4 partitions"
-DISTRIBUTED = DistributedGPipe
 
 Mistake = tuple[Callable[[], object], list[str]]
 """What was done, and words that the message must have."""
@@ -211,7 +209,7 @@ MISTAKES: dict[str, Mistake] = {
         ["'0.weight' is on device 'meta'", "give init=..."],
     ),
     "no process group": (
-        lambda: DISTRIBUTED(layers(), [1, 1]),
+        lambda: DistributedGPipe(layers(), [1, 1]),
         ["there is no process group", "init_process_group()", "torchrun"],
     ),
     # What is done with a pipeline.
@@ -235,7 +233,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "keeping no state": (lambda: Saves("never-made", keep=0), ["at least 1", "got 0"]),
     "recording what is recorded": (
-        lambda: recorded_twice(Path()),
+        recorded_twice,
         ["model.observer", "set it to None first"],
     ),
 }

@@ -4,6 +4,7 @@ A message is one line. Only a module that cannot be traced has three lines: the 
 module, the reason, and what to do.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
+
+
+class WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 2, batch_first=True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> Any:
+        output, _ = self.rnn(x, state)
+        return self.out(output)
 
 
 def traced(function: Callable[[Any, Tensor], Any], x: Tensor = X, **options: Any) -> object:
@@ -131,6 +142,14 @@ UNTRACED: dict[str, Mistake] = {
         lambda: traced(state_of_rnn, torch.zeros(4, 3, 2), whole=[nn.GRU]),
         ["batch is in dimension 1", "state.transpose(0, 1)"],
     ),
+    "the state of an RNN as input": (
+        lambda: sequential(WithState(), (torch.zeros(4, 3, 2), torch.zeros(1, 4, 2))),
+        ["Expected hidden size", "batch in dimension 1", "state.transpose(0, 1)"],
+    ),
+    "a single sample": (
+        lambda: traced(lambda net, x: net.a(x) if len(x) > 1 else net.a(x) + 1, X[:1]),
+        ["1 samples", "give sequential two samples or more"],
+    ),
     "a checkpoint": (
         lambda: traced(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False))),
         ["torch.utils.checkpoint", "leave it out", "checkpoint='always'"],
@@ -163,18 +182,16 @@ def test_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [word for word in words if word not in message] == []
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
 def test_a_target_on_another_device_is_named() -> None:
-    target: Tensor = X.to("meta")
     with pytest.raises(RuntimeError) as caught:
-        step(mse_loss, X, target)
-    notes = getattr(
-        caught.value, "__notes__", ["before Python 3.11, errors have no notes: on meta"]
-    )
-    assert any("on meta" in note for note in notes)
+        step(mse_loss, X, X.to("meta"))
+    (note,) = vars(caught.value)["__notes__"]
+    assert note.endswith("the output is on cpu, but a tensor of the target on meta")
 
 
 def test_success_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Guess which arguments have a batch dimension. Wrong guesses fail on fake tensors."""
+    """`sequential` guesses which arguments have a batch dimension. Wrong guesses fail silently."""
     case = CASES["a mask as long as the batch"]
     sequential(case.make(), case.sample())
     assert capfd.readouterr() == ("", "")

@@ -88,19 +88,6 @@ def test_what_has_an_entry_for_each_sample_is_split_by_entries(name: str) -> Non
     assert len(last) == 1
 
 
-WHOLE: dict[str, Any] = {
-    "tensors of the batch": (X, X + 1),
-    "a list of tensors of the batch": [X, X + 1, X + 2, X + 3],
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_tensors_of_the_batch_size_are_split_within_their_container(name: str) -> None:
-    target = WHOLE[name]
-    _, last = parted(target, [3, 1])
-    assert len(last) == len(target)
-
-
 def test_arrays_that_are_not_of_the_batch_size_are_not_split() -> None:
     names = np.array(["cat", "dog"])
     assert all(part is names for part in parted(names, [3, 1]))
@@ -188,6 +175,7 @@ def test_a_weight_must_be_a_number(weight: Any) -> None:
         piped().evaluate(mse_loss, x, x, weight=weight)
 
 
+# torch.compile reads all attributes of a tensor, even `.grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_criterion_gives_the_same_gradients() -> None:
     """Its backward works only if the graph of a micro-batch is not kept."""

@@ -79,8 +79,8 @@ def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
         torch.testing.assert_close(grad, p.grad)
 
 
-class Longest(Encoder):
-    """An encoder whose output is only as long as the longest sentence of the micro-batch."""
+class AllWords(Encoder):
+    """An encoder whose output is as long as all sentences of the micro-batch together."""
 
     def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         encoded = super().forward(words, lengths)
@@ -91,7 +91,7 @@ class Longest(Encoder):
     ("encoder", "device", "message"),
     [
         (Encoder, "meta", "needs the contents of tensors.*with the module on the CPU"),
-        (Longest, "cpu", "shapes do not follow from the batch size"),
+        (AllWords, "cpu", "shapes do not follow from the batch size"),
     ],
 )
 def test_refusals(encoder: type[Encoder], device: str, message: str) -> None:
