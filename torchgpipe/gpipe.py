@@ -20,7 +20,7 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step.losses import run_step
-from torchgpipe.step.request import StepRequest, no_criterion
+from torchgpipe.step.request import StepRequest, check_criterion
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
 from torchgpipe.uncompiled import run_uncompiled
@@ -242,8 +242,7 @@ class GPipe(Partitioned):
         Raises:
             TypeError: If `criterion` is not a function.
         """
-        if not callable(criterion) or isinstance(criterion, type):
-            raise no_criterion(criterion, "loss")
+        check_criterion(criterion, "loss")
         args, kwargs = self._arguments(input)
         return criterion(self(*args, **kwargs), target)
 

@@ -191,7 +191,7 @@ class Connections(Wires):
 
         Args:
             end: `Sender` or `Receiver`.
-            kind: One of `KINDS`.
+            kind: One of `wire.KINDS`.
             peer: The other rank.
             stages: The two stages that the wire connects, the lower one first.
         """
@@ -235,7 +235,7 @@ class Connections(Wires):
             what: A name for the message. Other ranks compare it with the name that they expect.
             tensors: The tensors of the message.
             about: Plain Python values that are sent in the same message.
-            kind: One of `KINDS`.
+            kind: One of `wire.KINDS`.
         """
         for peer in self._others:
             sender = self.wire(Sender, kind, peer)
@@ -248,7 +248,7 @@ class Connections(Wires):
         Args:
             what: The name that the message has to have.
             peer: The rank that sends.
-            kind: One of `KINDS`.
+            kind: One of `wire.KINDS`.
 
         Raises:
             RuntimeError: If the message has another name, because the ranks make different calls.

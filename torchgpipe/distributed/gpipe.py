@@ -319,9 +319,10 @@ class DistributedGPipe(Partitioned):
         return batch.finished(request)
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
-        if self._signature is not None:
-            args, kwargs = (self._signature.input_of(args, kwargs),), {}
-        input = the_input(args, kwargs)
+        if self._signature is None:
+            input = the_input(args, kwargs)
+        else:
+            input = self._signature.input_of(args, kwargs)
         check(input)
         return divided(input, self.chunks, self._stages[0], self._signature)
 

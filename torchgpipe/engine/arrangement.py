@@ -109,7 +109,7 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
     return Orders(used.placement, forwards, rest, used.lists)
 
 
-def warn_of_forwards_out_of_order(arrangement: Arrangement, stages: Sequence[Stage]) -> None:
+def warn_of_order(arrangement: Arrangement, stages: Sequence[Stage]) -> None:
     """Warn if batch norms will see the micro-batches in another order than without a pipeline."""
     schedule = arrangement.schedule
     if not isinstance(schedule, Schedule):
@@ -122,7 +122,7 @@ def warn_of_forwards_out_of_order(arrangement: Arrangement, stages: Sequence[Sta
         if numbers == sorted(numbers):
             continue
         norms = [m for m in stage.modules if isinstance(m, _BatchNorm) and m.track_running_stats]
-        if len(norms) > len(stage.deferred_norms):
+        if not set(norms) <= set(stage.deferred_norms):
             warnings.warn(
                 f"stage {stage.index} has a batch norm, but {schedule.name} does not run the "
                 "forwards of its micro-batches in order; so the running statistics are updated in "

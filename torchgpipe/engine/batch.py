@@ -16,12 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchgpipe.engine.arrangement import (
-    Arrangement,
-    orders,
-    overlaps,
-    warn_of_forwards_out_of_order,
-)
+from torchgpipe.engine.arrangement import Arrangement, orders, overlaps, warn_of_order
 from torchgpipe.engine.pool import IN_A_TASK, SHARDED, Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
@@ -60,7 +55,7 @@ class WorkersEngine:
         self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
-        warn_of_forwards_out_of_order(arrangement, stages)
+        warn_of_order(arrangement, stages)
         self.workers = Workers(max(0, arrangement.n - 1))
         self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
@@ -207,16 +202,17 @@ class Batch:
         if len(self.programs) == 1:
             run(0)
             return
-        last = max(self.programs)  # this thread runs the last program
+        own = self.orders.placement[-1]  # this thread runs the last stage, and so the criterion
         for stage in self._engine.stages:
             lock: Any = stage.lock
-            if self.orders.placement[stage.index] != last and lock._is_owned():
+            if self.orders.placement[stage.index] != own and lock._is_owned():
                 # Another thread would wait for the lock, and this thread would wait for it.
                 raise RuntimeError(IN_A_TASK)
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(SHARDED)
         with self._in_place, ASKING_PRIVATE_GENERATORS:
-            self._engine.workers.run(relay, [partial(run, d) for d in self.programs])
+            in_order = sorted(self.programs, key=lambda d: d == own)
+            self._engine.workers.run(relay, [partial(run, d) for d in in_order])
 
     def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         # An interrupt can come before any line, so record the changes before they are made.

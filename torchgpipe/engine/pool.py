@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from torchgpipe.engine.relay import Relay
-from torchgpipe.task.turns import RUNNING
+from torchgpipe.task.guards.modes import RUNNING
 
 IN_A_TASK = (
     "a layer, or a hook of a layer, calls the pipeline in the middle of a task; call it after the "

@@ -112,10 +112,11 @@ class OptimizerState:
 
         A tensor that has the shape of its parameter gets the parameter's strides, too.
         """
+        own = {*self.names}
         states: dict[str, Content] = defaultdict(dict)
         for key, value in content.items():
             name = parameter(key)
-            if name is None:
+            if name is None or name not in own:
                 continue
             p = self._parameters[name]
             alike = isinstance(value, Tensor) and value.shape == p.shape
@@ -185,7 +186,7 @@ def same(x: Any, y: Any) -> bool:
         return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
     if isinstance(x, list | tuple):
         return len(x) == len(y) and all(map(same, x, y))
-    if dataclasses.is_dataclass(x):
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x)]
         return all(same(getattr(x, name), getattr(y, name)) for name in names)
     return _same_objects(x, y)

@@ -101,11 +101,7 @@ class State:
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
         """
-        packed = []
-        for optimizer in self._optimizers:
-            own = {key: x for key, x in content.items() if parameter(key) in optimizer.names}
-            packed.append(optimizer.packed(own, options))
-        return packed
+        return [optimizer.packed(content, options) for optimizer in self._optimizers]
 
     def put(self, content: Content, packed: list[Content], *, same_ranks: bool) -> None:
         """Load values into the layers, the optimizers and the generators; delete all gradients.

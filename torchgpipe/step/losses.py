@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
-from torchgpipe.step.request import StepRequest, no_criterion
+from torchgpipe.step.request import StepRequest, check_criterion
 from torchgpipe.step.shares import Shares, warn_of_other_means
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
@@ -238,9 +238,8 @@ def run_step(
     Raises:
         RuntimeError: If the caller wants a backward, but gradients are off.
     """
-    criterion = request.criterion
-    if batch.last and (not callable(criterion) or isinstance(criterion, type)):
-        raise no_criterion(criterion)
+    if batch.last:
+        check_criterion(request.criterion)
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError(
             "step() runs a backward, but gradients are off here; call evaluate() instead"

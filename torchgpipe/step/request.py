@@ -22,14 +22,15 @@ class StepRequest(NamedTuple):
     backward: bool = True  # `step` runs a backward, and `evaluate` does not
 
 
-def no_criterion(given: object, call: str = "step") -> TypeError:
-    """Return the error for a call of `step` or `loss` without a criterion."""
+def check_criterion(given: object, call: str = "step") -> None:
+    """Raise `TypeError` if `step` or `loss` is given something else than a criterion."""
     if isinstance(given, type):
         name = given.__name__
-        return TypeError(
+        raise TypeError(
             f"the criterion must be a function, but got the class {name}; give {name}()"
         )
-    return TypeError(
-        "the criterion must be a function of an output and its target, but got "
-        f"{type(given).__name__}; call {call}(criterion, input, target)"
-    )
+    if not callable(given):
+        raise TypeError(
+            "the criterion must be a function of an output and its target, but got "
+            f"{type(given).__name__}; call {call}(criterion, input, target)"
+        )

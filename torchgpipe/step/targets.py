@@ -40,8 +40,7 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
                 "a target for each micro-batch of the input"
             )
         return [with_tensors(lambda x: x, each) for each in target]
-    if _is_array(target) and target.dtype.kind in "biufc":  # numbers
-        target = torch.as_tensor(target)
+    target = _as_tensor(target)
     if isinstance(target, Tensor):
         return _split(target, sizes)
     if _has_an_entry_for_each_sample(target, sizes):
@@ -59,10 +58,9 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
     Arrays of numbers become tensors. If nothing in the target changes, return the target itself.
     """
+    target = _as_tensor(target)
     if isinstance(target, Tensor):
         return function(target)
-    if _is_array(target) and target.dtype.kind in "biufc":
-        return function(torch.as_tensor(target))
     values, make = _taken_apart(target)
     return make([with_tensors(function, x) for x in values])
 
@@ -131,6 +129,12 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
             "Python number, or let the criterion close over it"
         )
     return list(target.split([*sizes]))
+
+
+def _as_tensor(target: Any) -> Any:
+    """Return an array of numbers as a tensor, and anything else as it is."""
+    numbers = not isinstance(target, Tensor) and _is_array(target) and target.dtype.kind in "biufc"
+    return torch.as_tensor(target) if numbers else target
 
 
 def _is_array(x: object) -> bool:

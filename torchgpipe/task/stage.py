@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.tensors.observe import NOTHING
-from torchgpipe.trace.parts import Slots, Structure
+from torchgpipe.trace.parts import Slots
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -118,7 +119,7 @@ class Stage:
 
         Returns:
             First the tensors of the output, followed by the skips that leave the partition. Second
-            the class of the output.
+            the form of the output.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -135,8 +136,8 @@ class Stage:
             slots = Slots()
             structure = slots.taken(y)
             if slots.tensors:
-                form_of_output: Any = Structure(structure, slots.again())
-                return (*slots.tensors, *skips), form_of_output
+                put_back: Any = partial(slots.again().put_back, structure)
+                return (*slots.tensors, *skips), put_back
         check(y, f"output of partition {self.index}")
         return (*y, *skips), type(y)
 

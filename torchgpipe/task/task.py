@@ -90,7 +90,7 @@ class TaskGraph(GuardedTask):
         self.inputs = self.inputs if keep else None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers and build a graph; return inputs, outputs, and the class of the output."""
+        """Run the layers and build a graph; return inputs, outputs, and the form of the output."""
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)

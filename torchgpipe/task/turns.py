@@ -57,12 +57,6 @@ class Turn:
         self.stand_ins: set[int] = set()
 
 
-RUNNING: ContextVar[tuple[object, ...]] = ContextVar("running", default=())
-"""The pools of threads (`Workers`) that run the current code.
-
-There are several if a pipeline is a layer of another pipeline.
-"""
-
 _turns: ContextVar[tuple[Turn, ...]] = ContextVar("turns", default=())
 """The turns of the runs that the current code is inside of; the innermost run is last."""
 

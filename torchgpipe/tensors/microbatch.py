@@ -19,7 +19,9 @@ Flat = tuple[Tensor | None, ...]
 Form = type[Any]
 """The class of a micro-batch: `Tensor` for a single tensor, `tuple`, or a subclass of `tuple`.
 
-The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`.
+The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`. If the last
+partition returns another structure, such as a dictionary, its form is a function that makes the
+structure of its tensors.
 """
 
 
@@ -83,8 +85,8 @@ def together(form: Form, tensors: Flat) -> Any:
         return tensors[0]
     if form is tuple:
         return tensors
-    # A class of `torch.return_types` has no other constructor. A `Structure` is called, too.
-    if hasattr(form, "n_fields"):
+    # A class of `torch.return_types` has no other constructor.
+    if not isinstance(form, type) or hasattr(form, "n_fields"):
         return form(tensors)
     # A named tuple is made without its own constructor, because the constructor of a subclass can
     # take other arguments.

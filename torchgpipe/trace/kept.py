@@ -3,7 +3,7 @@
 from collections.abc import Container
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,8 @@ class NeedsResults(Exception):
     """An internal error: a submodule that is kept whole cannot run on fake tensors."""
 
 
-class _Result(NamedTuple):
-    """The result of a call: its structure with slots for the tensors, and the tensors' forms."""
-
-    structure: Any
-    forms: list[Form]
+_Result = tuple[Any, list[Form]]
+"""The result of a call: its structure with slots for the tensors, and the tensors' forms."""
 
 
 class KeptResults:
@@ -68,9 +65,8 @@ class KeptResults:
                     keep = partial(_keep, run[path], slots[path])
                     part.register_forward_hook(keep)
                 signature.call(module, _resized(signature, inputs, size, first))
-            runs.append({path: list(map(tuple, results)) for path, results in run.items()})
+            runs.append(run)
             self._slots = self._slots or slots
-        self._paths = paths.keys()
         try:
             self._calls = general(runs, 2 * SIZES)
         except Differs as error:
@@ -80,7 +76,7 @@ class KeptResults:
             ) from None
 
     def __contains__(self, path: str) -> bool:
-        return path in self._paths
+        return path in self._slots
 
     def result(self, path: str, call: int, size: int, device: torch.device | None) -> Any:
         """Return empty tensors in the structure of a result.
@@ -106,7 +102,7 @@ def _keep(
     taken = Slots()
     structure = taken.taken(result)
     forms = [(tuple(x.shape), x.dtype, x.device) for x in taken.tensors]
-    results.append(_Result(structure, forms))
+    results.append((structure, forms))
     slots.append(taken.again())
 
 

@@ -79,9 +79,6 @@ class Slots(TorchFunctionMode):
         ids = map(id, self._slots)
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def again(self) -> Slots:
         """Return a new `Slots` object with the same slots as this object, but without tensors."""
         return Slots(self._slots)
@@ -97,18 +94,3 @@ class Slots(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             return self._slot(args[0])
         return func(*args, **(kwargs or {}))
-
-
-class Structure:
-    """A structure of tensors, such as a dictionary, in the place of the class of a tuple.
-
-    Like a class of `torch.return_types`, it is called with the tensors, and returns the value.
-    """
-
-    def __init__(self, value: Any, slots: Slots) -> None:
-        self._value, self._slots = value, slots
-        self.n_fields = len(slots)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors."""
-        return self._slots.put_back(self._value, tensors)

@@ -52,7 +52,6 @@ class Signature:
         self._by_name = isinstance(sample, Mapping)
         self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in self._bound(args, kwargs).arguments.items():
-            refuse_array(value, name)
             self._given[name] = slots.taken(value)
             new = len(slots.tensors) - len(self.names)
             self.names += [name] * new

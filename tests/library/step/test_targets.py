@@ -15,7 +15,7 @@ from torchgpipe import GPipe
 from torchgpipe.step.targets import parted
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-SCHEDULES = ["GPipe", "1F1B", "ZBH1"]
+SCHEDULES = ["GPipe", "1F1B", "ZBH1", "ZBVZeroBubble"]
 
 
 @dataclass
@@ -62,12 +62,13 @@ def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 5))
 
 
 def pipeline(module: nn.Sequential, schedule: str, engine: Any) -> GPipe:
+    balance = [1, 1, 1, 1] if schedule == "ZBVZeroBubble" else [2, 2]
     devices = ["cpu", "cpu"]
-    return GPipe(module, [2, 1], devices=devices, chunks=4, schedule=schedule, engine=engine)
+    return GPipe(module, balance, devices=devices, chunks=4, schedule=schedule, engine=engine)
 
 
 def assert_gradients_are_close(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
@@ -142,12 +143,10 @@ def test_a_criterion_that(name: str, schedule: str) -> None:
     assert_gradients_are_close(parameters, list(expected))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_criterion_may_log(schedule: str) -> None:
-    balance = [1, 1, 1, 1] if schedule == "ZBVZeroBubble" else [2, 2]
-    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh())
-    devices = ["cpu", "cpu"]
-    model = GPipe(module, balance, devices=devices, chunks=4, schedule=schedule)
+    module = layers()
+    model = pipeline(module, schedule, "auto")
     x, target = torch.randn(8, 6), torch.randint(5, (8,))
 
     def criterion(output: Tensor, target: Tensor) -> tuple[Tensor, list[int]]:

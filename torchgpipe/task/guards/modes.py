@@ -27,7 +27,6 @@ from torch import Tensor
 
 from torchgpipe.random.seeded import PrivateGenerator
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
-from torchgpipe.task.turns import RUNNING
 from torchgpipe.tensors._autograd import (
     NO_MODES,
     DeviceContext,
@@ -41,6 +40,13 @@ from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_
 from torchgpipe.tensors.observe import NOTHING
 
 _WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
+
+
+RUNNING: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("running", default=())
+"""The pools of threads (`Workers`) that run the current code.
+
+There are several if a pipeline is a layer of another pipeline.
+"""
 
 
 class AmbientModes(Guard):
