@@ -287,7 +287,10 @@ def _state(layer: nn.Module) -> list[Any]:
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}
-        state.append((module._buffers, written_down))
+        buffers = dict(
+            module._buffers.items()
+        )  # the dictionary of a scripted module is not picklable
+        state.append((buffers, written_down))
     return state
 
 

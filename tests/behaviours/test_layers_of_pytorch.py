@@ -1,10 +1,12 @@
 """Layers with PyTorch tools that a pipeline supports only in part, with every schedule.
 
-A reentrant checkpoint is right everywhere. Operators that run functions of their own need the graph
-engine. Several gradients cannot be computed in one call.
+A reentrant checkpoint and a frozen scripted layer are right everywhere. A scripted layer with
+parameters is refused. Operators that run functions of their own need the graph engine. Several
+gradients cannot be computed in one call.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torchgpipe import GPipe
 from torchgpipe.schedules.named import NAMED
 
 from .compare import REORDERED, differences
+from .rows.buffers.parameters import SCRIPTED, frozen, scripted
 from .test_rows import TWICE
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
@@ -30,6 +33,12 @@ class Reentrant(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpointed(self.inner, x, use_reentrant=True)
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "a reentrant checkpoint": Reentrant,
+    "a frozen scripted layer": frozen,
+}
 
 
 class Conditional(nn.Module):
@@ -51,12 +60,17 @@ def piped(layer: nn.Module, schedule: str, engine: Any, checkpoint: Any = "never
 
 # This warning comes from a first forward pass, which runs without a graph.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(script|freeze)` is deprecated")
+@pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("schedule", NAMED)
-def test_a_reentrant_checkpoint(schedule: str, engine: str, mode: str) -> None:
-    model = piped(Reentrant(), schedule, engine, mode)
+def test_layers_that_are_right(schedule: str, engine: str, mode: str, name: str) -> None:
+    model = piped(RIGHT[name](), schedule, engine, mode)
     plain = copy.deepcopy(model[:])
+    # Unlike a step, this backward checks that the layers have not changed since the forward.
+    model(X).sum().backward()
+    model.zero_grad()
     loss = model.step(mse_loss, X, X.square())
     expected = torch.zeros(())
     for x, target in zip(X.chunk(2), X.square().chunk(2), strict=True):
@@ -64,6 +78,16 @@ def test_a_reentrant_checkpoint(schedule: str, engine: str, mode: str) -> None:
         part.backward()
         expected = expected + part.detach()
     assert differences((loss, model[:]), (expected, plain), REORDERED) == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("schedule", NAMED)
+def test_a_scripted_layer_with_parameters_is_refused(schedule: str, engine: str, mode: str) -> None:
+    model = piped(scripted(), schedule, engine, mode)
+    with pytest.raises(RuntimeError, match=SCRIPTED):
+        model.step(mse_loss, X, X)
 
 
 # `torch.cond` reads the gradients of its inputs.

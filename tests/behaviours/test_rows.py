@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 # These warnings come from torch.compile (without a pipeline, too), from
 # torch.distributed.checkpoint, and from a forked process.
-@pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method)` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method|freeze)` is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rows(case: Case) -> None:

@@ -85,7 +85,8 @@ class StageGuards:
         norms = norms_in_training(modules)
         self.memory = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
-        kind = (*[module.training for module in modules], *self.parameters.needs)
+        modes = [getattr(module, "training", False) for module in modules]
+        kind = (*modes, *self.parameters.needs)
         self.gradients = OutputGradients(
             stage.gradients_of(kind), self.parameters.ids, self.memory.begins_in_place
         )

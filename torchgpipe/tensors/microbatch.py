@@ -42,7 +42,7 @@ class MicroBatches:
             targets, each of any type.
 
     Raises:
-        TypeError: If `micro_batches` is neither a list nor a tuple.
+        TypeError: If `micro_batches` is neither a list nor a tuple, or has `MicroBatches` in it.
         ValueError: If the list is empty.
     """
 
@@ -54,6 +54,8 @@ class MicroBatches:
             raise TypeError(f"MicroBatches takes a list of micro-batches, but got {given}")
         if not self.micro_batches:
             raise ValueError("MicroBatches takes a list of at least one micro-batch, but got none")
+        if any(isinstance(each, MicroBatches) for each in self.micro_batches):
+            raise TypeError("MicroBatches takes micro-batches, but one of them is MicroBatches")
 
     def __len__(self) -> int:
         return len(self.micro_batches)

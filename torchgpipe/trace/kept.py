@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.utils.rnn import PackedSequence
 
 from torchgpipe.trace.generalise import SIZES, Differs, Grows, general
-from torchgpipe.trace.parts import Slots
+from torchgpipe.trace.parts import Slots, within
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
@@ -99,6 +100,13 @@ def _keep(
     results: list[_Result], slots: list[Slots], module: nn.Module, inputs: Any, result: Any
 ) -> None:
     """Keep the structure and shapes of a result; this is a forward hook."""
+    if any(within(result, PackedSequence)):
+        name = type(module).__name__
+        raise Untraceable(
+            f"{name} is kept whole and returns a PackedSequence, which other layers cannot take; "
+            "keep a larger submodule whole that packs and unpacks the sequences, or return padded "
+            f"sequences from {name} (pad_packed_sequence)"
+        )
     taken = Slots()
     structure = taken.taken(result)
     forms = [(tuple(x.shape), x.dtype, x.device) for x in taken.tensors]

@@ -104,6 +104,10 @@ MISTAKES: dict[str, Mistake] = {
         lambda: MicroBatches(X),  # type: ignore[arg-type]
         ["takes a list of micro-batches", "got Tensor"],
     ),
+    "micro-batches of micro-batches": (
+        lambda: MicroBatches([MicroBatches([X]), X]),
+        ["takes micro-batches", "one of them is MicroBatches"],
+    ),
     # The arguments of a step.
     "no criterion": (
         lambda: step(None),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from torchgpipe.modules import InPlace, Swap, modules_of
@@ -81,8 +82,9 @@ class UnchangedLayers(Guard):
         )
         swaps = []
         for module, mode, hooks, present in states:
-            # What torch.compile puts around a module has no mode of its own.
-            if mode != module.training and "training" in module.__dict__:
+            # Some modules have no mode of their own: those that torch.compile puts around a module,
+            # and those of torch.jit.
+            if "training" in module.__dict__ and mode != module.training:
                 swaps.append(Swap(module.__dict__, "training", mode))
             if hooks != present:
                 for name, items in zip(_HOOKS, hooks, strict=True):
@@ -95,7 +97,7 @@ class UnchangedLayers(Guard):
         modes = []
         hooked = False
         for module in self._modules:
-            modes.append(module.training)
+            modes.append(getattr(module, "training", False))  # torch.jit.freeze takes the mode away
             own = module.__dict__
             hooked = hooked or bool(
                 own["_forward_hooks"]
@@ -148,6 +150,8 @@ def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
     """
     found: list[tuple[nn.Module, str, object]] = []
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its constants are compiled, and its `forward` appears at the first call
         kind: Any = type(module)
         names = ("forward", *_UNDECLARED.get(kind, ()), *getattr(kind, "__constants__", ()))
         for name in names:
