@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -104,33 +103,51 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
     return trained(model, adam(model), 5, (23, 23, 20), loss_of) | more
 
 
-def test_equal_to_threads() -> None:
-    cases = [*product((1, 2, 5), MODES, (False, True), [1], ["GPipe"])]
-    # Here, some tensors are too large to be sent in one buffer with the message's description, so
-    # they are sent separately. A rank receives each of them into memory that an earlier one has
-    # used.
-    cases += product([4], MODES, [False], [3_000], ["GPipe"])
-    for chunks in (5, 1):
-        for name, mode in zip(NAMED, 2 * MODES, strict=True):
-            cases.append((chunks, mode, False, 1, name))
-    for chunks, checkpoint, deferred, times, name in cases:
-        options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": name}
-        options |= {"init": reset, "deferred_batch_norm": deferred}
-        stages_on_each = len(make(name, 1, 1).placement)
-        balance = BALANCE if stages_on_each == 1 else [1, 4, 1, 1, 1, 2]
-        ours = DistributedGPipe(layers(times), balance, **options)
-        devices = ["cpu"] * WORLD
-        threads = GPipe(layers(times), balance, devices=devices, engine="workers", **options)
-        placement, rank = ours.schedule.placement, dist.get_rank()
-        first, last = placement[0] == rank, placement[-1] == rank
+def assert_equal_to_threads(times: int = 1, **options: Any) -> None:
+    """Train with ranks and with workers, and compare all results.
 
-        found = stepped(ours, first, last)
+    Args:
+        times: A factor for the number of features.
+        options: Options of both pipelines.
+    """
+    name = options.setdefault("schedule", "GPipe")
+    options["init"] = reset
+    stages_on_each = len(make(name, 1, 1).placement)
+    balance = BALANCE if stages_on_each == 1 else [1, 4, 1, 1, 1, 2]
+    ours = DistributedGPipe(layers(times), balance, **options)
+    devices = ["cpu"] * WORLD
+    threads = GPipe(layers(times), balance, devices=devices, engine="workers", **options)
+    placement, rank = ours.schedule.placement, dist.get_rank()
+    first, last = placement[0] == rank, placement[-1] == rank
 
-        assert_same(found, stepped(threads))
-        with torch.no_grad():
-            output = ours.eval()(torch.ones(7, 5))
-        assert (output is None) == (not last)
-        ours.close()
+    found = stepped(ours, first, last)
+
+    assert_same(found, stepped(threads))
+    with torch.no_grad():
+        output = ours.eval()(torch.ones(7, 5))
+    assert (output is None) == (not last)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_equal_to_threads(chunks: int, mode: str, deferred: bool) -> None:
+    assert_equal_to_threads(chunks=chunks, checkpoint=mode, deferred_batch_norm=deferred)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_large_tensors(mode: str) -> None:
+    """Send tensors that are too large for one buffer with the message's description.
+
+    They are sent separately. A rank receives each of them into memory that an earlier one has used.
+    """
+    assert_equal_to_threads(3_000, chunks=4, checkpoint=mode)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize(("name", "mode"), [*zip(NAMED, 2 * MODES, strict=True)])
+def test_every_schedule_is_equal_to_threads(name: str, mode: str, chunks: int) -> None:
+    assert_equal_to_threads(chunks=chunks, checkpoint=mode, schedule=name)
 
 
 @pytest.mark.ranks(2)
