@@ -1,7 +1,7 @@
 """Define the command `run`, which runs experiments and shows their results."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import click
@@ -27,7 +27,7 @@ from reproduce.machine.devices import MOST_DEVICES
 from reproduce.machine.load import Load
 from reproduce.records.places import RUNS
 from reproduce.records.record import OFFERED, SUCCESS, Engine, write_atomically
-from reproduce.run.progress import Progress
+from reproduce.run.progress import Progress, duration
 from reproduce.run.recorder import Recorder
 from reproduce.tables.layout import many
 
@@ -151,6 +151,7 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
                 session.tell_others()
                 plan(session)
             recorder.save()
+            progress.say(how_long(progress, sessions))
             for session in sessions:
                 name = session.experiment.name
                 progress.say(f"running {name}: {session.experiment.title}")
@@ -165,17 +166,33 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
         progress.clear()
 
 
+def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
+    """Return a line that says how long a run will probably take, and how this is known.
+
+    The time includes building the models.
+    """
+    seconds = progress.seconds_left()
+    if seconds is None:
+        return "how long it takes is not known before its first steps"
+    (sources,) = {tuple(session.times.sources) for session in sessions}
+    return f"it takes about {duration(seconds)}, by {' and '.join(sources)}"
+
+
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
     """Return a function that creates the session of an experiment, which runs the experiment.
 
-    All sessions share the recorder, the profiled balances, and the measurement of the machine's
-    load.
+    All sessions share the recorder, the profiled balances, the estimated times of steps, and the
+    measurement of the machine's load.
     """
+    from reproduce.run.estimate import StepTimes, earlier_runs
     from reproduce.run.session import Session
     from reproduce.run.training import Balancer
 
     options = job.options
     balancer = Balancer(job.devices)
+    assert recorder.empty.run is not None
+    earlier = earlier_runs(options.out, recorder.empty.run)
+    times = StepTimes(job.devices, balancer, options.seed, earlier)
     load = Load()
     engines: list[Engine] = []
     for name, meant in OFFERED.items():
@@ -190,6 +207,7 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
             recorder=recorder,
             progress=progress,
             balancer=balancer,
+            times=times,
             seed=options.seed,
             steps=options.steps,
             emulate=job.emulate,
