@@ -12,6 +12,7 @@ from reproduce.cli.shared import (
     FILE,
     HARDWARE,
     PATH,
+    Command,
     command,
     described,
     devices,
@@ -34,7 +35,36 @@ from reproduce.tables.layout import many
 State = Literal["finished", "interrupted"]
 
 
-@command("run unet-memory --scale small", "run unet-speed --row baseline --row pipeline-2")
+class RunCommand(Command):
+    """A command whose option `--set` takes several settings: `--set n=4 m=16`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command line."""
+        return super().parse_args(ctx, with_each_set(args))
+
+
+def with_each_set(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with `--set` before each setting that follows `--set`."""
+    expanded = []
+    in_settings = False
+    previous = ""
+    for word in words:
+        is_setting = "=" in word and not word.startswith("-")
+        if is_setting and in_settings:
+            expanded.append("--set")
+        expanded.append(word)
+        follows = previous == "--set" or in_settings
+        in_settings = word.startswith("--set=") or (is_setting and follows)
+        previous = word
+    return expanded
+
+
+@command(
+    "run unet-memory --scale small",
+    "run unet-speed --row baseline --row pipeline-2",
+    "run unet-speed --row pipeline-2 --set n=4 m=16 batch_size=64",
+    cls=RunCommand,
+)
 @click.argument("experiments", nargs=-1, required=True, **known("experiment", lambda: EXPERIMENTS))
 @click.option(
     "--scale",
@@ -43,6 +73,13 @@ State = Literal["finished", "interrupted"]
 )
 @click.option(
     "--row", "rows", multiple=True, metavar="NAME", help="Run only this row; may be repeated."
+)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="FIELD=VALUE ...",
+    help="Change the rows of --row: n, m, batch_size, balance, checkpoint or a size of the model.",
 )
 @click.option("--all", "extra", is_flag=True, help="Speed: run the rows .../mb and .../pb, too.")
 @on
@@ -174,8 +211,9 @@ def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
     seconds = progress.seconds_left()
     if seconds is None:
         return "how long it takes is not known before its first steps"
-    (sources,) = {tuple(session.times.sources) for session in sessions}
-    return f"it takes about {duration(seconds)}, by {' and '.join(sources)}"
+    text = f"it takes about {duration(seconds)}"
+    sources = sessions[0].times.sources  # all sessions share them
+    return f"{text}, by {' and '.join(sources)}" if sources else text
 
 
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:

@@ -329,7 +329,7 @@ class Link:
         """
         if not self.papers:
             return row
-        name, _, _ = row.name.partition("/")
+        name, _, _ = (row.changed_from or row.name).partition("/")
         return self.papers.get(name) or next(iter(self.papers.values()))
 
 

@@ -58,6 +58,8 @@ class StepTimes:
             return seconds
         if model not in self._units:
             self._units[model] = self._timed(row)
+            if self._units[model] is not None:
+                self._note("a first timing of each model")
         unit = self._units[model]
         return None if unit is None else unit * work
 
@@ -95,7 +97,6 @@ class StepTimes:
                 seconds = time.perf_counter() - started
         except Exception:  # the run itself will tell why the model fails
             return None
-        self._note("a first timing of each model")
         return seconds / plain.work()
 
     def _note(self, source: str) -> None:
