@@ -61,8 +61,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
 
 @command(
     "run unet-memory --scale small",
-    "run unet-speed --row baseline --row pipeline-2",
-    "run unet-speed --row pipeline-2 --set n=4 m=16 batch_size=64",
+    "run unet-speed --row pipeline-2 --set n=4 m=16",
     cls=RunCommand,
 )
 @click.argument("experiments", nargs=-1, required=True, **known("experiment", lambda: EXPERIMENTS))
@@ -79,7 +78,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
     "changes",
     multiple=True,
     metavar="FIELD=VALUE ...",
-    help="Change the rows of --row: n, m, batch_size, balance, checkpoint or a size of the model.",
+    help="Change --row: n, m, batch_size, balance, checkpoint.",
 )
 @click.option("--all", "extra", is_flag=True, help="Speed: run the rows .../mb and .../pb, too.")
 @on
@@ -98,8 +97,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
     default=THREADS,
     show_default=True,
     metavar="NAME",
-    help="Speed: run partitions by threads, ranks (a process each), or torch (PyTorch's own "
-    "schedules); may be repeated.",
+    help="Speed: by threads, ranks (a process each) or torch (PyTorch's own); may be repeated.",
 )
 @click.option(
     "--emulate",

@@ -184,7 +184,9 @@ def test_rounds_and_rows_are_counted(fake: type[Fake], run: Any) -> None:
 
     run("tiny-speed", "--steps=2", rows=rows)
 
-    expected = [f"round {k} of 2, row {i} of {count}" for k in (1, 2) for i in range(1, count + 1)]
+    expected = []
+    for k in (1, 2):
+        expected += [f"round {k} of 2, row {i} of {count}" for i in range(1, count + 1)]
     assert counted(run.said, "round") == expected
     built = counted(run.said, "building")
     assert built[0] == f"building, row 1 of {emulated}"

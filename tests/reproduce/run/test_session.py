@@ -261,7 +261,10 @@ def test_memory_rows_run_alone_and_for_any_n(
     parameters = 1844858344
     assert published.values == {"parameters": parameters, "model_bytes": 12 * parameters}
     steps = re.findall(r"left: memory, (.*):", run.said)
-    assert steps == [f"step {step} of 2, row {k} of 5" for k in range(1, 6) for step in (1, 2)]
+    expected = []
+    for k in range(1, 6):
+        expected += [f"step {step} of 2, row {k} of 5" for step in (1, 2)]
+    assert steps == expected
 
 
 def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
