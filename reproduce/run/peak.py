@@ -166,7 +166,7 @@ def measure_memory(
         peak memory.
     """
     session.free()
-    session.start(f"building, {which}", session.job(job))
+    session.start(f"building, {which}", session.job(job), typical=False)
     data = FakeData([row], session.seed)
     training = Training(row, session.devices, data, session.balancer, session.seed)
 

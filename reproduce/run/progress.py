@@ -28,7 +28,7 @@ class Job:
         left: The number of steps that have not run yet.
         guess: The estimated seconds of a step; None if nothing is known.
         group: The name of the group of rows, or "".
-        seconds: The time of each step that has run.
+        seconds: The time of each typical step that has run.
     """
 
     left: int
@@ -52,7 +52,7 @@ class Progress:
         self.stream = stream or sys.stderr
         self.clock = clock
         self.jobs: dict[str, Job] = {}
-        self.current: tuple[str, float] | None = None
+        self.current: tuple[str, float, bool] | None = None
         self.bar: tqdm[Any] | None = None
         self.began_at: float | None = None
         self.shown_at: float | None = None
@@ -78,22 +78,26 @@ class Progress:
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
 
-    def start(self, job: str, text: str) -> None:
-        """Note that a step of a job starts now. The step ends when the next step starts."""
+    def start(self, job: str, text: str, *, typical: bool = True) -> None:
+        """Note that a step of a job starts now. The step ends when the next step starts.
+
+        If it is not `typical`, its time does not tell how long further steps take.
+        """
         self.stop()
-        self.current = (job, self.clock())
+        self.current = (job, self.clock(), typical)
         self.show(text)
 
     def stop(self) -> None:
         """Note that the current step has ended."""
         if self.current is None:
             return
-        name, started = self.current
+        name, started, typical = self.current
         self.current = None
         job = self.jobs.get(name)
         if job is not None:
             job.left = max(0, job.left - 1)
-            job.seconds.append(self.clock() - started)
+            if typical:
+                job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
         """Estimate how many seconds all further steps take; None if this is not known of a step."""

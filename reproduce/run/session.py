@@ -121,10 +121,14 @@ class Session:
         """
         return self.times.guess(self.result(row, **how), row, work)
 
-    def start(self, text: str, job: str = "") -> None:
-        """Show a text about what starts now. If `job` is given, this is a step of the job."""
+    def start(self, text: str, job: str = "", *, typical: bool = True) -> None:
+        """Show a text about what starts now. If `job` is given, this is a step of the job.
+
+        If it is not `typical`, such as building a model, its time does not tell how long further
+        steps of the job take.
+        """
         self.check()
-        self.progress.start(job, text)
+        self.progress.start(job, text, typical=typical)
 
     def finish(self, name: object, steps: int | None = None) -> None:
         """Take `steps` off the expected steps of a row or group; by default, all of them."""

@@ -138,7 +138,7 @@ class _GroupRun:
         session = self.session
         job = session.job(task)
         try:
-            session.start(f"building, {which}", job)
+            session.start(f"building, {which}", job, typical=False)
             steps = self._built(task, data)
             name = task.row.name
             if isinstance(steps, MeasuredSteps):
@@ -301,7 +301,7 @@ class _GroupRun:
         session = self.session
         for number, (task, steps) in enumerate(self.running.items(), 1):
             which = f"row {number} of {len(self.running)}: {task}"
-            session.start(f"utilization, {which}", session.job(task))
+            session.start(f"utilization, {which}", session.job(task), typical=False)
             values, timeline = steps.watch()
             session.add_values(task.row, values, **task.kind)
             if timeline is not None and session.trace is not None:

@@ -59,6 +59,16 @@ def test_a_step_takes_what_its_steps_took_and_a_new_one_its_corrected_guess() ->
     assert progress.step_seconds(["a", "b"]) == 2.0 + 1.0
 
 
+def test_building_a_model_does_not_tell_how_long_steps_take() -> None:
+    clock = Clock()
+    progress = Progress(io.StringIO(), clock)
+    progress.plan("a", 3, guess=2.0)
+    progress.start("a", "building", typical=False)
+    clock.time += 60.0
+    progress.stop()
+    assert progress.seconds_left() == 2 * 2.0
+
+
 def test_a_group_is_finished_with_all_its_jobs() -> None:
     progress = Progress(io.StringIO(), Clock())
     for job, group in (("a", "one"), ("b", "one"), ("c", "other")):
