@@ -17,11 +17,13 @@ from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.resnet import TRAINING
 from reproduce.experiments.row import AS_PUBLISHED, PUBLISHED_NODE, Experiment, GiB, Row
 from reproduce.machine.devices import Devices
+from reproduce.numbers.significance import Rule, needed
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, Run, load
 
 ALL = list(EXPERIMENTS.values())
+TIMED = [experiment for experiment in ALL if experiment.measures in ("speed", "ablation")]
 WITH_A_TABLE = [experiment for experiment in ALL if experiment.table]
 
 
@@ -77,6 +79,14 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
         binary = row.criterion is F.binary_cross_entropy_with_logits
         assert (row.num_classes is None) == binary
         assert row.over is None or row.over in names
+
+
+@pytest.mark.parametrize("experiment", TIMED, ids=name_of)
+def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
+    """Each row of a default run has as many steps as a significant difference needs."""
+    least = needed(Rule().alpha, paired=False)
+    for scale in experiment.scales:
+        assert min(scale.steps, scale.least_steps) >= least
 
 
 # A record with other numbers of steps has the same rows: it only has more or less of their samples.
