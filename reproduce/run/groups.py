@@ -18,7 +18,7 @@ from reproduce.run.engines.engines import why_not
 from reproduce.run.session import Session
 
 # If measuring a row takes more than this share of its group's time limit, the row is only emulated.
-LARGEST_SHARE = 0.25
+LARGEST_SHARE = 0.4
 
 
 @dataclass(frozen=True, eq=False)
