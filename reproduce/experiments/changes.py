@@ -55,7 +55,7 @@ SETTINGS = {
     "balance": Setting(
         "balance", _numbers, "the number of layers of each partition, such as 3,6,7,8"
     ),
-    "checkpoint": Setting("checkpoint", _mode, " or ".join(MODES)),
+    "checkpoint": Setting("checkpoint", _mode, "always, except_last or never"),
 }
 SIZE = Setting("size", _positive, "a size of the model, a whole number from 1")
 
