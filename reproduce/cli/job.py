@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments.changes import change_rows
 from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.recipe import AccuracyScale
 from reproduce.experiments.row import Experiment, Scale
@@ -31,6 +32,7 @@ class Options:
     experiments: list[str]
     scale: str | None
     rows: tuple[str, ...]
+    changes: tuple[str, ...]
     extra: bool
     on: str | None
     devices: int | None
@@ -75,6 +77,11 @@ def validate(options: Options) -> Job:
     """Check that the options fit each other and this machine, and return the job to run."""
     from reproduce.experiments.datasets import prepare
 
+    if options.changes and not options.rows:
+        raise click.UsageError(
+            f"--set {' '.join(options.changes)}: name the row to change by --row, such as "
+            "--row n2m4"
+        )
     named = [EXPERIMENTS[name] for name in options.experiments]
     asked = choose_rows(named, options.rows, extra=options.extra)
     measured: set[str] = set()
@@ -89,7 +96,12 @@ def validate(options: Options) -> Job:
     if scale is None and "accuracy" in measured:
         scale = "small" if options.data is None else "paper"
     scale = choose_scale(asked, found, scale)
-    chosen = [(experiment, experiment.scale(scale)) for experiment in asked]
+    chosen = []
+    for experiment in asked:
+        at = experiment.scale(scale)
+        if options.changes:
+            at = change_rows(at, options.changes)
+        chosen.append((experiment, at))
     prepare_folder(options.out)
     emulate = 0 if options.no_emulate else options.emulate
     tracer = None
@@ -172,6 +184,8 @@ def settings_of(job: Job) -> dict[str, Json]:
     }
     if options.rows:
         settings["rows"] = list(options.rows)
+    if options.changes:
+        settings["set"] = list(options.changes)
     if options.extra:
         settings["all"] = True
     if options.engines != THREADS:

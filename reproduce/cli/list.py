@@ -29,6 +29,7 @@ NOTES = (
 # A run with one of these options takes longer or shorter than a usual run.
 PARTIAL = (
     "--row",
+    "--set",
     "--all",
     "--steps",
     "--engine",

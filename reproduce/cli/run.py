@@ -1,7 +1,7 @@
 """Define the command `run`, which runs experiments and shows their results."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import click
@@ -12,6 +12,7 @@ from reproduce.cli.shared import (
     FILE,
     HARDWARE,
     PATH,
+    Command,
     command,
     described,
     devices,
@@ -27,14 +28,42 @@ from reproduce.machine.devices import MOST_DEVICES
 from reproduce.machine.load import Load
 from reproduce.records.places import RUNS
 from reproduce.records.record import OFFERED, SUCCESS, Engine, write_atomically
-from reproduce.run.progress import Progress
+from reproduce.run.progress import Progress, duration
 from reproduce.run.recorder import Recorder
 from reproduce.tables.layout import many
 
 State = Literal["finished", "interrupted"]
 
 
-@command("run unet-memory --scale small", "run unet-speed --row baseline --row pipeline-2")
+class RunCommand(Command):
+    """A command whose option `--set` takes several settings: `--set n=4 m=16`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command line."""
+        return super().parse_args(ctx, with_each_set(args))
+
+
+def with_each_set(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with `--set` before each setting that follows `--set`."""
+    expanded = []
+    in_settings = False
+    previous = ""
+    for word in words:
+        is_setting = "=" in word and not word.startswith("-")
+        if is_setting and in_settings:
+            expanded.append("--set")
+        expanded.append(word)
+        follows = previous == "--set" or in_settings
+        in_settings = word.startswith("--set=") or (is_setting and follows)
+        previous = word
+    return expanded
+
+
+@command(
+    "run unet-memory --scale small",
+    "run unet-speed --row pipeline-2 --set n=4 m=16",
+    cls=RunCommand,
+)
 @click.argument("experiments", nargs=-1, required=True, **known("experiment", lambda: EXPERIMENTS))
 @click.option(
     "--scale",
@@ -43,6 +72,13 @@ State = Literal["finished", "interrupted"]
 )
 @click.option(
     "--row", "rows", multiple=True, metavar="NAME", help="Run only this row; may be repeated."
+)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="FIELD=VALUE ...",
+    help="Change --row: n, m, batch_size, balance, checkpoint.",
 )
 @click.option("--all", "extra", is_flag=True, help="Speed: run the rows .../mb and .../pb, too.")
 @on
@@ -61,8 +97,7 @@ State = Literal["finished", "interrupted"]
     default=THREADS,
     show_default=True,
     metavar="NAME",
-    help="Speed: run partitions by threads, ranks (a process each), or torch (PyTorch's own "
-    "schedules); may be repeated.",
+    help="Speed: by threads, ranks (a process each) or torch (PyTorch's own); may be repeated.",
 )
 @click.option(
     "--emulate",
@@ -151,6 +186,7 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
                 session.tell_others()
                 plan(session)
             recorder.save()
+            progress.say(how_long(progress, sessions))
             for session in sessions:
                 name = session.experiment.name
                 progress.say(f"running {name}: {session.experiment.title}")
@@ -165,17 +201,34 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
         progress.clear()
 
 
+def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
+    """Return a line that says how long a run will probably take, and how this is known.
+
+    The time includes building the models.
+    """
+    seconds = progress.seconds_left()
+    if seconds is None:
+        return "how long it takes is not known before its first steps"
+    text = f"it takes about {duration(seconds)}"
+    sources = sessions[0].times.sources  # all sessions share them
+    return f"{text}, by {' and '.join(sources)}" if sources else text
+
+
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
     """Return a function that creates the session of an experiment, which runs the experiment.
 
-    All sessions share the recorder, the profiled balances, and the measurement of the machine's
-    load.
+    All sessions share the recorder, the profiled balances, the estimated times of steps, and the
+    measurement of the machine's load.
     """
+    from reproduce.run.estimate import StepTimes, earlier_runs
     from reproduce.run.session import Session
     from reproduce.run.training import Balancer
 
     options = job.options
     balancer = Balancer(job.devices)
+    assert recorder.empty.run is not None
+    earlier = earlier_runs(options.out, recorder.empty.run)
+    times = StepTimes(job.devices, balancer, options.seed, earlier)
     load = Load()
     engines: list[Engine] = []
     for name, meant in OFFERED.items():
@@ -190,6 +243,7 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
             recorder=recorder,
             progress=progress,
             balancer=balancer,
+            times=times,
             seed=options.seed,
             steps=options.steps,
             emulate=job.emulate,

@@ -30,6 +30,8 @@ PLANNED = "balance of plan"
 """The configuration of rows whose balance `torchgpipe.plan` finds from a profile."""
 EQUAL_LAYERS = "equal layers"
 """The configuration of rows whose partitions all have the same number of layers."""
+CHANGED = "changed"
+"""The configuration, and the group, of rows that the option `--set` changed."""
 
 PUBLISHED_NODE = "p40x8"  # the hardware description of the machine that the papers used
 GiB = 2**30
@@ -72,6 +74,8 @@ class Row:
         published: The row of the published table that this row reproduces.
         link: The hardware description from which an emulation takes the time of copies between
             devices. None means that copies take no time.
+        changed_from: If the option `--set` changed the row, the name of the row as it was.
+        changed: The settings that were changed, by the names that `--set` gives them.
     """
 
     name: str = ""
@@ -96,6 +100,8 @@ class Row:
     over: str | None = None
     published: str | None = None
     link: str | None = None
+    changed_from: str | None = None
+    changed: Mapping[str, Json] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -103,6 +109,8 @@ class Row:
 
         The rows of a group are compared with each other: they run alternately, and share a table.
         """
+        if self.changed_from is not None:
+            return CHANGED
         if self.equal == "model":
             return self.model
         return self.equal or self.configuration
@@ -165,6 +173,9 @@ class Row:
             "group": self.group,
             "model": self.model,
         }
+        if self.changed_from is not None:
+            config["changed_from"] = self.changed_from
+            config["changed"] = dict(self.changed)
         sizes = MODELS[self.model].sizes
         config.update(zip(sizes, self.size, strict=True))
         config.update(self.options)
@@ -202,7 +213,8 @@ class Scale:
         cuda: Whether the scale runs only on CUDA devices.
         steps: The number of timed steps of each row.
         warmup: The number of steps before the timed steps.
-        least_steps: The number of steps that are timed even if the time limit is over.
+        least_steps: The number of steps that are timed even if the time limit is over. With the
+            default of 5, a test over the steps of two runs can be significant.
         seconds: A time limit for all rows together.
     """
 
@@ -229,9 +241,7 @@ class Scale:
 PAPER_SCALE = Scale(
     name="paper", rows=(), memory=P40_MEMORY, cuda=True, steps=20, warmup=2, seconds=1800
 )
-SMALL_SCALE = Scale(
-    name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1, least_steps=3
-)
+SMALL_SCALE = Scale(name="small", rows=(), memory=4 * GiB, cuda=False, steps=10, warmup=1)
 
 
 @dataclass(frozen=True, kw_only=True)

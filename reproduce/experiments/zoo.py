@@ -60,6 +60,6 @@ SPEED = Experiment(
     measures="speed",
     scales=(
         replace(PAPER_SCALE, rows=tuple(rows(BASE))),
-        replace(SMALL_SCALE, rows=tuple(rows(SMALL)), memory=5 * GiB, steps=3),
+        replace(SMALL_SCALE, rows=tuple(rows(SMALL)), memory=5 * GiB, steps=5),
     ),
 )

@@ -212,6 +212,9 @@ def _same(one: Entry, other: Entry) -> bool:
         return False
     if not same_work(one, other):
         return False
+    # A row that `run --set` changed is itself only, even if its settings are those of another row.
+    if ours.config.get("changed_from") != theirs.config.get("changed_from"):
+        return False
     # If both rows are published, or if the rows have no field in common, the fields do not tell
     # whether the rows belong together. In these cases, the names of the rows must be equal.
     both_published = _is_published(one) and _is_published(other)

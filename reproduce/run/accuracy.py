@@ -39,7 +39,8 @@ def plan_accuracy(session: Session) -> None:
     for row in _rows(session):
         session.plan(row)
         steps = seeds * row.recipe.epochs * _steps_per_epoch(session, row)
-        session.progress.plan(session.job(row.name), steps, row.work())
+        guess = session.guess(row, row.work())
+        session.progress.plan(session.job(row.name), steps, guess)
 
 
 def run_accuracy(session: Session) -> Iterator[GroupDone]:
@@ -50,14 +51,16 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     """
     failures: dict[str, str] = {}  # the status of each row that has failed, by its name
     paths = []
+    number = 0
     for seed in _needs(session).seeds:
         for row in _rows(session):
+            number += 1
             if row.name in failures:
                 continue
             path = _checkpoint(session, row, seed)
             paths.append(path)
             try:
-                _train(session, row, seed, path)
+                _train(session, row, seed, path, number)
             except Exception as error:  # recorded as the row's result
                 failure = explain(error)
                 failures[row.name] = failure.status
@@ -71,8 +74,13 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     yield "", True
 
 
-def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
-    """Train a row with one seed until the last epoch. If there is a checkpoint, resume from it."""
+def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: int) -> None:
+    """Train a row with one seed until the last epoch. If there is a checkpoint, resume from it.
+
+    `number` is the number of this training, from 1, for the progress display.
+    """
+    trainings = len(_needs(session).seeds) * len(_rows(session))
+    which = f"training {number} of {trainings}: {row.name}, seed {seed}"
     epochs = row.recipe.epochs
     steps = _steps_per_epoch(session, row)
     done: list[Epoch] = []
@@ -84,26 +92,34 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path) -> None:
         )
         session.finish(row.name, len(done) * steps)
         _put(session, row, done)
-    session.start(f"{row.name}, building")
+    session.start(f"building, {which}")
     training = AccuracyTraining(row, session.devices, seed, steps)
     if saved:
         training.load(saved["training"])
     while len(done) < epochs:
-        epoch = _train_epoch(session, row, seed, training, len(done) + 1)
+        epoch = _train_epoch(session, row, seed, training, len(done) + 1, which)
         done.append(epoch)
         # Save the record first, so that an interrupt before the checkpoint does not lose the epoch.
         _put(session, row, [epoch])
         save_checkpoint(path, {"epochs": done, "training": training.state()})
 
 
-def _train_epoch(
-    session: Session, row: AccuracyRow, seed: int, training: "AccuracyTraining", epoch: int
+def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on
+    session: Session,
+    row: AccuracyRow,
+    seed: int,
+    training: "AccuracyTraining",
+    epoch: int,
+    which: str,
 ) -> Epoch:
-    """Train for an epoch, evaluate, and return the epoch's values for the record (`SERIES`)."""
+    """Train for an epoch, evaluate, and return the epoch's values for the record (`SERIES`).
+
+    `which` names the training in the progress display.
+    """
     data = _needs(session).data
     devices = session.devices
     job = session.job(row.name)
-    text = f"{row.name}, seed {seed}, epoch {epoch} of {row.recipe.epochs}"
+    text = f"epoch {epoch} of {row.recipe.epochs}, {which}"
 
     losses = []
     learning_rate = 0.0
@@ -125,7 +141,7 @@ def _train_epoch(
 
     def evaluated() -> Iterator[Batch]:
         for batch in data.val_batches(row.batch_size):
-            session.start(f"{text}, evaluating")
+            session.start(f"evaluating, {text}")
             yield batch
 
     error = training.top1_error(evaluated())

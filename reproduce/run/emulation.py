@@ -47,7 +47,7 @@ from torchgpipe.plan.predict.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
-MOST_EXECUTED = 4  # micro-batches to run per step; all other micro-batches get the same times
+MOST_EXECUTED = 2  # micro-batches to run per step; all other micro-batches get the same times
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class Link:
         """
         if not self.papers:
             return row
-        name, _, _ = row.name.partition("/")
+        name, _, _ = (row.changed_from or row.name).partition("/")
         return self.papers.get(name) or next(iter(self.papers.values()))
 
 

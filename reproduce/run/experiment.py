@@ -8,9 +8,10 @@ from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS
 from reproduce.run.accuracy import plan_accuracy, run_accuracy
 from reproduce.run.engines.failure import explain
-from reproduce.run.peak import measure_memory, plan_memory, run_memory
+from reproduce.run.groups import plan_speed
+from reproduce.run.peak import measure_memory, plan_memory, plan_peak, run_memory
 from reproduce.run.session import GroupDone, Session
-from reproduce.run.speed import plan_speed, run_speed
+from reproduce.run.speed import run_speed
 
 MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first step
 
@@ -41,33 +42,49 @@ def run_experiment(session: Session) -> Iterator[GroupDone]:
         yield from way.run(session)
 
 
+def _plan_ablation(session: Session) -> None:
+    """Plan the steps that are timed, and the steps that measure memory."""
+    plan_speed(session)
+    for row in session.scale.rows:
+        plan_peak(session, row, MEMORY_STEPS, _memory_job(row))
+
+
+def _memory_job(row: Row) -> str:
+    """Return the name of the job that measures a row's memory, in the progress display."""
+    return f"{row.name}, memory"
+
+
 def _run_ablation(session: Session) -> Iterator[GroupDone]:
     """Time all rows of an ablation like those of a speed experiment, then measure their memory."""
     for _, done in run_speed(session):
         if done:
-            for row in session.scale.rows:
-                _add_memory(session, row)
+            rows = session.scale.rows
+            for number, row in enumerate(rows, 1):
+                _add_memory(session, row, f"row {number} of {len(rows)}: {row.name}")
                 session.progress.stop()
         yield "", done
 
 
-def _add_memory(session: Session, row: Row) -> None:
+def _add_memory(session: Session, row: Row, which: str) -> None:
     """Measure a row's peak memory, and add it to the row's results, if the row could be timed.
 
-    If the measurement fails, add the reason instead.
+    If the measurement fails, add the reason instead. `which` names the row in the progress display.
     """
     timed = []
     for emulated in (False, True):
         found = session.found(row, emulated=emulated)
         if found is not None and found.status in SUCCESS:
             timed.append(emulated)
+    job = _memory_job(row)
     if not timed:
+        session.finish(job)
         return
     values: dict[str, Json]
     try:
-        _, values = measure_memory(session, row, MEMORY_STEPS)
+        _, values = measure_memory(session, row, MEMORY_STEPS, job, which)
     except Exception as error:
         values = {"memory_problem": explain(error).reason}
+    session.finish(job)
     for emulated in timed:
         session.add_values(row, values, emulated=emulated)
 
@@ -75,6 +92,6 @@ def _add_memory(session: Session, row: Row) -> None:
 WAYS = {  # by what an experiment measures
     "speed": Way(plan_speed, run_speed),
     "memory": Way(plan_memory, run_memory),
-    "ablation": Way(plan_speed, _run_ablation),
+    "ablation": Way(_plan_ablation, _run_ablation),
     "accuracy": Way(plan_accuracy, run_accuracy),
 }

@@ -17,6 +17,9 @@ from reproduce.run.emulation import shortened
 from reproduce.run.engines.engines import why_not
 from reproduce.run.session import Session
 
+# If measuring a row takes more than this share of its group's time limit, the row is only emulated.
+LARGEST_SHARE = 0.4
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedTask:
@@ -71,6 +74,8 @@ class Group(NamedTuple):
     """A group of rows that are compared with each other, and the group's time limit in seconds.
 
     Steps of the rows run alternately, so that slow phases of the machine affect all rows equally.
+    With the option `--steps`, the limit does not end the group. But it always decides which rows
+    take too long to be measured.
     """
 
     name: str
@@ -112,7 +117,7 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
     The scale of the run, such as `small`, has a time limit. The groups without extra rows share
     this time in proportion to their work. A group with extra rows gets time of its own.
     """
-    if session.steps is not None or not session.scale.seconds:
+    if not session.scale.seconds:
         return math.inf
     usual = total = 0.0
     for tasks in tasks_of.values():
@@ -136,6 +141,102 @@ def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
+
+
+def plan_speed(session: Session) -> None:
+    """Record which rows will run, and why others will not; plan the steps in the progress display.
+
+    If an interrupted run is continued, its results are kept.
+    """
+    for row in session.scale.rows:
+        for engine in session.engines:
+            emulated_instead = engine == "threads" and row.devices <= session.emulate
+            if not emulated_instead and session.found(row, engine=engine) is None:
+                _plan_measured(session, row, engine)
+
+    for group in groups_of(session):
+        for task in group.tasks:
+            if session.found(task.row, **task.kind) is None:
+                session.plan(task.row, **task.kind)
+        _plan_steps(session, group, remaining(session, group))
+
+
+def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
+    """Record that a row will be measured, or why it cannot be measured."""
+    reason = why_not(engine, row, session.devices)
+    status = "not run"
+    if row.devices > session.devices.count:
+        reason = f"needs {row.devices} devices"
+        status = "needs devices"
+    if reason is None:
+        session.plan(row, engine=engine)
+    else:
+        session.recorder.put(session.result(row, engine=engine, status=status, reason=reason))
+
+
+def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) -> None:
+    """Tell the progress display how many steps the tasks of a group will probably run.
+
+    Each task also builds a model, which counts as one step. So does the step that watches how busy
+    the devices of a measured row are.
+    """
+    guesses: dict[PlannedTask, float | None] = {}
+    skipped: set[PlannedTask] = set()
+    emulated = {task.row.name for task in tasks if task.emulated}
+    seconds: float | None = 0.0  # of a round
+    for task in tasks:
+        guess = session.guess(task.row, task.work, **task.kind)
+        guesses[task] = guess
+        is_judged = not task.emulated and task.row.name in emulated
+        if is_judged and guess is not None and takes_too_long(session, group, guess):
+            skipped.add(task)
+        else:
+            seconds = None if seconds is None or guess is None else seconds + guess
+    before = min((len(task.before.get("step_time", ())) for task in tasks), default=0)
+    rounds = further_rounds(session, group, seconds, SoFar(before))
+    for task, guess in guesses.items():
+        steps = 1 + warmup_steps(session, task) + rounds + (0 if task.emulated else 1)
+        if task in skipped:
+            steps = 0
+        session.progress.plan(session.job(task), steps, guess, session.job(group.name))
+
+
+def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
+    """Return whether a row whose step takes these seconds takes too long to be measured."""
+    scale = session.scale
+    return seconds * (scale.least_steps + scale.warmup) > LARGEST_SHARE * group.limit
+
+
+def rounds_wanted(session: Session) -> int:
+    """Return how many undisturbed rounds a group runs if there is no time limit."""
+    return session.steps or session.scale.steps
+
+
+def time_is_over(session: Session, group: Group, seconds: float) -> bool:
+    """Return whether a group that has run for these seconds is beyond its time limit."""
+    return session.steps is None and seconds > group.limit
+
+
+class SoFar(NamedTuple):
+    """The rounds that a group has run: how many, how many of them disturbed, and their seconds."""
+
+    rounds: int = 0
+    disturbed: int = 0
+    seconds: float = 0.0
+
+
+def further_rounds(session: Session, group: Group, seconds: float | None, so_far: SoFar) -> int:
+    """Return how many more rounds a group will probably run, if a round takes `seconds`.
+
+    `seconds` is None if it is not known. Disturbed rounds are run again.
+    """
+    wanted = max(0, rounds_wanted(session) + so_far.disturbed - so_far.rounds)
+    if session.steps is not None or math.isinf(group.limit) or not seconds:
+        return wanted
+    least = max(0, session.scale.least_steps - so_far.rounds)
+    left = group.limit - so_far.seconds
+    in_time = 0 if left < 0 else 1 + int(left / seconds)
+    return min(wanted, max(least, in_time))
 
 
 def remaining(session: Session, group: Group) -> list[PlannedTask]:

@@ -22,6 +22,7 @@ from reproduce.run.training import FakeData, Training
 from torchgpipe.trace.parts import tensors_in
 
 FLOAT_BYTES = 4
+COUNTING = 1.5  # a step whose bytes are counted takes about this number of times longer
 Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the training's devices
 
 
@@ -99,8 +100,16 @@ def plan_memory(session: Session) -> None:
     scale = session.scale
     for row in scale.rows:
         session.plan(row)
-        job = session.job(row.name)
-        session.progress.plan(job, scale.steps, row.work())
+        plan_peak(session, row, scale.steps, row.name)
+
+
+def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
+    """Tell the progress display about the steps that measure a row's memory.
+
+    Building the model counts as one step.
+    """
+    work = COUNTING * row.work() / min(row.devices, session.devices.count)
+    session.progress.plan(session.job(job), 1 + steps, session.guess(row, work))
 
 
 def run_memory(session: Session) -> Iterator[GroupDone]:
@@ -113,46 +122,57 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
     # On `meta`, rows with models of the published sizes run anyway.
     if session.devices.kind != "meta" and experiment.table:
         paper = experiment.scale("paper")
-        for row in paper.rows:
-            session.start(f"{row.name}, counting parameters")
+        for number, row in enumerate(paper.rows, 1):
+            which = f"row {number} of {len(paper.rows)}: {row.name}"
+            session.start(f"counting parameters, {which}")
             values = _model_values(row)
             result = session.result(row, scale="paper", device="meta", values=values)
             session.recorder.put(result)
 
-    for row in session.scale.rows:
+    rows = session.scale.rows
+    for number, row in enumerate(rows, 1):
+        which = f"row {number} of {len(rows)}: {row.name}"
         try:
-            used, values = measure_memory(session, row, session.scale.steps)
-        except Exception as error:  # noqa: PERF203 - go on with the next row
+            used, values = measure_memory(session, row, session.scale.steps, row.name, which)
+        except Exception as error:  # go on with the next row
             failure = explain(error)
             session.put(row, status=failure.status, reason=failure.reason)
-            session.finish(row.name)
         else:
             session.put(used, values=values)
             mebibytes = sum(values["peak_allocated"]) / 2**20
             session.progress.say(f"{row.name}: peaks of {mebibytes:,.0f} MiB, all devices together")
         finally:
+            session.finish(row.name)
             session.progress.stop()
     yield "", True
 
 
-def measure_memory(session: Session, row: Row, steps: int) -> tuple[Row, dict[str, Json]]:
+def measure_memory(
+    session: Session, row: Row, steps: int, job: str, which: str
+) -> tuple[Row, dict[str, Json]]:
     """Run a row to measure its memory.
 
     Nothing is timed, so one device can take the place of several devices.
+
+    Args:
+        session: The session.
+        row: The row.
+        steps: The number of steps to run.
+        job: The name of the job in the progress display.
+        which: The text that names the row there.
 
     Returns:
         The row with the balance in use, and values for the record: the size of the model and the
         peak memory.
     """
     session.free()
-    session.start(f"{row.name}, building")
+    session.start(f"building, {which}", session.job(job), typical=False)
     data = FakeData([row], session.seed)
     training = Training(row, session.devices, data, session.balancer, session.seed)
 
-    job = session.job(row.name)
-
     def before(step: int) -> None:
-        session.start(f"{row.name}, memory, step {step + 1} of {steps}", job)
+        text = f"memory, step {step + 1} of {steps}, {which}"
+        session.start(text, session.job(job))
 
     peak = measure_peak(training, session.devices, steps=steps, before=before)
     return training.row, {**_model_values(row), **peak}

@@ -1,18 +1,17 @@
-"""Show the progress of a run: a progress bar on a terminal, and occasional lines elsewhere."""
+"""Show the progress of a run: a bar on a terminal, and a line every few seconds elsewhere."""
 
-import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0  # the fewest seconds between two lines if there is no terminal
+SECONDS_BETWEEN_LINES = 5.0  # the fewest seconds between two lines if there is no terminal
 ECHO = 3  # the columns that the line leaves free: on Ctrl-C, the terminal writes ^C there
 
 # By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
@@ -26,26 +25,25 @@ class Job:
     """The steps of one row.
 
     Attributes:
-        steps: The number of all steps.
         left: The number of steps that have not run yet.
-        guess: The estimated cost of a step in comparison with the steps of other jobs.
+        guess: The estimated seconds of a step; None if nothing is known.
         group: The name of the group of rows, or "".
-        seconds: The time of each step that has run.
+        seconds: The time of each typical step that has run.
     """
 
-    steps: int
     left: int
-    guess: float
+    guess: float | None
     group: str
     seconds: list[float] = field(default_factory=list)
 
 
 class Progress:
-    """A display of the finished rows, the time that is left, and the step that runs now.
+    """A display of the time that is left, and of the step that runs now.
 
     The time that is left is estimated. Further steps of a row are expected to take the median time
-    of the row's steps so far. If no step of a row has run yet, the time of its steps is computed
-    from `Job.guess`. The rows that have run show how many seconds a guess of 1 stands for.
+    of the row's steps so far. If no step of a row has run yet, its steps are expected to take their
+    guess, which is corrected: it is multiplied by how much longer than their guesses the steps of
+    other rows took.
     """
 
     def __init__(
@@ -54,26 +52,25 @@ class Progress:
         self.stream = stream or sys.stderr
         self.clock = clock
         self.jobs: dict[str, Job] = {}
-        self.current: tuple[str, float] | None = None
-        self.limits: dict[str, float] = {}  # the time limit of each group, in seconds
-        self.ends: dict[str, float] = {}  # for each group that has begun: when its time is over
+        self.current: tuple[str, float, bool] | None = None
         self.bar: tqdm[Any] | None = None
+        self.began_at: float | None = None
         self.shown_at: float | None = None
 
-    def plan(
-        self, job: str, steps: int, guess: float, group: str = "", limit: float = math.inf
-    ) -> None:
+    def plan(self, job: str, steps: int, guess: float | None, group: str = "") -> None:
         """Tell the display that a job (the steps of a row) is planned.
 
         Args:
             job: The name of the job.
             steps: The number of steps.
-            guess: The estimated cost of a step in comparison with the steps of other jobs.
+            guess: The estimated seconds of a step; None if nothing is known.
             group: The name of the job's group, if any.
-            limit: The time limit of this group in seconds.
         """
-        self.jobs[job] = Job(steps, steps, guess, group)
-        self.limits[group] = limit
+        self.jobs[job] = Job(steps, guess, group)
+
+    def expect(self, job: str, steps: int) -> None:
+        """Correct the number of further steps of a job."""
+        self.jobs[job].left = steps
 
     def finish(self, name: str, steps: int | None = None) -> None:
         """Take `steps` off the expected steps of a job or a group; by default, all of them."""
@@ -81,84 +78,94 @@ class Progress:
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
 
-    def begin(self, group: str) -> None:
-        """Note that a group begins now."""
-        self.ends[group] = self.clock() + self.limits.get(group, math.inf)
+    def start(self, job: str, text: str, *, typical: bool = True) -> None:
+        """Note that a step of a job starts now. The step ends when the next step starts.
 
-    def start(self, job: str, text: str) -> None:
-        """Note that a step of a job starts now. The step ends when the next step starts."""
+        If it is not `typical`, its time does not tell how long further steps take.
+        """
         self.stop()
-        self.current = (job, self.clock())
+        self.current = (job, self.clock(), typical)
         self.show(text)
 
     def stop(self) -> None:
         """Note that the current step has ended."""
         if self.current is None:
             return
-        name, started = self.current
+        name, started, typical = self.current
         self.current = None
         job = self.jobs.get(name)
         if job is not None:
             job.left = max(0, job.left - 1)
-            job.seconds.append(self.clock() - started)
+            if typical:
+                job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
-        """Estimate how many seconds all further steps take; return None if no step has run yet."""
-        unit = self._seconds_of_guess()
-        if unit is None:
-            return None
-        groups: dict[str, float] = {}
-        for job in self.jobs.values():
-            step = median(job.seconds) if job.seconds else job.guess * unit
-            groups[job.group] = groups.get(job.group, 0.0) + job.left * step
+        """Estimate how many seconds all further steps take; None if this is not known of a step."""
         total = 0.0
-        for group, seconds in groups.items():
-            total += min(seconds, self._seconds_of_limit(group))
+        for name, job in self.jobs.items():
+            if job.left:
+                step = self.step_seconds([name])
+                if step is None:
+                    return None
+                total += job.left * step
         return total
 
-    def _seconds_of_guess(self) -> float | None:
-        """Return the seconds of a step whose guess is 1, or None if no step has run yet."""
-        done = [job for job in self.jobs.values() if job.seconds]
-        if not done:
-            return None
-        seconds = sum(median(job.seconds) for job in done)
-        return seconds / sum(job.guess for job in done)
+    def step_seconds(self, jobs: Iterable[str]) -> float | None:
+        """Estimate how many seconds a step of each of the jobs takes, all together.
 
-    def _seconds_of_limit(self, group: str) -> float:
-        """Return how many seconds are left until a group of jobs reaches its time limit."""
-        if group not in self.ends:
-            return self.limits[group]
-        return max(0.0, self.ends[group] - self.clock())
+        The result is None if nothing is known of one of the jobs.
+        """
+        total = 0.0
+        for name in jobs:
+            job = self.jobs[name]
+            if job.seconds:
+                total += median(job.seconds)
+            elif job.guess is None:
+                return None
+            else:
+                total += job.guess * self._correction()
+        return total
+
+    def _correction(self) -> float:
+        """Return how many times longer than their guesses the steps took that have run."""
+        guessed = took = 0.0
+        for job in self.jobs.values():
+            if job.seconds and job.guess is not None:
+                guessed += job.guess
+                took += median(job.seconds)
+        return took / guessed if guessed else 1.0
 
     def show(self, text: str) -> None:
-        """Replace the status line on a terminal. Elsewhere, write a line every 30 s at most."""
+        """Replace the status line on a terminal. Elsewhere, write a line every few seconds."""
+        if self.began_at is None:
+            self.began_at = self.clock()
         if self.jobs:
-            text = f"{self._state()}: {text}"
+            seconds = self.seconds_left()
+            left = "time left unknown" if seconds is None else f"{duration(seconds)} left"
+            text = f"{left}: {text}"
         if self.stream.isatty():
             self._draw(text)
         elif self.shown_at is None or self.clock() - self.shown_at >= SECONDS_BETWEEN_LINES:
             self._write(text + "\n")
             self.shown_at = self.clock()
 
-    def _state(self) -> str:
-        """Return a text that says how many rows are finished, and how much time is left."""
-        jobs = self.jobs.values()
-        done = sum(not job.left for job in jobs)
-        state = f"{done}/{len(jobs)} rows"
-        seconds = self.seconds_left()
-        return state if seconds is None else f"{state}, {duration(seconds)} left"
-
     def _draw(self, text: str) -> None:
-        """Draw the bar. Its length is the sum, over all rows, of the fraction of finished steps."""
+        """Draw the bar. Its length is the share of the expected time that is over."""
         columns = shutil.get_terminal_size().columns - ECHO
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
-            self.bar = tqdm(
-                total=len(self.jobs), file=self.stream, leave=False, bar_format=form, position=0
-            )
-        self.bar.n = sum(1 - job.left / job.steps for job in self.jobs.values() if job.steps)
+            self.bar = tqdm(total=1, file=self.stream, leave=False, bar_format=form, position=0)
+        self.bar.n = self._share()
         self.bar.ncols = columns
         self.bar.set_description_str(text[:columns])
+
+    def _share(self) -> float:
+        """Return the share of the expected time that is over, from 0 to 1."""
+        seconds = self.seconds_left()
+        if seconds is None or self.began_at is None:
+            return 0.0
+        over = self.clock() - self.began_at
+        return over / (over + seconds) if over else 0.0
 
     def say(self, text: str) -> None:
         """Write a line that is not overwritten by the progress bar."""

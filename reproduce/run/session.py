@@ -15,6 +15,7 @@ from reproduce.machine.load import Load, other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
 from reproduce.run.emulation import Link, own_links
+from reproduce.run.estimate import StepTimes
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
 from reproduce.run.training import Balancer
@@ -68,6 +69,7 @@ class Session:
     recorder: Recorder
     progress: Progress  # shows each step
     balancer: Balancer
+    times: StepTimes  # estimates how long steps take
     seed: int
     steps: int | None = None  # the number of steps of each row to time; None for the scale's number
     emulate: int = MOST_DEVICES  # rows that need at most this number of devices are emulated
@@ -111,10 +113,22 @@ class Session:
         """Return the name that a row or group of this experiment has in the progress display."""
         return f"{self.experiment.name} {name}"
 
-    def start(self, text: str, job: str = "") -> None:
-        """Show a text about what starts now. If `job` is given, this is a step of the job."""
+    def guess(self, row: Row, work: float, **how: Any) -> float | None:
+        """Estimate the seconds of a step of the row; return None if nothing is known.
+
+        `work` is the estimated cost of the step, in the unit of `Row.work`. `how` says whether the
+        row will be emulated, and which engine will run it.
+        """
+        return self.times.guess(self.result(row, **how), row, work)
+
+    def start(self, text: str, job: str = "", *, typical: bool = True) -> None:
+        """Show a text about what starts now. If `job` is given, this is a step of the job.
+
+        If it is not `typical`, such as building a model, its time does not tell how long further
+        steps of the job take.
+        """
         self.check()
-        self.progress.start(job, text)
+        self.progress.start(job, text, typical=typical)
 
     def finish(self, name: object, steps: int | None = None) -> None:
         """Take `steps` off the expected steps of a row or group; by default, all of them."""

@@ -18,13 +18,22 @@ from time import monotonic
 
 import torch
 
-from reproduce.experiments.row import Row
-from reproduce.records.record import Engine
 from reproduce.run.emulation import Emulation, memory_needed, shortened
-from reproduce.run.engines.engines import check_same, why_not
+from reproduce.run.engines.engines import check_same
 from reproduce.run.engines.failure import Failure, explain
 from reproduce.run.engines.processes import Processes
-from reproduce.run.groups import Group, PlannedTask, groups_of, remaining, warmup_steps
+from reproduce.run.groups import (
+    Group,
+    PlannedTask,
+    SoFar,
+    further_rounds,
+    groups_of,
+    remaining,
+    rounds_wanted,
+    takes_too_long,
+    time_is_over,
+    warmup_steps,
+)
 from reproduce.run.progress import duration
 from reproduce.run.rounds import Rounds, Steps
 from reproduce.run.session import GroupDone, Session
@@ -32,48 +41,11 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# If measuring a row takes more than this share of its group's time limit, the row is only emulated.
-LARGEST_SHARE = 0.25
 # Because disturbed rounds are run again, there can be more rounds than were asked for: at most this
 # number of times as many.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
-
-
-def plan_speed(session: Session) -> None:
-    """Record which rows will run, and why others will not; plan the steps in the progress display.
-
-    If an interrupted run is continued, its results are kept.
-    """
-    for row in session.scale.rows:
-        for engine in session.engines:
-            emulated_instead = engine == "threads" and row.devices <= session.emulate
-            if not emulated_instead and session.found(row, engine=engine) is None:
-                _plan_measured(session, row, engine)
-
-    rounds = session.steps or session.scale.steps
-    for group in groups_of(session):
-        group_job = session.job(group.name)
-        for task in group.tasks:
-            if session.found(task.row, **task.kind) is None:
-                session.plan(task.row, **task.kind)
-            steps = warmup_steps(session, task) + rounds
-            job = session.job(task)
-            session.progress.plan(job, steps, task.work, group_job, group.limit)
-
-
-def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
-    """Record that a row will be measured, or why it cannot be measured."""
-    reason = why_not(engine, row, session.devices)
-    status = "not run"
-    if row.devices > session.devices.count:
-        reason = f"needs {row.devices} devices"
-        status = "needs devices"
-    if reason is None:
-        session.plan(row, engine=engine)
-    else:
-        session.recorder.put(session.result(row, engine=engine, status=status, reason=reason))
 
 
 def run_speed(session: Session) -> Iterator[GroupDone]:
@@ -152,24 +124,27 @@ class _GroupRun:
         self.emulated_seconds: dict[str, float] = {}  # row's name -> median of its warm-up steps
         self.losses: dict[str, list[float]] = {}  # row's name -> losses with its first engine
         self.out_of_memory: list[PlannedTask] = []
+        self.round_text = ""  # which round runs, for the progress display
+        self.row_number = 0  # how many rows of this round have begun
 
     def add(self, tasks: list[PlannedTask]) -> None:
         """Build rows, which all train on the same data, and run the warm-up steps of each row."""
         rows = [shortened(task.row) if task.emulated else task.row for task in tasks]
         data = FakeData(rows, self.session.seed)
-        for task in tasks:
-            self._add(task, data)
+        for number, task in enumerate(tasks, 1):
+            self._add(task, data, f"row {number} of {len(tasks)}: {task}")
 
-    def _add(self, task: PlannedTask, data: FakeData) -> None:
+    def _add(self, task: PlannedTask, data: FakeData, which: str) -> None:
         session = self.session
+        job = session.job(task)
         try:
-            session.start(f"{task}, building")
+            session.start(f"building, {which}", job, typical=False)
             steps = self._built(task, data)
             name = task.row.name
             if isinstance(steps, MeasuredSteps):
                 self.losses.setdefault(name, steps.losses)
             for _ in range(warmup_steps(session, task)):
-                session.start(f"{task}, warm-up", session.job(task))
+                session.start(f"warm-up, {which}", job)
                 self._run_step(task, steps)
             if task.emulated and steps.runs:
                 seconds = steps.samples()["step_time"]
@@ -215,27 +190,18 @@ class _GroupRun:
         for task in tasks:
             if task.emulated:
                 continue
-            seconds = self._seconds_if_too_long(task)
-            if seconds is None:
-                worth.append(task)
-            else:
+            seconds = self.emulated_seconds.get(task.row.name)
+            if seconds is not None and takes_too_long(self.session, self.group, seconds):
                 self._skip(task, seconds)
+            else:
+                worth.append(task)
         return worth
-
-    def _seconds_if_too_long(self, task: PlannedTask) -> float | None:
-        """Return the seconds of a row's step if they are too many to measure the row, else None."""
-        scale = self.session.scale
-        seconds = self.emulated_seconds.get(task.row.name)
-        if seconds is None:
-            return None
-        total = seconds * (scale.least_steps + scale.warmup)
-        return seconds if total > LARGEST_SHARE * self.group.limit else None
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
         """Record that a row is not measured, because its step takes too many seconds."""
         reason = (
             f"not measured: a step would take about {duration(seconds)}; "
-            "--steps K measures it nevertheless"
+            "--no-emulate measures it nevertheless"
         )
         session = self.session
         session.put(task.row, **task.kind, status="not run", reason=reason)
@@ -250,12 +216,12 @@ class _GroupRun:
         wanted = self._rounds_wanted()
         most = MOST_ROUNDS * wanted
         least = min(wanted, session.scale.least_steps)
-        session.progress.begin(session.job(self.group.name))
         session.load.begin()
         started = monotonic()
-        steps = {task: partial(self._step, task, wanted) for task in self.running}
+        steps = {task: partial(self._step, task) for task in self.running}
         order = Random(session.seed)
         rounds = turns(steps, most, order)
+        self._expect(SoFar())
         try:
             for done, _ in enumerate(rounds, 1):
                 undisturbed = self._judge_round(least)
@@ -264,8 +230,9 @@ class _GroupRun:
                 if undisturbed >= wanted or done == most or not self.running:
                     break
                 seconds = monotonic() - started
-                if seconds > self.group.limit and done >= session.scale.least_steps:
+                if time_is_over(session, self.group, seconds) and done >= session.scale.least_steps:
                     break
+                self._expect(SoFar(done, done - undisturbed, seconds))
                 yield done
         finally:
             self._judge_round(wanted)  # if interrupted: of the round that was not completed
@@ -274,9 +241,32 @@ class _GroupRun:
 
     def _rounds_wanted(self) -> int:
         """Return how many undisturbed rounds to run, beyond those of the run that is continued."""
+        return max(1, rounds_wanted(self.session) - self._rounds_before())
+
+    def _rounds_before(self) -> int:
+        """Return how many rounds the run that is continued has."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
-        wanted = self.session.steps or self.session.scale.steps
-        return max(1, wanted - min(before, default=0))
+        return min(before, default=0)
+
+    def _expect(self, so_far: SoFar) -> None:
+        """Tell the progress display how many rounds will probably follow those of this run."""
+        session = self.session
+        before = self._rounds_before()
+        jobs = {session.job(task): task for task in self.running}
+        seconds = session.progress.step_seconds(jobs)
+        if so_far.rounds:
+            seconds = so_far.seconds / so_far.rounds
+        most = MOST_ROUNDS * self._rounds_wanted() - so_far.rounds
+        so_far = so_far._replace(rounds=before + so_far.rounds)
+        further = further_rounds(session, self.group, seconds, so_far)
+        further = max(1, min(further, most))
+        self.round_text = f"round {so_far.rounds + 1} of {so_far.rounds + further}"
+        if so_far.disturbed:
+            self.round_text += f" ({so_far.disturbed} disturbed)"
+        self.row_number = 0
+        for job, task in jobs.items():
+            watched = 0 if task.emulated else 1
+            session.progress.expect(job, further + watched)
 
     def _judge_round(self, least: int) -> int:
         """Measure how much other programs used the machine in the round that ends now.
@@ -292,14 +282,14 @@ class _GroupRun:
             self.rounds.keep_only(good, self.running)
         return len(good)
 
-    def _step(self, task: PlannedTask, wanted: int) -> None:
+    def _step(self, task: PlannedTask) -> None:
         """Run one step of a row. If the row fails, it is not run again."""
         if task not in self.running:
             return
         session = self.session
-        number = len(self.rounds.of_steps[task]) + 1
-        which = f"round {number} of {wanted}" if number <= wanted else "a disturbed round again"
-        session.start(f"{task}, {which}", session.job(task))
+        self.row_number += 1
+        which = f"row {self.row_number} of {len(self.running)}"
+        session.start(f"{self.round_text}, {which}: {task}", session.job(task))
         try:
             self._run_step(task, self.running[task])
         except Exception as error:
@@ -309,8 +299,9 @@ class _GroupRun:
     def watch(self) -> None:
         """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""
         session = self.session
-        for task, steps in self.running.items():
-            session.start(f"{task}, utilization", session.job(task))
+        for number, (task, steps) in enumerate(self.running.items(), 1):
+            which = f"row {number} of {len(self.running)}: {task}"
+            session.start(f"utilization, {which}", session.job(task), typical=False)
             values, timeline = steps.watch()
             session.add_values(task.row, values, **task.kind)
             if timeline is not None and session.trace is not None:

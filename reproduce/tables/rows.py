@@ -195,7 +195,9 @@ class Rows:
 
     @property
     def published_title(self) -> str:
-        """Return how the title of a table ends whose rows repeat published rows."""
+        """Return how the title of a table of published or changed rows ends."""
+        if any("changed_from" in config for config in self.configs):
+            return ", changed rows"
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
         return ", as published" if exact else ", like the published rows"
 

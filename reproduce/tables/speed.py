@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from reproduce.experiments.row import (
+    CHANGED,
     COMPONENTS,
     EQUAL_LAYERS,
     PLANNED,
@@ -41,6 +42,8 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
         rows = Rows(experiment, chosen)
         if group == PUBLISHED_BALANCE:
             table = _balances(rows, Rows(experiment, reproducing))
+        elif group == CHANGED:
+            table = _changed(rows)
         elif is_published(chosen[0]):
             table = _as_published(rows)
         else:
@@ -174,6 +177,35 @@ def _as_published(rows: Rows) -> Table:
     notes.append(rows.about_publication())
     notes += rows.problems()
     return rows.table(rows.published_title, columns, notes)
+
+
+def _changed(rows: Rows) -> Table:
+    """Make the table of rows that the option `--set` changed."""
+
+    def name(result: Result) -> str:
+        settings = result.row.removeprefix(f"{result.config['changed_from']} ").split(" ")
+        return "\n".join([str(result.config["changed_from"]), *settings])
+
+    columns = [
+        Column("row, and what\nis changed", name, left=True),
+        config("n", "partitions"),
+        config("m", "chunks"),
+        config("batch", "batch_size"),
+        config("checkpoint", "checkpoint"),
+        rows.throughput(),
+        rows.over("speed-up"),
+        *rows.beside(),
+    ]
+    notes = [
+        rows.circumstances(),
+        "changed by --set: these rows are not those of the same name, or the published ones",
+    ]
+    baselines = {result.over for result in rows if result.over}
+    if baselines:
+        notes.append(f"speed-up: over {', '.join(sorted(baselines))}, taken round by round")
+    notes += rows.about_emulation()
+    notes += rows.problems()
+    return rows.table(", changed rows", columns, notes)
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:

@@ -45,6 +45,10 @@ REFUSED = {
     "run unet-speed unet-memory --row 'naive n2'": (
         "unet-memory has none of the rows naive n2; do not name this"
     ),
+    f"{SPEED} --set n=4 m=16": "--set n=4 m=16: name the row to change by --row, such as",
+    f"{SPEED} --row n2m4 --set k=4": "--set k=4: n2m4 has no k to set; there are n, m, batch_size,",
+    f"{SPEED} --row n2m4 --set n=4 m=x": "--set m=x: m is a number of micro-batches, such as 16",
+    f"{SPEED} --row n2m4 --set": "Option '--set' requires an argument",
     f"{MEMORY} --trace t": "--trace: memory experiments time no step",
     f"{SPEED} --trace empty": "'--trace': File 'empty' is a directory.",
     f"{SPEED} --trace /dev/null/x/t": "--trace /dev/null/x: cannot be written (Not a directory)",

@@ -17,11 +17,13 @@ from reproduce.experiments.choose import choose_rows, choose_scale
 from reproduce.experiments.resnet import TRAINING
 from reproduce.experiments.row import AS_PUBLISHED, PUBLISHED_NODE, Experiment, GiB, Row
 from reproduce.machine.devices import Devices
+from reproduce.numbers.significance import Rule, needed
 from reproduce.records.places import MEASURED
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result, Run, load
 
 ALL = list(EXPERIMENTS.values())
+TIMED = [experiment for experiment in ALL if experiment.measures in ("speed", "ablation")]
 WITH_A_TABLE = [experiment for experiment in ALL if experiment.table]
 
 
@@ -79,6 +81,18 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
         assert row.over is None or row.over in names
 
 
+@pytest.mark.parametrize("experiment", TIMED, ids=name_of)
+def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
+    """Each row of a default run has as many steps as a significant difference needs."""
+    least = needed(Rule().alpha, paired=False)
+    for scale in experiment.scales:
+        assert min(scale.steps, scale.least_steps) >= least
+
+
+# A record with other numbers of steps has the same rows: it only has more or less of their samples.
+HOW_OFTEN = ("steps", "least_steps")
+
+
 def newest_run(experiment: Experiment, rows: list[str]) -> tuple[Run, list[Result]]:
     """Return the newest committed run that has all rows of an experiment, and the run's results."""
     for record in reversed(RUNS):
@@ -101,7 +115,11 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
     run, results = newest_run(experiment, list(rows))
 
-    assert run.settings[experiment.name] == scale.settings()
+    settings = scale.settings() | run.settings[experiment.name]
+    for name in HOW_OFTEN:
+        if name in settings:
+            settings[name] = scale.settings()[name]
+    assert settings == scale.settings()
     for result in results:
         if result.scale != scale.name:  # a model of a published size, which is only counted
             continue

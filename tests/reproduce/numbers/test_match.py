@@ -62,6 +62,8 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),  # nothing in common, and other names
+    ({"L": 6}, {"L": 6, "changed_from": "x"}, False),  # even if its settings are the same
+    ({"L": 6, "changed_from": "x"}, {"L": 6, "changed_from": "x"}, True),
 ]
 
 
@@ -145,6 +147,10 @@ PLACED |= {
     "all at another scale": (
         [[reproducing("x", L=6), reproducing("y", L=7)], [PUBLISHED]],
         [("x", WITH_PUBLISHED), ("y", {0: "y", 1: "n2m4"})],
+    ),
+    "no row that was changed": (
+        [[reproducing("x", changed_from="y")], [published("x", **CONFIG)]],
+        [("x (small)", {0: "x"}), ("x", {1: "x"})],
     ),
     "what each side has of it": (
         [[PUBLISHED], [reproducing("exact")], [reproducing("small", L=6)]],

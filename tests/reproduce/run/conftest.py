@@ -26,6 +26,7 @@ from torchgpipe.plan.predict.replay import Event, Timeline
 from ..tiny import CORES, TINY
 
 SECONDS = 2.0  # of an emulated step
+UNIT = 1e-6  # seconds of a unit of work, as a first timing would find
 ROWS = TINY["tiny-speed"].scale("small").rows
 # The names of all results when these rows are run on two devices.
 EVERY = []
@@ -172,6 +173,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)
+    monkeypatch.setattr("reproduce.run.estimate.StepTimes._timed", lambda times, row: UNIT)
     monkeypatch.setattr(Fake, "raises", {})
     monkeypatch.setattr(Fake, "alive", set())
     monkeypatch.setattr(Fake, "order", [])

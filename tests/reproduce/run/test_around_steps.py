@@ -42,40 +42,57 @@ def take(progress: Progress, job: str, seconds: float, steps: int = 1) -> None:
         progress.stop()
 
 
-def test_a_step_takes_what_its_steps_took_and_a_new_one_its_guess() -> None:
+def test_a_step_takes_what_its_steps_took_and_a_new_one_its_corrected_guess() -> None:
     progress = Progress(io.StringIO(), Clock())
     progress.plan("a", 4, guess=10.0)
     progress.plan("b", 7, guess=20.0)
     progress.finish("b", 2)
-    assert progress.seconds_left() is None, "nothing is known at first"
+    assert progress.seconds_left() == 4 * 10.0 + 5 * 20.0, "before the start, guesses count"
     take(progress, "a", seconds=2.0)
-    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "by the guess, b takes twice as long as a"
+    assert progress.seconds_left() == 3 * 2.0 + 5 * 4.0, "a was five times faster; b will be, too"
     take(progress, "b", seconds=1.0, steps=2)
     assert progress.seconds_left() == 3 * 2.0 + 3 * 1.0
     progress.finish("a")
     assert progress.seconds_left() == 3.0
+    progress.expect("a", 5)
+    assert progress.seconds_left() == 5 * 2.0 + 3.0
+    assert progress.step_seconds(["a", "b"]) == 2.0 + 1.0
 
 
-def test_a_time_limit_bounds_the_time_left() -> None:
+def test_building_a_model_does_not_tell_how_long_steps_take() -> None:
     clock = Clock()
     progress = Progress(io.StringIO(), clock)
-    progress.plan("a", 100, guess=1.0, group="slow", limit=50.0)
-    progress.plan("other", 3, guess=1.0)
-    take(progress, "a", seconds=10.0)
-    assert progress.seconds_left() == 50.0 + 3 * 10.0, "the limit is for steps after the first"
-    progress.begin("slow")
-    for seconds, left in ((10, 40.0), (100, 0.0)):
-        clock.time += seconds
-        assert progress.seconds_left() == left + 3 * 10.0
-    progress.finish("slow")
-    take(progress, "other", seconds=10.0)
-    assert progress.seconds_left() == 2 * 10.0, "a finished group needs no time, whatever its limit"
+    progress.plan("a", 3, guess=2.0)
+    progress.start("a", "building", typical=False)
+    clock.time += 60.0
+    progress.stop()
+    assert progress.seconds_left() == 2 * 2.0
+
+
+def test_a_group_is_finished_with_all_its_jobs() -> None:
+    progress = Progress(io.StringIO(), Clock())
+    for job, group in (("a", "one"), ("b", "one"), ("c", "other")):
+        progress.plan(job, 3, guess=1.0, group=group)
+    progress.finish("one")
+    assert progress.seconds_left() == 3.0
+
+
+def test_time_that_is_not_known_is_not_told() -> None:
+    file = io.StringIO()
+    progress = Progress(file, Clock())
+    progress.plan("a", 2, guess=10.0)
+    progress.plan("b", 1, guess=None)
+    assert progress.seconds_left() is None
+    progress.show("row 2 of 2: b")
+    assert file.getvalue() == "time left unknown: row 2 of 2: b\n"
+    take(progress, "b", seconds=7.0)
+    assert progress.seconds_left() == 2 * 10.0, "without a guess, b corrects no other guess"
 
 
 BARS = {
-    80: "####    | 1/2 rows, 60 s left: b, round 1 of 30",
-    40: "##  | 1/2 rows, 60 s left: b, round",
-    30: "#5 | 1/2 rows, 60 s left:",
+    80: "####    | 60 s left: b, round 1 of 30",
+    40: "##  | 60 s left: b, round 1 of 30",
+    30: "#5 | 60 s left: b, round 1",
 }
 
 
@@ -86,7 +103,8 @@ def test_a_terminal_has_a_bar(columns: int, last: str, monkeypatch: pytest.Monke
     progress = Progress(stream, Clock())
     progress.plan("a", 4, guess=1.0)
     progress.plan("b", 30, guess=1.0)
-    take(progress, "a", seconds=2.0, steps=4)
+    take(progress, "a", seconds=15.0, steps=4)
+    progress.plan("b", 30, guess=2.0 / 15.0)
     progress.start("b", "b, round 1 of 30")
     drawn = stream.getvalue().split("\r")
     assert drawn[-1].rstrip() == f"|{last}"
@@ -113,7 +131,8 @@ def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(
     progress.plan("a", 4, 1.0)
     take(progress, "a", seconds=SECONDS_BETWEEN_LINES / 2, steps=4)
     progress.clear()
-    assert file.getvalue() == "0/1 rows: a\n0/1 rows, 30 s left: a\n"
+    assert SECONDS_BETWEEN_LINES <= 5, "a few seconds"
+    assert file.getvalue() == "4 s left: a\n5 s left: a\n"
 
     texts = {9.6: "10 s", 59.7: "60 s", 125: "2 min", 5940: "99 min", 40000: "11 h"}
     for seconds, text in texts.items():

@@ -96,7 +96,7 @@ def test_every_task_is_run_once_and_timed(
     with Devices("cpu", 1, threads=2).in_use():
         run = emulated.run()
         assert torch.get_num_threads() == 2
-    m = row.chunks or 1
+    m = shortened(row).micro_batches or 1
     counts = Counter((task.kind, task.partition) for task in run.tasks)
     for j in range(row.devices):
         assert [counts[kind, j] for kind in KINDS] == [m, recomputed(row, m), m]
@@ -135,9 +135,10 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
         return costs
 
     m = len(like)
+    changes.setdefault("loss", LOSS * m / len(set(like)))
     forward, backward = table("forward", m), table("backward", m)
     recompute = table("recompute", recomputed(row, m))
-    return replace(Costs(forward, backward, recompute, loss=LOSS), **changes)
+    return replace(Costs(forward, backward, recompute, loss=0.0), **changes)
 
 
 def ran(row: Row) -> Executed:
@@ -152,6 +153,7 @@ def ran(row: Row) -> Executed:
     return Executed(times, LOSS, UPDATES[: row.devices], work=9.0, value=1.0)
 
 
+FIRST_AND_LAST = [0, 0, 0, 1]  # of four micro-batches, only two are run
 LONE = pipeline(3, m=1, checkpoint="always")
 WITHOUT_DEPENDENCY = pipeline(3, components=("streams", "portals"))
 ONLY_PORTALS = pipeline(3, components=("portals",))
@@ -161,17 +163,17 @@ ONLY_PORTALS = pipeline(3, components=("portals",))
     ("row", "like", "changes", "linked"),
     [
         (PLAIN, range(1), {}, False),
-        (pipeline(3, checkpoint="always"), range(4), {}, False),
-        (pipeline(3, checkpoint="except_last"), range(4), {}, False),
-        (pipeline(3, checkpoint="never"), range(4), {}, False),
-        (pipeline(3), range(4), {}, True),
-        # Only 4 of 16 micro-batches are run.
-        (pipeline(3, m=16, batch_size=31), [0, 1, 2] * 5 + [3], {"loss": LOSS * 31 / 7}, False),
+        (pipeline(3, checkpoint="always"), FIRST_AND_LAST, {}, False),
+        (pipeline(3, checkpoint="except_last"), FIRST_AND_LAST, {}, False),
+        (pipeline(3, checkpoint="never"), FIRST_AND_LAST, {}, False),
+        (pipeline(3), FIRST_AND_LAST, {}, True),
+        (pipeline(3, m=16, batch_size=31), [0] * 15 + [1], {"loss": LOSS * 31 / 3}, False),
+        (pipeline(3, m=2, batch_size=2), range(2), {"loss": LOSS}, False),
         (LONE, range(1), {"ahead": False}, False),  # without overlap, a CPU uses one thread
         (LONE, range(1), {}, True),
         # Without the dependency, a recomputation starts only when its gradient has arrived.
-        (WITHOUT_DEPENDENCY, range(4), {"ahead": False}, False),
-        (ONLY_PORTALS, range(4), {"ahead": False, "blocking": True}, True),
+        (WITHOUT_DEPENDENCY, FIRST_AND_LAST, {"ahead": False}, False),
+        (ONLY_PORTALS, FIRST_AND_LAST, {"ahead": False, "blocking": True}, True),
     ],
 )
 def test_a_step_is_its_tasks_replayed(
@@ -241,12 +243,12 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
 @pytest.mark.parametrize(
     ("batch_size", "chunks", "ran"),
     [
-        (64, 32, (8, 4)),
-        (62, 16, (14, 4)),  # the last micro-batch has two samples, the others have four
-        (12, 4, (12, 4)),
-        (5, 4, (5, 4)),  # the micro-batches have 2, 2 and 1 samples
-        # The row has micro-batches of 15 samples, and a last one of 10 samples. Four micro-batches
-        # (15 + 15 + 15 + 10 = 55 samples) do not work: 55 samples in 4 chunks have 14 samples each.
+        (64, 32, (4, 2)),
+        (62, 16, (10, 3)),  # the last micro-batch has two samples, the others have four
+        (6, 2, (6, 2)),
+        (5, 4, (3, 2)),  # the micro-batches have 2, 2 and 1 samples
+        # The row has micro-batches of 15 samples, and a last one of 10 samples. Two micro-batches
+        # (15 + 10 = 25 samples) do not work: 25 samples in 2 chunks have 13 samples each.
         # With 85 samples in 6 chunks, each micro-batch has 15 samples, as in the row.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),

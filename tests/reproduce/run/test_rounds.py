@@ -24,18 +24,14 @@ from .conftest import EVERY, ROWS, Fake
 # `ENDED`, the time limit ends the run as soon as each row has `least_steps`.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
+TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it nevertheless"
 
 
 @pytest.mark.parametrize(
     ("steps", "changes", "timed", "said"),
     [
-        (
-            [],
-            LONG,
-            1,
-            "not measured: a step would take about 2 s; --steps K measures it nevertheless",
-        ),
-        (["--steps=1"], LONG, 1, None),
+        ([], LONG, 1, TOO_LONG),
+        (["--steps=2"], LONG, 2, TOO_LONG),  # `--steps` changes how often rows run, not which
         ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows use none of these seconds
         ([], {**ENDED, "warmup": 0}, 4, None),  # a run has at least `least_steps`
         (["--steps=6"], ENDED, 6, None),

@@ -235,7 +235,11 @@ def test_rows_appear_before_all_is_done(
     assert "pipeline-2: peaks of 0 MiB" in run.said
 
 
-def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None:
+def test_memory_rows_run_alone_and_for_any_n(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reproduce.run.progress.SECONDS_BETWEEN_LINES", 0.0)
+
     def alone(_: int) -> Exception | None:
         return None if fake.alive == {"pipeline-1"} else ValueError(str(fake.alive))
 
@@ -256,6 +260,32 @@ def test_memory_rows_run_alone_and_for_any_n(fake: type[Fake], run: Any) -> None
     assert eight.config["balance"] == [1] * 8
     parameters = 1844858344
     assert published.values == {"parameters": parameters, "model_bytes": 12 * parameters}
+    steps = re.findall(r"left: memory, (.*):", run.said)
+    expected = []
+    for k in range(1, 6):
+        expected += [f"step {step} of 2, row {k} of 5" for step in (1, 2)]
+    assert steps == expected
+
+
+def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
+    """A row that `--set` changed has a name of its own, and the record says what was changed."""
+    found = run("tiny-speed", "--row", "n2m4", "--steps=1", "--set", "m=2", "batch_size=6")
+
+    names = {"n2m4 m=2 batch_size=6", "n2m4 m=2 batch_size=6 emulated"}
+    assert set(found) == names
+    assert set(fake.order) == names
+    for result in found.values():
+        assert result.published is None
+        assert result.config["chunks"] == 2
+        assert result.config["batch_size"] == 6
+        assert result.config["changed_from"] == "n2m4"
+        assert result.config["changed"] == {"m": 2, "batch_size": 6}
+    emulated = found["n2m4 m=2 batch_size=6 emulated"]
+    assert emulated.config["link"] == PAPER, "its copies are those of the row that it was"
+    assert run.record.run.settings["set"] == ["m=2", "batch_size=6"]
+    assert "changed rows" in run.out
+    assert "changed by --set" in run.out
+    assert "published:" not in run.out
 
 
 @pytest.mark.parametrize("partitions", [2, 4])

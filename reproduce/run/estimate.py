@@ -1,0 +1,136 @@
+"""Estimate how long a step of each row (configuration) takes, before a run starts.
+
+There are three sources. The first that applies is used:
+
+1. Earlier runs of the same row on this machine. The estimate is the median of the row's steps.
+2. Earlier runs of other rows with the same model on this machine. Their steps tell how long a unit
+   of work takes (`Row.work`).
+3. A first timing: one step of a few samples on one device, without a pipeline. It tells how long a
+   unit of work takes, too.
+"""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from reproduce.experiments.row import Row
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Record, Result, Run, readable
+from reproduce.run.emulation import shortened
+from reproduce.run.training import Balancer, FakeData, Training
+
+MOST_SAMPLES = 8  # of the mini-batch of the first timing
+# The settings that a run finds out itself: they may differ between two runs of the same row.
+FOUND = ("balance", "link")
+
+
+class StepTimes:
+    """How long a step of each row probably takes on this machine.
+
+    Attributes:
+        sources: Where the estimates so far come from, for example the name of a run.
+    """
+
+    def __init__(
+        self, devices: Devices, balancer: Balancer, seed: int, earlier: Sequence[Record] = ()
+    ) -> None:
+        self.devices = devices
+        self.balancer = balancer
+        self.seed = seed
+        self.earlier = earlier
+        self.sources: list[str] = []
+        self._units: dict[Hashable, float | None] = {}  # model -> the seconds of a unit of work
+
+    def guess(self, result: Result, row: Row, work: float) -> float | None:
+        """Estimate the seconds of a step; return None if nothing is known about it.
+
+        Args:
+            result: The row's result as a record will have it: its name and its configuration.
+            row: The row.
+            work: The estimated cost of a step of the row, in the unit of `Row.work`.
+        """
+        model = (row.model, row.input_shape)
+        seconds = self._recorded(result, row)
+        if seconds is not None:
+            self._units.setdefault(model, seconds / work)
+            return seconds
+        if model not in self._units:
+            self._units[model] = self._timed(row)
+            if self._units[model] is not None:
+                self._note("a first timing of each model")
+        unit = self._units[model]
+        return None if unit is None else unit * work
+
+    def _recorded(self, result: Result, row: Row) -> float | None:
+        """Return the median time of the row's steps in the newest earlier run that has the row."""
+        for record in self.earlier:
+            for before in record.results:
+                if before.key == result.key and _is_same(before, result, row):
+                    self._note(f"the steps of {record.name}")
+                    samples = before.samples
+                    return median(samples.get("work_time") or samples["step_time"])
+        return None
+
+    def _timed(self, row: Row) -> float | None:
+        """Time a step of the row's model; return the seconds of a unit of work.
+
+        Return None if the devices hold no data, which takes no time, or if the step fails.
+        """
+        if self.devices.kind == "meta":
+            return None
+        samples = min(row.micro_batch_size or row.batch_size, MOST_SAMPLES)
+        plain = replace(
+            row, batch_size=samples, partitions=None, chunks=None, checkpoint=None, balance=None
+        )
+        one_thread = replace(self.devices, threads=1)  # as when a row is emulated
+        try:
+            with one_thread.in_use():
+                data = FakeData([plain], self.seed)
+                training = Training(plain, self.devices, data, self.balancer, self.seed)
+                training.step()
+                self.devices.synchronize()
+                started = time.perf_counter()
+                training.step()
+                self.devices.synchronize()
+                seconds = time.perf_counter() - started
+        except Exception:  # the run itself will tell why the model fails
+            return None
+        return seconds / plain.work()
+
+    def _note(self, source: str) -> None:
+        if source not in self.sources:
+            self.sources.append(source)
+
+
+def _is_same(before: Result, result: Result, row: Row) -> bool:
+    """Return whether an earlier result has undisturbed steps of the same work as a row's steps."""
+    if not before.samples.get("step_time") or before.disturbed:
+        return False
+    if before.emulated and before.values.get("executed") != (shortened(row).micro_batches or 1):
+        return False
+    ours = {name: value for name, value in result.config.items() if name not in FOUND}
+    theirs = {name: value for name, value in before.config.items() if name not in FOUND}
+    return ours == theirs
+
+
+def earlier_runs(folder: Path, run: Run) -> list[Record]:
+    """Return the records in a folder of earlier runs on this machine, the newest first.
+
+    Args:
+        folder: The folder of records.
+        run: A run that starts now, with the devices that it will use.
+    """
+    found: list[tuple[str, Record]] = []
+    for record in readable(folder):
+        before = record.run
+        if before is not None and _place(before) == _place(run):
+            found.append((before.started, record))
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [record for _, record in found]
+
+
+def _place(run: Run) -> tuple[object, ...]:
+    """Return where a run takes place: its machine, and its devices."""
+    return run.machine, run.device, run.devices, run.threads_per_device
