@@ -182,9 +182,7 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
 
 
 @styled
-def _grouped(
-    name: str, subject: Subject, values: Mapping[Source, Readings], meaning: str
-) -> str:
+def _grouped(name: str, subject: Subject, values: Mapping[Source, Readings], meaning: str) -> str:
     bars = {}
     for row, config in subject.rows.items():
         components = config.get("components")

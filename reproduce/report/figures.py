@@ -4,7 +4,6 @@ There are curves of the speed-ups of each source of numbers (published, predicte
 emulated), and curves that show how numbers changed from one git revision to the next.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -110,7 +109,7 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
     axes.plot(list(fine.values()), ideals, ":", color=FAINT, label=IDEAL)
     look_of = looks(subject.sources)
     described = []
-    caption = f"Speed-up over the table's first row{under}. Ideal: n·m/(n+m−1)."
+    caption = f"Speed-up over the table's first row{under}. Ideal: n·m/(n+m-1)."
     for source, readings in drawn.items():
         across = [at[place] for place in readings]
         _draw_curve(axes, across, list(readings.values()), look_of[source], source.label)
@@ -135,9 +134,7 @@ def _draw_curve(
 ) -> None:
     """Draw the curve of a source, with a mark beside each point that is disturbed."""
     up = [reading.middle for reading in readings]
-    axes.plot(
-        across, up, linestyle=look.dash, marker=look.marker, color=look.color, label=label
-    )
+    axes.plot(across, up, linestyle=look.dash, marker=look.marker, color=look.color, label=label)
     for x, reading in zip(across, readings, strict=True):
         point = (x, reading.middle)
         axes.annotate(reading.mark, point, (4, 0), textcoords="offset points")
@@ -199,10 +196,8 @@ def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
     figure, axes = new_figure(1.5)
     axes.grid(axis="y")
     axes.vlines(range(count), low, high, color=FAINT, linewidth=4)
-    first_look = look(kind)
-    axes.plot(
-        values, linestyle=first_look.dash, marker=first_look.marker, color=first_look.color
-    )
+    drawn = look(kind)
+    axes.plot(values, linestyle=drawn.dash, marker=drawn.marker, color=drawn.color)
     axes.margins(y=0.15)
     axes.set_xticks(range(0, count, step), revisions[::step])
     axes.set_ylabel(first["unit"])

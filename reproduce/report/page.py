@@ -39,7 +39,7 @@ ORDER = ("measured", "predicted", "published")
 """The kinds of record, in the order in which the page says where records come from."""
 PROSE = 40  # characters; a cell with more of them is a sentence, and has lines
 WORD = 24
-"""The characters of a word that has to stay in one line; a longer one, as of a path, may not fit."""
+"""The characters of a word that stays in one line. A longer one, as of a path, may not fit."""
 
 
 def page(

@@ -22,6 +22,7 @@ METRICS = {  # metric -> what stands above its columns
 }
 FIELDS = {"partitions": "n", "chunks": "m", "batch_size": "batch"}
 Texts = dict[str, str]  # by row
+Columns = Mapping[str, Iterable[tuple[Source, Texts]]]  # by the heading of the metric
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
     return reading_text(reading)
 
 
-def _notes(subject: Subject, metrics: Mapping[str, Iterable[tuple[Source, Texts]]]) -> Iterator[str]:
+def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
     """Yield notes that explain the metrics, and notes on how the sources' work differs."""
     if "speed-up" in metrics:
         base = f"the first row, {next(iter(subject.rows))},"
@@ -115,12 +116,7 @@ def _notes(subject: Subject, metrics: Mapping[str, Iterable[tuple[Source, Texts]
             "compared."
         )
     run = [source for source in subject.sources if source.kind in RUN]
-    shown = set()
-    for columns in metrics.values():
-        shown.update(source for source, _ in columns)
-    for source in run:
-        if source not in shown:
-            yield f"{_capital(source.label)} has none of these rows; its own are below."
+    yield from _without_rows(run, metrics)
     for sources in grouped(run, _place).values():
         names = {source.record.name for source in sources}
         if len(names) > 1:
@@ -129,6 +125,16 @@ def _notes(subject: Subject, metrics: Mapping[str, Iterable[tuple[Source, Texts]
     for source in run:
         yield from _other_work(subject, source)
     yield from _left_out(subject)
+
+
+def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
+    """Yield a note for each source that was run and has no column."""
+    shown = set()
+    for columns in metrics.values():
+        shown.update(source for source, _ in columns)
+    for source in run:
+        if source not in shown:
+            yield f"{_capital(source.label)} has none of these rows; its own are below."
 
 
 def _place(source: Source) -> tuple[object, object]:

@@ -21,7 +21,8 @@ from reproduce.report.figure import VARIABLES
 from reproduce.report.figures import ideal
 from reproduce.report.gantt import gantt, trace_figures
 from reproduce.report.page import page
-from reproduce.report.subjects import find_subjects, side_by_side
+from reproduce.report.side_by_side import side_by_side
+from reproduce.report.subjects import find_subjects
 from reproduce.report.trace import Tracer, read_trace
 from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.timeline.perfetto import perfetto
