@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 WIDTH = 3.75  # a figure's inches (of 96 CSS pixels): the width of a phone's screen without margins
-TITLE = 42  # the characters of a line of a figure's title
+TITLE = 38  # the characters of a line of a figure's title
 LEGEND = 46  # the characters of a line of a figure's legend
 POINTS, PIXELS = 72, 96  # points per inch, and CSS pixels per inch
 
