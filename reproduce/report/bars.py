@@ -183,7 +183,7 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
 
 @styled
 def _grouped(name: str, subject: Subject, values: Mapping[Source, Readings], meaning: str) -> str:
-    bars = {}
+    bars: dict[str, list[Bar]] = {}
     for row, config in subject.rows.items():
         components = config.get("components")
         label = f"{row}\n+ {components[-1]}" if components else row

@@ -70,11 +70,12 @@ class Legend:
 
     def add(self, figure: Figure, handles: Sequence[Artist] | None = None) -> None:
         """Draw the legend: of `handles`, or of all curves that have a label."""
-        place = "outside lower center"
         if handles is None:
-            figure.legend(loc=place, ncols=self.columns)
+            figure.legend(loc="outside lower center", ncols=self.columns)
         else:
-            figure.legend(handles=handles, loc=place, ncols=self.columns, handlelength=1)
+            figure.legend(
+                handles=handles, loc="outside lower center", ncols=self.columns, handlelength=1
+            )
 
 
 def svg(figure: Figure, name: str, description: str) -> str:

@@ -14,6 +14,7 @@ from reproduce.report.figure import (
     BACK,
     FAINT,
     SERIES,
+    WIDTH,
     Legend,
     new_figure,
     set_title,
@@ -66,7 +67,7 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
     window = duration(_length(timeline))
     bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {window}"
     whole = f"the whole step took {duration(timeline.seconds)}"
-    _draw(axes, timeline, FILE_COLORS)
+    _draw(axes, timeline, FILE_COLORS, FILE_WIDTH)
     axes.set_title(f"{title}\n{bubble}; {whole}", loc="left", fontweight="bold")
     keys = _keys(timeline, FILE_COLORS)
     figure.legend(
@@ -125,7 +126,7 @@ def _page_figure(name: str, title: str, timeline: Timeline) -> str:
     keys = _keys(timeline, PAGE_COLORS)
     legend = Legend([str(key.get_label()) for key in keys], most=4)
     figure, axes = new_figure(0.65 + 0.27 * timeline.partitions + legend.height)
-    _draw(axes, timeline, PAGE_COLORS)
+    _draw(axes, timeline, PAGE_COLORS, WIDTH)
     set_title(axes, title)
     legend.add(figure, keys)
     axes.set_xticks([])
@@ -147,17 +148,17 @@ def _keys(timeline: Timeline, colors: Sequence[str]) -> list[Patch]:
     return keys
 
 
-def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str]) -> None:
+def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str], inches: float) -> None:
     """Draw every task of a timeline, and the names of the devices.
 
     If most tasks are wide enough, tasks show the number of their micro-batch. A copy is drawn as a
-    thin line below the tasks.
+    thin line below the tasks. `inches` is the width of the picture.
     """
     color = dict(zip(KINDS, colors, strict=False))
     back = colors[-1]
     length = _length(timeline) or 1.0
     _draw_bars(axes, timeline, length, color, back)
-    digit = DIGIT * length / axes.figure.get_size_inches()[0]  # width of a digit in seconds
+    digit = DIGIT * length / inches  # width of a digit in seconds
     _draw_numbers(axes, timeline, digit, color, back)
     devices = range(timeline.partitions)
     axes.set_xlim(0, length)

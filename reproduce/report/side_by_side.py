@@ -129,7 +129,7 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
     """Yield a note for each source that was run and has no column."""
-    shown = set()
+    shown: set[Source] = set()
     for columns in metrics.values():
         shown.update(source for source, _ in columns)
     for source in run:
