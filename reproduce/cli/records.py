@@ -176,7 +176,8 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    The page shows published, predicted, emulated and measured numbers side by side. If DIR (or, by
+    The page shows published, predicted, measured and emulated numbers side by side, and also those
+    of your own runs, in runs. It names the runs that it leaves out, and why. If DIR (or, by
     default, the current folder) has a history.jsonl, the page also draws the numbers of each
     revision. Files that cannot be read are skipped, and their names are printed.
     """
@@ -186,13 +187,11 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     from reproduce.tables.history import read_history
 
     folder = results or RESULTS
-    folders = [folder / name for name in FOLDERS]
-    if results is None:
-        folders.append(RUNS)
     broken: list[Error] = []
     records = []
-    for place in folders:
-        records += readable(place, broken.append)
+    for name in FOLDERS:
+        records += readable(folder / name, broken.append)
+    own = readable(RUNS, broken.append) if results is None else []
     kept = (results or Path()) / HISTORY
     lines = []
     for _, line in read_history(content_of(kept), str(kept), broken.append):
@@ -200,7 +199,7 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
             lines.append(line)
     for error in broken:
         click.echo(f"skipped: {error}", err=True)
-    if not records:
+    if not records and not own:
         raise click.UsageError(
             f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}"
         )
@@ -208,7 +207,8 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
     timelines = []
     for trace in traces:
         timelines += read_trace(trace)
-    write_atomically(path, page(records, timelines, lines))
+    skipped = [str(error) for error in broken]
+    write_atomically(path, page(records, timelines, lines, own, skipped))
     click.echo(f"written: {path}")
 
 

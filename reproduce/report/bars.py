@@ -1,20 +1,29 @@
 """Draw bar charts for the report page: of memory, and of the metrics of an ablation.
 
-The numbers have four kinds of sources: published, predicted, emulated and measured. Memory has a
+The numbers have four kinds of sources: published, predicted, measured and emulated. Memory has a
 chart for each source. In the charts of an ablation, each source has its own bars.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from reproduce.numbers.metrics import BYTES, over
-from reproduce.report.figure import BACK, DEVICES, SERIES, new_figure, styled, svg
-from reproduce.report.figures import COLORS, Captioned
+from reproduce.numbers.metrics import BYTES, MARK, Reading, over
+from reproduce.report.figure import (
+    BACK,
+    DEVICES,
+    SERIES,
+    Legend,
+    new_figure,
+    set_title,
+    styled,
+    svg,
+)
+from reproduce.report.figures import Captioned
+from reproduce.report.looks import COLORS, HATCHES
 from reproduce.report.subjects import Source, Subject
 from torchgpipe.plan.report import figure as figure_text
 
@@ -28,6 +37,7 @@ ABLATED = {
     "reserved": "reserved memory, relative to the first row",
     "memory": "allocated memory, relative to the first row",
 }
+Readings = dict[str, Reading]  # by row
 Stacks = dict[str, dict[str, float | None]]  # row -> part of the bar -> bytes, or None if unknown
 
 
@@ -76,7 +86,13 @@ def ablation_figures(subject: Subject) -> Iterator[Captioned]:
         if values:
             what = meaning[0].upper() + meaning[1:]
             caption = f"{what} as components are added one by one."
+            if any(_is_disturbed(own) for own in values.values()):
+                caption += f" {MARK}: disturbed."
             yield _grouped(f"{subject.name}-{metric}", subject, values, meaning), caption
+
+
+def _is_disturbed(readings: Readings) -> bool:
+    return any(reading.disturbed for reading in readings.values())
 
 
 def _measured(source: Source, value: str) -> Stacks:
@@ -120,27 +136,26 @@ def _ablated(subject: Subject) -> bool:
     return len(components) > 1
 
 
-def _over_first(subject: Subject, source: Source, metric: str) -> dict[str, float]:
+def _over_first(subject: Subject, source: Source, metric: str) -> Readings:
     """Return a metric's value in each row, relative to the first row (except for utilization)."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}
     for row, reading in readings.items():
         if metric in ("throughput", "utilization"):
-            values[row] = reading.middle
+            values[row] = reading
         elif first is not None:
-            values[row] = over(reading, first).middle
+            values[row] = over(reading, first)
     return values
 
 
 @styled
 def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
     most = 0.0
-    labels = {}
+    parts_of: dict[str, None] = {}
     for sizes in stacks.values():
         most = max(most, sum(filter(None, sizes.values())))
-        for what in sizes:
-            labels[what] = PALETTE[what]
+        parts_of.update(dict.fromkeys(sizes))
     word = "GiB" if most >= BYTES["GiB"] else "MiB"
     bars = {}
     described = []
@@ -161,42 +176,56 @@ def _stacked(name: str, source: Source, stacks: Stacks, kind: str) -> str:
             text += " + ?"
         bars[row] = [Bar(text, parts)]
         described.append(f"{row} {', '.join(said)}")
-    figure = _bars(bars, f"{kind} memory, {word}", labels, columns=4, title=source.label)
+    keys = [_key(what, PALETTE[what]) for what in parts_of]
+    figure = _bars(bars, f"{kind} memory, {word}", keys, columns=4, title=source.label)
     return svg(figure, name, f"{kind} memory, {source.label}: {'; '.join(described)}")
 
 
 @styled
-def _grouped(
-    name: str, subject: Subject, values: Mapping[Source, Mapping[str, float]], meaning: str
-) -> str:
-    bars = {}
+def _grouped(name: str, subject: Subject, values: Mapping[Source, Readings], meaning: str) -> str:
+    bars: dict[str, list[Bar]] = {}
     for row, config in subject.rows.items():
         components = config.get("components")
         label = f"{row}\n+ {components[-1]}" if components else row
-        bars[label] = [_bar(source, own.get(row)) for source, own in values.items()]
-    labels = {}
+        bars[label] = []
+        for i, (source, own) in enumerate(values.items()):
+            bars[label].append(_bar(source, own.get(row), _hatch(i)))
+    keys = []
     described = []
-    for source, own in values.items():
-        labels[source.label] = COLORS[source.kind]
-        numbers = ", ".join(f"{row} {value:.2f}" for row, value in own.items())
-        described.append(f"{source.label} {numbers}")
+    for i, (source, own) in enumerate(values.items()):
+        keys.append(_key(source.label, COLORS[source.kind], _hatch(i)))
+        numbers = [f"{row} {_shown(reading)}" for row, reading in own.items()]
+        described.append(f"{source.label} {', '.join(numbers)}")
     what, _, how = meaning.partition(", ")
-    figure = _bars(bars, how, labels, columns=2, title=what)
+    figure = _bars(bars, how, keys, columns=2, title=what)
     return svg(figure, name, f"{meaning}: {'; '.join(described)}")
 
 
-def _bar(source: Source, value: float | None) -> Bar:
+def _hatch(place: int) -> str | None:
+    """Return the hatch of the bars of a chart's first source (0), second source (1) and so on."""
+    return HATCHES[place % len(HATCHES)]
+
+
+def _bar(source: Source, reading: Reading | None, hatch: str | None) -> Bar:
     """Return the bar that shows a source's value, or an empty bar if there is no value."""
-    if value is None:
+    if reading is None:
         return Bar("", [])
-    hatch = "///" if source.kind == "predicted" else None
-    return Bar(f"{value:.2f}", [(value, COLORS[source.kind])], hatch)
+    return Bar(_shown(reading), [(reading.middle, COLORS[source.kind])], hatch)
+
+
+def _shown(reading: Reading) -> str:
+    return f"{reading.middle:.2f}{reading.mark}"
+
+
+def _key(label: str, color: str, hatch: str | None = None) -> Patch:
+    """Return an entry of a legend."""
+    return Patch(facecolor=color, edgecolor=BACK, hatch=hatch, label=label)
 
 
 def _bars(
     rows: Mapping[str, list[Bar]],
     axis: str,
-    labels: Mapping[str, str],
+    keys: Sequence[Patch],
     columns: int,
     title: str,
 ) -> Figure:
@@ -205,15 +234,15 @@ def _bars(
     Args:
         rows: The bars of each row, by the name of the row.
         axis: The label of the horizontal axis.
-        labels: The colour of each entry of the legend.
+        keys: The entries of the legend.
         columns: The largest number of columns of the legend.
         title: The title of the chart.
     """
     per_row = max(map(len, rows.values()))
     height = 0.8 / per_row
-    legend_lines = math.ceil(len(labels) / columns)
+    legend = Legend([str(key.get_label()) for key in keys], columns)
     room = len(rows) * (0.12 + 0.19 * per_row)
-    figure, axes = new_figure(0.95 + room + 0.17 * legend_lines)
+    figure, axes = new_figure(0.95 + room + legend.height)
     axes.grid(axis="x")
     for place, bars in enumerate(rows.values()):
         for i, bar in enumerate(bars):
@@ -223,15 +252,8 @@ def _bars(
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlabel(axis)
-    axes.set_title(title)
-    handles = [Patch(color=color, label=label) for label, color in labels.items()]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(columns, len(labels)),
-        handlelength=1,
-        columnspacing=1,
-    )
+    set_title(axes, title)
+    legend.add(figure, keys)
     return figure
 
 

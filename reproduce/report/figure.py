@@ -9,14 +9,20 @@
 
 import html
 import io
+import math
 import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 WIDTH = 3.75  # a figure's inches (of 96 CSS pixels): the width of a phone's screen without margins
+TITLE = 38  # the characters of a line of a figure's title
+LEGEND = 46  # the characters of a line of a figure's legend
 POINTS, PIXELS = 72, 96  # points per inch, and CSS pixels per inch
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
@@ -38,6 +44,38 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     """Return an empty figure, `height` inches high and as wide as all figures of the page."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def set_title(axes: Axes, title: str) -> None:
+    """Give a figure a title, in as many lines as it needs."""
+    axes.set_title(textwrap.fill(title, TITLE))
+
+
+class Legend:
+    """A legend below a figure.
+
+    Args:
+        labels: The texts of the legend.
+        most: The most columns that the legend may have. It has fewer if its labels are long.
+
+    Attributes:
+        height: The height of the legend in inches.
+    """
+
+    def __init__(self, labels: Sequence[str], most: int) -> None:
+        longest = max(map(len, labels))
+        fitting = max(1, LEGEND // longest)
+        self.columns = min(most, fitting, len(labels))
+        self.height = 0.19 * math.ceil(len(labels) / self.columns)
+
+    def add(self, figure: Figure, handles: Sequence[Artist] | None = None) -> None:
+        """Draw the legend: of `handles`, or of all curves that have a label."""
+        if handles is None:
+            figure.legend(loc="outside lower center", ncols=self.columns)
+        else:
+            figure.legend(
+                handles=handles, loc="outside lower center", ncols=self.columns, handlelength=1
+            )
 
 
 def svg(figure: Figure, name: str, description: str) -> str:

@@ -1,30 +1,29 @@
 """Draw curves for the report page.
 
-There are curves of the speed-ups of each source of numbers (published, predicted, emulated and
-measured), and curves that show how numbers changed from one git revision to the next.
+There are curves of the speed-ups of each source of numbers (published, predicted, measured and
+emulated), and curves that show how numbers changed from one git revision to the next.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from reproduce.report.figure import FAINT, SERIES, new_figure, styled, svg
+from matplotlib.axes import Axes
+
+from reproduce.numbers.metrics import MARK, Reading
+from reproduce.report.figure import FAINT, Legend, new_figure, set_title, styled, svg
+from reproduce.report.looks import Look, look, looks
 from reproduce.report.subjects import RUN, Source, Subject
 from reproduce.tables.history import Line, name_of
 from reproduce.tables.output import Number
 from torchgpipe.plan.report import figure as figure_text
 
-COLORS = {
-    "published": SERIES[0],
-    "predicted": SERIES[1],
-    "emulated": SERIES[3],
-    "measured": SERIES[2],
-}
-LOOKS = {"published": "-o", "predicted": "--s", "emulated": "-.^", "measured": "-D"}
+IDEAL = "ideal, of equal tasks"
+ROOM = 1.1  # how much higher a chart is than its highest point, so that its marker is not cut
 Captioned = tuple[str, str]  # a figure and its caption
 Place = tuple[int, int]  # the number of partitions (n) and of micro-batches (m)
 Point = tuple[str, Number]  # a git revision, and a number that this revision reached
-Curves = dict[Source, dict[Place, float]]
+Curves = dict[Source, dict[Place, Reading]]
 
 
 def ideal(n: int, m: int) -> float:
@@ -49,7 +48,7 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     for source in subject.sources:
         points = {}
         for row, reading in subject.readings(source, "speedup").items():
-            points[places[row]] = reading.middle
+            points[places[row]] = reading
         if len(points) > 1:
             curves[source] = points
     along = list(dict.fromkeys(places.values()))
@@ -80,8 +79,6 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
             x-axis lists the pairs.
         base: The ideal speed-up of the first row, which is the baseline of all speed-ups here.
     """
-    figure, axes = new_figure(2.6)
-    axes.grid(axis="y")
     ns, ms = zip(*places, strict=True)
     m = ms[0]
     if len(set(ms)) == 1:
@@ -101,33 +98,59 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
         ticks = [_tick(n, m) for n, m in places]
         fine = at
     ideals = [ideal(n, m) / base for n, m in fine]
-    axes.plot(list(fine.values()), ideals, ":", color=FAINT, label="ideal, of equal tasks")
-    described = []
+    drawn = {}
     for source, points in curves.items():
-        across = []
-        up = []
+        here = {place: points[place] for place in places if place in points}
+        if here:
+            drawn[source] = here
+    legend = Legend([IDEAL, *(source.label for source in drawn)], most=2)
+    figure, axes = new_figure(2.0 + legend.height)
+    axes.grid(axis="y")
+    axes.plot(list(fine.values()), ideals, ":", color=FAINT, label=IDEAL)
+    look_of = looks(subject.sources)
+    described = []
+    caption = f"Speed-up over the table's first row{under}. Ideal: n·m/(n+m-1)."
+    for source, readings in drawn.items():
+        across = [at[place] for place in readings]
+        _draw_curve(axes, across, list(readings.values()), look_of[source], source.label)
         values = []
-        for place in places:
-            if place in points:
-                across.append(at[place])
-                up.append(points[place])
-                values.append(f"n={place[0]} {points[place]:.2f}")
-        look = LOOKS[source.kind]
-        axes.plot(across, up, look, color=COLORS[source.kind], label=source.label)
+        for (n, _), reading in readings.items():
+            values.append(f"n={n} {reading.middle:.2f}{reading.mark}")
         described.append(f"{source.label} {', '.join(values)}")
     axes.set_xticks(list(at.values()), ticks)
     axes.set_xlabel(label)
-    axes.set_title(heading)
-    axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=2)
-    caption = f"Speed-up over the table's first row{under}. Ideal: n·m/(n+m-1)."
-    text = f"Speed-up over n, {title}: {'; '.join(described)}"
-    return svg(figure, f"{subject.name}-speed-up-{title}", text), caption
+    axes.set_ylim(0, ROOM * _highest(ideals, drawn.values()))
+    set_title(axes, heading)
+    legend.add(figure)
+    text = "; ".join(described)
+    if MARK in text:
+        caption += f" {MARK}: disturbed."
+    picture = svg(figure, f"{subject.name}-speed-up-{title}", f"Speed-up over n, {title}: {text}")
+    return picture, caption
+
+
+def _draw_curve(
+    axes: Axes, across: Sequence[float], readings: Sequence[Reading], look: Look, label: str
+) -> None:
+    """Draw the curve of a source, with a mark beside each point that is disturbed."""
+    up = [reading.middle for reading in readings]
+    axes.plot(across, up, linestyle=look.dash, marker=look.marker, color=look.color, label=label)
+    for x, reading in zip(across, readings, strict=True):
+        point = (x, reading.middle)
+        axes.annotate(reading.mark, point, (4, 0), textcoords="offset points")
+
+
+def _highest(ideals: Iterable[float], curves: Iterable[dict[Place, Reading]]) -> float:
+    """Return the largest speed-up in a chart, of the ideal or of a source."""
+    found = list(ideals)
+    for readings in curves:
+        found += [reading.middle for reading in readings.values()]
+    return max(found)
 
 
 def _tick(n: int, m: int) -> str:
     if n == 1 and m == 1:
-        return "plain"
+        return "plain\n"
     return f"n={n}\nm={m}"
 
 
@@ -173,7 +196,9 @@ def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
     figure, axes = new_figure(1.5)
     axes.grid(axis="y")
     axes.vlines(range(count), low, high, color=FAINT, linewidth=4)
-    axes.plot(values, LOOKS[kind], color=COLORS[kind])
+    drawn = look(kind)
+    axes.plot(values, linestyle=drawn.dash, marker=drawn.marker, color=drawn.color)
+    axes.margins(y=0.15)
     axes.set_xticks(range(0, count, step), revisions[::step])
     axes.set_ylabel(first["unit"])
     picture = svg(figure, f"history-{name}-{machine}", f"{name}: {', '.join(said)}")

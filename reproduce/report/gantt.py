@@ -10,7 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from reproduce.report.figure import BACK, FAINT, SERIES, new_figure, styled, svg
+from reproduce.report.figure import (
+    BACK,
+    FAINT,
+    SERIES,
+    WIDTH,
+    Legend,
+    new_figure,
+    set_title,
+    styled,
+    svg,
+)
 from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.report import duration
 from torchgpipe.schedules import make
@@ -23,6 +33,12 @@ KINDS = {
     "backward_inputs": "backward of inputs",
     "backward_weights": "backward of weights",
     "copy": "copy",
+}
+HATCHES = {  # so that kinds of task differ in more than their colours
+    "recompute": "////",
+    "backward": "\\\\",
+    "backward_inputs": "\\\\",
+    "backward_weights": "....",
 }
 PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
@@ -51,7 +67,12 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
     window = duration(_length(timeline))
     bubble = f"bubble {timeline.bubble:.0%} of {timeline.partitions} x {window}"
     whole = f"the whole step took {duration(timeline.seconds)}"
-    _draw(figure, axes, timeline, f"{title}\n{bubble}; {whole}", FILE_COLORS)
+    _draw(axes, timeline, FILE_COLORS, FILE_WIDTH)
+    axes.set_title(f"{title}\n{bubble}; {whole}", loc="left", fontweight="bold")
+    keys = _keys(timeline, FILE_COLORS)
+    figure.legend(
+        handles=keys, loc="outside lower center", ncols=len(KINDS), handlelength=1, frameon=False
+    )
     axes.set_xlabel("seconds since the first task began; white is the bubble")
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150)
@@ -102,8 +123,12 @@ def _length(timeline: Timeline) -> float:
 
 @styled
 def _page_figure(name: str, title: str, timeline: Timeline) -> str:
-    figure, axes = new_figure(0.85 + 0.27 * timeline.partitions)
-    _draw(figure, axes, timeline, title, PAGE_COLORS)
+    keys = _keys(timeline, PAGE_COLORS)
+    legend = Legend([str(key.get_label()) for key in keys], most=4)
+    figure, axes = new_figure(0.65 + 0.27 * timeline.partitions + legend.height)
+    _draw(axes, timeline, PAGE_COLORS, WIDTH)
+    set_title(axes, title)
+    legend.add(figure, keys)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     window = f"{_length(timeline):.2f} s from the first task to the last"
@@ -111,35 +136,36 @@ def _page_figure(name: str, title: str, timeline: Timeline) -> str:
     return svg(figure, name, f"Timeline of {title}: {described}")
 
 
-def _draw(
-    figure: Figure, axes: Axes, timeline: Timeline, title: str, colors: Sequence[str]
-) -> None:
-    """Draw every task of a timeline, the names of the devices and a legend.
+def _keys(timeline: Timeline, colors: Sequence[str]) -> list[Patch]:
+    """Return the entries of a timeline's legend: one for each kind of task in it."""
+    back = colors[-1]
+    drawn = {event.kind for event in timeline.events}
+    keys = []
+    for (kind, label), color in zip(KINDS.items(), colors, strict=False):
+        if kind in drawn:
+            hatch = HATCHES.get(kind)
+            keys.append(Patch(facecolor=color, edgecolor=back, hatch=hatch, label=label))
+    return keys
+
+
+def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str], inches: float) -> None:
+    """Draw every task of a timeline, and the names of the devices.
 
     If most tasks are wide enough, tasks show the number of their micro-batch. A copy is drawn as a
-    thin line below the tasks.
+    thin line below the tasks. `inches` is the width of the picture.
     """
     color = dict(zip(KINDS, colors, strict=False))
     back = colors[-1]
     length = _length(timeline) or 1.0
     _draw_bars(axes, timeline, length, color, back)
-    digit = DIGIT * length / figure.get_size_inches()[0]  # width of a digit in seconds
-    _draw_numbers(axes, timeline, digit, back)
+    digit = DIGIT * length / inches  # width of a digit in seconds
+    _draw_numbers(axes, timeline, digit, color, back)
     devices = range(timeline.partitions)
     axes.set_xlim(0, length)
     axes.set_ylim(timeline.partitions - 0.5 + COPY_BAR, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_yticks(devices, [f"device {j}" for j in devices])
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title, loc="left", fontweight="bold")
-    drawn = {event.kind for event in timeline.events}
-    handles = []
-    for kind, label in KINDS.items():
-        if kind in drawn:
-            handles.append(Patch(color=color[kind], label=label))
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=4, handlelength=1, frameon=False
-    )
 
 
 def _draw_bars(
@@ -163,10 +189,13 @@ def _draw_bars(
             linewidth=edge,
             color=color[event.kind],
             edgecolor=back,
+            hatch=HATCHES.get(event.kind),
         )
 
 
-def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> None:
+def _draw_numbers(
+    axes: Axes, timeline: Timeline, digit: float, color: Mapping[str, str], back: str
+) -> None:
     """On each task that is wide enough, draw the number of the task's micro-batch.
 
     If 20 % of the tasks or more are too narrow, draw no numbers at all. `digit` is the width of a
@@ -183,4 +212,7 @@ def _draw_numbers(axes: Axes, timeline: Timeline, digit: float, color: str) -> N
     for task in fitting:
         middle = (task.start + task.end) / 2 - start
         place = (middle, timeline.row(task))
-        axes.annotate(str(task.micro_batch), place, ha="center", va="center", color=color)
+        ground = {"facecolor": color[task.kind], "edgecolor": "none", "pad": 0.5}  # no hatch
+        axes.annotate(
+            str(task.micro_batch), place, ha="center", va="center", color=back, bbox=ground
+        )

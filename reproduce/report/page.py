@@ -3,12 +3,14 @@
 `page.html` is the template of the page.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import Gpu
@@ -17,29 +19,35 @@ from reproduce.records.record import Record, Run
 from reproduce.report.bars import ablation_figures, memory_figures
 from reproduce.report.figures import history_figures, speed_up_figures
 from reproduce.report.gantt import schedule_figures, trace_figures
-from reproduce.report.subjects import RUN, Subject, find_subjects, side_by_side
+from reproduce.report.side_by_side import side_by_side
+from reproduce.report.subjects import KINDS, RUN, Kind, Subject, find_subjects, unpublished
 from reproduce.tables.all import about_run, tables
 from reproduce.tables.history import Line
-from reproduce.tables.layout import GiB, Table, many
+from reproduce.tables.layout import WHOLE, GiB, Table, many
 from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.predict.replay import Timeline
 
 FOLDER = Path(__file__).parent
-DENSE = 11  # columns; the page sets wider tables more tightly
-TITLE = "GPipe: published, predicted, emulated, measured"
-KINDS = {
+TITLE = "GPipe: published, predicted, measured, emulated"
+MEANINGS: dict[Kind, str] = {
     "published": "by the papers",
     "predicted": "for a described machine, nothing run",
-    "emulated": "every task run on one device, the overlap of n worked out",
     "measured": "on a real machine",
+    "emulated": "every task run on one device, the overlap of n worked out",
 }
-ORDER = list(reversed(KINDS))  # of the records about which the page says where they come from
+ORDER = ("measured", "predicted", "published")
+"""The kinds of record, in the order in which the page says where records come from."""
+PROSE = 40  # characters; a cell with more of them is a sentence, and has lines
+WORD = 24
+"""The characters of a word that stays in one line. A longer one, as of a path, may not fit."""
 
 
 def page(
     records: Sequence[Record],
     traces: Sequence[tuple[str, Timeline]] = (),
     history: Sequence[Line] = (),
+    own: Sequence[Record] = (),
+    skipped: Sequence[str] = (),
 ) -> str:
     """Return the report page as HTML.
 
@@ -47,11 +55,15 @@ def page(
         records: The records whose numbers are shown.
         traces: A title and a timeline for each recorded step.
         history: The numbers of several git revisions.
+        own: The records of one's own runs, whose numbers are shown, too.
+        skipped: A line for each file that could not be read.
     """
+    own = unpublished(own, records)
     sections = []
     others = []
     shown = {}
-    for subject in find_subjects(records):
+    kinds: dict[str, list[Kind]] = {}  # what a record's numbers are, by the name of the record
+    for subject in find_subjects(records, own):
         # A subject is an experiment or a published table. Tables that no experiment reproduces,
         # and that have only published numbers, come last on the page, and are collapsed.
         if subject.name in EXPERIMENTS or _has_other_numbers(subject):
@@ -60,9 +72,10 @@ def page(
             others.append(_other(subject))
         for source in subject.sources:
             shown[source.record.name] = source.record
+            kinds.setdefault(source.record.name, []).append(source.kind)
     counts: Counter[str] = Counter()
     predicted = []
-    for record in records:
+    for record in [*records, *own]:
         counts.update(result.status for result in record.results)
         if record.kind == "predicted":
             predicted.append(record)
@@ -71,16 +84,16 @@ def page(
     text = _template().render(
         title=TITLE,
         style=(FOLDER / "style.css").read_text(encoding="utf-8"),
-        kinds=KINDS,
-        dense=DENSE,
-        records=records,
+        meanings=MEANINGS,
+        records=len(records) + len(own),
+        skipped=skipped,
         counts=counts,
         errors=errors_table(predicted),
         sections=sections,
         traces=list(trace_figures(traces)),
         history=history_figures(history),
         schedules=list(schedule_figures()),
-        machines=grouped(made, _origin),
+        machines=_machines(made, kinds, own),
         others=others,
     )
     return text.lstrip()
@@ -94,8 +107,32 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"many": many, "zip": zip}
+    environment.filters |= {"many": many, "zip": zip, "whole": whole, "heading": heading}
+    environment.globals["prose"] = PROSE
     return environment.get_template("page.html")
+
+
+def whole(text: str) -> Markup:
+    """Return a text as HTML. Browsers do not break its numbers, and words with a hyphen or slash.
+
+    A mean and its deviation, such as `22.0 ± 0.1`, are one number.
+    """
+    text = text.replace(" +- ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    parts = []
+    for part in re.split("([ \n]+)", text):
+        escaped = escape(part)
+        if re.search("[0-9/-]", part) and len(part) <= WORD:
+            parts.append(Markup('<span class="whole">{}</span>').format(escaped))
+        else:
+            parts.append(escaped)
+    return Markup("").join(parts)
+
+
+def heading(text: str) -> str:
+    """Return a heading of a table in one line, with words that a terminal has no room for."""
+    for short, long in WHOLE.items():
+        text = text.replace(short, long)
+    return text.replace("\n", " ")
 
 
 def _has_other_numbers(subject: Subject) -> bool:
@@ -109,9 +146,11 @@ def _section(subject: Subject) -> dict[str, Any]:
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
             runs[source.record.name] = source.record
-    own_tables = []
-    for run in runs.values():
-        own_tables += tables(run, subject.name)
+    of_runs = {}
+    for name, run in runs.items():
+        made = tables(run, subject.name)
+        if made:
+            of_runs[name] = made
     figures = list(speed_up_figures(subject))
     figures += memory_figures(subject)
     figures += ablation_figures(subject)
@@ -119,7 +158,7 @@ def _section(subject: Subject) -> dict[str, Any]:
         "subject": subject,
         "side_by_side": side_by_side(subject),
         "figures": figures,
-        "tables": own_tables,
+        "runs": of_runs,
     }
 
 
@@ -150,6 +189,33 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1e6 else f"{value:g}"
     return str(value)
+
+
+def _machines(
+    records: Sequence[Record], kinds: Mapping[str, Sequence[Kind]], own: Sequence[Record]
+) -> list[dict[str, Any]]:
+    """Return where records come from. Records that were made in the same way have one entry.
+
+    Args:
+        records: The records.
+        kinds: What the numbers of each record are, by the name of the record.
+        own: The records of one's own runs.
+    """
+    owned = {record.name for record in own}
+    entries = []
+    for lines, group in grouped(records, _origin).items():
+        names = [record.name for record in group]
+        found: set[Kind] = set()
+        for name in names:
+            found.update(kinds[name])
+        words = [kind for kind in KINDS if kind in found]
+        heading = ", ".join(words)
+        if owned.intersection(names):
+            heading = f"own run, {heading}"
+        titles = names if len(names) > 1 else [group[0].title]
+        title = f"{heading}: {', '.join(titles)}"
+        entries.append({"title": title, "names": names, "lines": lines})
+    return entries
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:

@@ -1,37 +1,31 @@
 """Collect the numbers of each experiment for the report, by source.
 
-There are four kinds of sources: published, predicted, emulated and measured. All numbers of a
-source come from one record, so that they can be compared. For emulated and measured numbers, this
+There are four kinds of sources: published, predicted, measured and emulated. All numbers of a
+source come from one record, so that they can be compared. For measured and emulated numbers, this
 is the record of a single run of the experiment.
 
-Runs that differ in scale, kind of device or engine are different sources. If several runs agree in
-all of these, only the first one is a source, in the order of `ranked`: finished runs with few
-disturbed rows come first.
+Runs that differ in scale, kind of device or engine are different sources, and so are the reader's
+own runs and the runs in the results that the report is about. If several runs agree in all of
+these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
+rows come first. The other runs are remembered as left out.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.numbers.accuracy import final_error
-from reproduce.numbers.match import CHOSEN, differing, grouped
-from reproduce.numbers.metrics import (
-    BYTES,
-    DISTURBED,
-    MARK,
-    Reading,
-    outcome,
-    read,
-    speed_up,
-)
+from reproduce.numbers.match import grouped
+from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS, Record, Result, hardware_name, ranked
-from reproduce.tables.layout import ratio, reading_text, with_quartiles
 
 FOLDERS = ("paper", "predicted", "measured")
-RUN = ("emulated", "measured")  # the kinds of source whose tasks were run
+Kind = Literal["published", "predicted", "measured", "emulated"]
+KINDS: tuple[Kind, ...] = ("published", "predicted", "measured", "emulated")
+"""The kinds of source, in the order in which the page shows them."""
+RUN = ("measured", "emulated")  # the kinds of source whose tasks were run
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +35,15 @@ class Source:
     `label` is a text that distinguishes them from other sources, such as `measured (small, CPU)`.
     """
 
-    kind: Literal["published", "predicted", "emulated", "measured"]
+    kind: Kind
     label: str
     record: Record
     results: list[Result]
+
+    @property
+    def succeeded(self) -> bool:
+        """Return whether a result has numbers."""
+        return any(result.status in SUCCESS for result in self.results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +55,38 @@ class Subject:
         title: The title of the section.
         table: The name of the published table, or an empty text if there is none.
         sources: The sources of numbers. There is at least one.
+        left_out: What was run, too, and is not among the sources.
     """
 
     name: str
     title: str
     table: str
     sources: list[Source]
+    left_out: list[Source] = field(default_factory=list)
+
+    @property
+    def lead(self) -> Source:
+        """Return the source that the others are beside: what was published, or has most rows."""
+        first = self.sources[0]
+        if first.kind == "published":
+            return first
+        return max(self.sources, key=lambda source: len(source.results))
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Return the configuration of each row of the first source, by the name of the row."""
-        return {result.row: result.config for result in self.sources[0].results}
+        """Return the configuration of each row, by the name of the row.
+
+        These are the published rows. If nothing was published, they are the rows of all sources.
+        """
+        lead = self.lead
+        sources = [lead]
+        if lead.kind != "published":
+            sources += self.sources
+        rows: dict[str, Mapping[str, Json]] = {}
+        for source in sources:
+            for result in source.results:
+                rows.setdefault(result.row, result.config)
+        return rows
 
     @property
     def several_models(self) -> bool:
@@ -103,47 +123,61 @@ class Subject:
                 reading = speed_up(entry.result, results.get(base))
             else:
                 reading = read(entry, metric)
-            if reading is not None:
-                readings[row] = reading
+            if reading is None:
+                continue
+            if metric == "utilization":  # a share of time, which others disturb as they do times
+                reading = replace(reading, disturbed=entry.result.disturbed)
+            readings[row] = reading
         return readings
 
 
-def find_subjects(records: Sequence[Record]) -> list[Subject]:
+def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list[Subject]:
     """Return what the sections of the report are about, in their order:
 
     1. the experiments that this program defines, in the order of `EXPERIMENTS`;
     2. other experiments in the records, for example of a newer version of this program;
     3. published tables that no experiment reproduces.
+
+    Args:
+        records: The records of the results that the report is about.
+        own: The records of the reader's own runs. They are sources beside those of `records`.
     """
     papers: dict[str, Source] = {}
     others = []
     names = dict.fromkeys(EXPERIMENTS)
-    for record in records:
+    for record in [*records, *own]:
         if record.kind == "published":
             papers[record.name] = Source("published", "published", record, record.results)
         else:
             others.append(record)
             for result in record.results:
                 names[result.experiment] = None
+    owned = {record.name for record in own}
     subjects = []
     rest = dict(papers)
     for name in names:
-        sources = [*_predicted(name, others), *_run(name, others)]
+        shown, left_out = _run(name, others, owned)
+        sources = [*_predicted(name, others, owned), *shown]
         table = _table_of(name, sources)
         title = name
         if table in papers:
-            sources.insert(0, papers[table])
+            sources.append(papers[table])
             title = papers[table].record.title
-        else:  # the first source provides the table's rows
-            sources.sort(key=lambda source: -len(source.results))
         if name in EXPERIMENTS:
             title = EXPERIMENTS[name].title
         if sources:
-            subjects.append(Subject(name, title, table, sources))
+            sources.sort(key=lambda source: KINDS.index(source.kind))
+            subjects.append(Subject(name, title, table, sources, left_out))
             rest.pop(table, None)
     for name, paper in rest.items():
         subjects.append(Subject(name, paper.record.title, name, [paper]))
     return subjects
+
+
+def unpublished(own: Sequence[Record], records: Sequence[Record]) -> list[Record]:
+    """Return one's own runs of which there is no published copy among the records."""
+    starts = {record.run.started for record in records if record.run is not None}
+    return [record for record in own if record.run is None or record.run.started not in starts]
 
 
 def _table_of(experiment: str, sources: Sequence[Source]) -> str:
@@ -157,30 +191,45 @@ def _table_of(experiment: str, sources: Sequence[Source]) -> str:
     return ""
 
 
-def _predicted(experiment: str, records: Sequence[Record]) -> Iterator[Source]:
+def _predicted(
+    experiment: str, records: Sequence[Record], owned: Collection[str]
+) -> Iterator[Source]:
     for record in records:
         results = []
-        names: dict[str, None] = {}
+        where: dict[str, None] = {}
         for result in record.results:
             if result.experiment == experiment:
                 results.append(result)
                 name = hardware_name(record, result)
                 if name:
-                    names[name] = None
+                    where[name] = None
         if record.kind == "predicted" and results:
-            yield Source("predicted", f"predicted ({', '.join(names)})", record, results)
+            label = _label("predicted", [*where], record.name in owned)
+            yield Source("predicted", label, record, results)
 
 
-def _run(experiment: str, records: Sequence[Record]) -> list[Source]:
-    """Return the sources of an experiment that are measured or emulated, oldest first."""
+def _run(
+    experiment: str, records: Sequence[Record], owned: Collection[str]
+) -> tuple[list[Source], list[Source]]:
+    """Return the sources of an experiment that are measured or emulated, oldest first.
+
+    The second list has what is left out: all results of runs of which another run counts, and
+    results without a number.
+    """
     best: dict[object, Source] = {}
+    left_out = []
     measured = [record for record in records if record.kind == "measured"]
     for record in ranked(measured, experiment):
-        own = [result for result in record.results if result.experiment == experiment]
-        for key, results in grouped(own, _how).items():
-            if key not in best and any(result.status in SUCCESS for result in results):
-                best[key] = _source(record, results)
-    return sorted(best.values(), key=_started)
+        is_own = record.name in owned
+        results = [result for result in record.results if result.experiment == experiment]
+        for how, alike in grouped(results, _how).items():
+            source = _source(record, alike, is_own)
+            key = (is_own, how)
+            if key not in best and source.succeeded:
+                best[key] = source
+            else:
+                left_out.append(source)
+    return sorted(best.values(), key=_started), left_out
 
 
 def _how(result: Result) -> tuple[object, ...]:
@@ -188,162 +237,31 @@ def _how(result: Result) -> tuple[object, ...]:
     return result.scale, result.device, result.emulated, result.engine
 
 
-def _source(record: Record, results: list[Result]) -> Source:
+def _source(record: Record, results: list[Result], is_own: bool) -> Source:
     """Make a source of results of one record that were made in the same way."""
     first = results[0]
-    kind: Literal["emulated", "measured"] = "emulated" if first.emulated else "measured"
-    label: str = kind
-    where = [first.scale]
+    kind: Kind = "emulated" if first.emulated else "measured"
+    made: str = kind
+    where = [first.scale or ""]
     if first.device == "meta":
-        label = "counted"
+        made = "counted"
     elif first.device:
         where.append(first.device.upper())
     if first.engine != "threads":
         where.append(first.engine)
-    places = ", ".join(filter(None, where))
-    if places:
-        label += f" ({places})"
-    return Source(kind, label, record, results)
+    return Source(kind, _label(made, where, is_own), record, results)
+
+
+def _label(made: str, where: Sequence[str], is_own: bool) -> str:
+    """Return the label of a source, such as `measured (small, CPU, own)`."""
+    places = list(filter(None, where))
+    if is_own:
+        places.append("own")
+    if not places:
+        return made
+    return f"{made} ({', '.join(places)})"
 
 
 def _started(source: Source) -> str:
     run = source.record.run
     return "" if run is None else run.started
-
-
-METRICS = {  # metric -> what stands above its columns
-    "throughput": "samples/s",
-    "speedup": "speed-up",
-    "utilization": "utilization",
-    "memory": "allocated memory",
-    "reserved": "reserved memory",
-    "parameters": "parameters",
-    "top1_error": "top-1 error, %",
-}
-FIELDS = {"partitions": "n", "chunks": "m", "batch_size": "batch"}
-Texts = dict[str, str]  # by row
-
-
-@dataclass(frozen=True)
-class SideBySide:
-    """The texts of a table that shows the numbers of several sources side by side.
-
-    Attributes:
-        rows: The names of the rows.
-        fields: Columns for fields of the configurations, by heading. A column maps rows to texts.
-        metrics: Columns for metrics, by heading: a column for each source that has the metric.
-        notes: The notes below the table.
-    """
-
-    rows: list[str]
-    fields: dict[str, Texts]
-    metrics: dict[str, list[tuple[Source, Texts]]]
-    notes: list[str]
-
-
-def side_by_side(subject: Subject) -> SideBySide:
-    """Return the table of all metrics from all sources of an experiment or published table."""
-    rows = subject.rows
-    metrics: dict[str, list[tuple[Source, Texts]]] = {}
-    marked = False
-    for metric, heading in METRICS.items():
-        for source in subject.sources:
-            readings = subject.readings(source, metric)
-            if not readings:
-                continue
-            texts = {}
-            for row in rows:
-                text = _text(subject.find(source, row), readings.get(row), metric)
-                texts[row] = text
-                if MARK in text:
-                    marked = True
-            metrics.setdefault(heading, []).append((source, texts))
-    notes = list(_notes(subject, metrics))
-    if marked:
-        notes.append(DISTURBED)
-    return SideBySide(list(rows), _fields(subject), metrics, notes)
-
-
-def _fields(subject: Subject) -> dict[str, Texts]:
-    """Return a column for each field in `FIELDS` that some row has. A dash stands for None."""
-    fields = {}
-    for name, heading in FIELDS.items():
-        texts = {}
-        known = False
-        for row, config in subject.rows.items():
-            value = config.get(name)
-            texts[row] = "-" if value is None else str(value)
-            if value is not None:
-                known = True
-        if known:
-            fields[heading] = texts
-    return fields
-
-
-def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
-    """Return the text of a cell: a metric's value from one source, or why there is no value."""
-    if entry is None:
-        return "-"
-    if reading is None:
-        return "-" if entry.result.status in SUCCESS else outcome(entry.result)
-    if metric == "utilization":
-        return f"{reading.middle:.0%}"
-    if metric == "top1_error":
-        return str(final_error(entry.result))
-    if metric == "speedup" and reading.unit not in BYTES:
-        return with_quartiles(reading, ratio)
-    return reading_text(reading)
-
-
-def _notes(subject: Subject, metrics: Container[str]) -> Iterator[str]:
-    """Yield notes that explain the metrics, and notes on how the sources' work differs."""
-    if "speed-up" in metrics:
-        base = f"the first row, {next(iter(subject.rows))},"
-        if subject.several_models:
-            base = "plain training of the same model,"
-        yield (
-            f"Speed-up: throughput over that of {base} within each source. In brackets: quartiles."
-        )
-    if METRICS["top1_error"] in metrics:
-        yield "Top-1 error: after the last epoch, mean +- standard deviation over the seeds."
-    if "allocated memory" in metrics or "reserved memory" in metrics:
-        yield (
-            "Memory: the peak, summed over devices. Allocated: bytes of tensors. Reserved: what "
-            "the caching allocator holds, which is what the papers publish. The two are not to be "
-            "compared."
-        )
-    run = [source for source in subject.sources if source.kind in RUN]
-    for sources in grouped(run, _place).values():
-        names = {source.record.name for source in sources}
-        if len(names) > 1:
-            labels = [source.label for source in sources]
-            yield f"Of different runs, which did not run in turn: {', '.join(labels)}."
-    for source in run:
-        yield from _other_work(subject, source)
-
-
-def _place(source: Source) -> tuple[object, object]:
-    """Return the scale and the kind of device of a source."""
-    first = source.results[0]
-    return first.scale, first.device
-
-
-def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Yield notes that say in which fields and rows a source differs from the first source."""
-    fields: dict[str, None] = {}
-    names: dict[str, None] = {}
-    for row in subject.rows:
-        theirs = subject.find(subject.sources[0], row)
-        ours = subject.find(source, row)
-        if theirs is None or ours is None or theirs.result is ours.result:
-            continue
-        for name in differing(theirs, ours):
-            if name not in CHOSEN:
-                fields[name] = None
-        if ours.result.row != theirs.result.row:
-            names[ours.result.row] = None
-    label = source.label[:1].upper() + source.label[1:]
-    if fields:
-        yield f"{label} did other work than published, with other {', '.join(fields)}."
-    if names:
-        yield f"{label} shows its rows {', '.join(names)}."

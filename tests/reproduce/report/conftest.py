@@ -60,5 +60,23 @@ def records() -> list[Record]:
 
 
 @pytest.fixture(scope="session")
+def own(records: list[Record]) -> list[Record]:
+    """Return a run of one's own, of which a round was disturbed, and an older one, left out."""
+    source = records[-1]
+    results = []
+    for result in source.results:
+        samples = dict(result.samples)
+        if result.row == "n2m4" and "step_time" in samples:
+            samples["others"] = [0.5] * len(samples["step_time"])
+        results.append(replace(result, samples=samples))
+    new = replace(RUN, started="2026-04-21T10:02:05Z")
+    old = replace(RUN, started="2025-04-21T10:02:05Z")
+    return [
+        replace(source, name="my-new-run", results=results, run=new),
+        replace(source, name="my-old-run", results=results, run=old),
+    ]
+
+
+@pytest.fixture(scope="session")
 def text(records: list[Record]) -> str:
     return page(records)

@@ -1,4 +1,4 @@
-"""The report can be read in a real browser, on desktop and phone screens, in light and dark mode.
+"""The report can be read in a real browser: on phones and desktops, on paper, light and dark.
 
 The tests need Chromium and its driver: `apt-get install chromium chromium-driver`. Without both,
 the tests are skipped.
@@ -6,10 +6,17 @@ the tests are skipped.
 
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
+
+from reproduce.machine.git import Git
+from reproduce.records.record import Record
+from reproduce.report.page import page
+from reproduce.tables.history import Line
+from reproduce.tables.output import Number
+
+from ...library.timeline.test_record import STEP
 
 webdriver = pytest.importorskip(
     "selenium.webdriver", reason="selenium is not installed: pip install selenium"
@@ -23,7 +30,9 @@ WITHOUT = pytest.mark.skipif(
 )
 pytestmark = [pytest.mark.slow, WITHOUT]
 ATTEMPTS = 3  # on a busy machine, the driver can stop waiting before the browser starts
-SCREENS = {"desktop": (1280, 900), "phone": (360, 740)}
+WIDTHS = {"phone": 360, "500": 500, "1200": 1200, "1600": 1600, "print": 1077}
+"""The width of the page in CSS pixels. That of `print` is A4 paper, landscape, without margins."""
+SCHEMES = {"phone": "dark", "500": "light", "1200": "dark", "1600": "light", "print": "light"}
 OPTIONS = (
     "--headless=new",
     "--no-sandbox",
@@ -53,67 +62,173 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(product(SCREENS, ("light", "dark"))),
-    ids="-".join,
-)
+def number(value: float) -> Number:
+    """Make a number of a history."""
+    return {
+        "experiment": "unet-speed",
+        "row": "baseline",
+        "kind": "measured",
+        "metric": "time",
+        "unit": "s",
+        "value": value,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(records: list[Record], own: list[Record]) -> str:
+    """Return the page with all that it can have: also traces, a history and files left out."""
+    title = "amoebanet-speed: a name of a row that does not fit into one line of a title"
+    lines = []
+    for i in range(8):
+        git = Git(f"{i}123456789", dirty=False)
+        lines.append(Line(git, f"202{i}", "a machine", [number(1.0 + i % 3)]))
+    return page(records, [(title, STEP)], lines, own, ["runs/broken.json: not JSON"])
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
 def run(
     request: pytest.FixtureRequest,
     browser: Any,
-    text: str,
+    whole: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
-    """Open the report in a browser, and return a function that runs JavaScript on the page.
-
-    The parameter of the fixture is the screen and the colour scheme.
-    """
-    screen, scheme = request.param
-    page = tmp_path_factory.mktemp("report") / "report.html"
-    page.write_text(text, encoding="utf-8")
-    width, height = SCREENS[screen]
+    """Open the report in a browser, and return a function that runs JavaScript on the page."""
+    screen = request.param
+    file = tmp_path_factory.mktemp("report") / "report.html"
+    file.write_text(whole, encoding="utf-8")
     metrics = {
-        "width": width,
-        "height": height,
+        "width": WIDTHS[screen],
+        "height": 900,
         "deviceScaleFactor": 1,
         "mobile": screen == "phone",
     }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get(page.as_uri())
+    media = {
+        "media": "print" if screen == "print" else "screen",
+        "features": [{"name": "prefers-color-scheme", "value": SCHEMES[screen]}],
+    }
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(file.as_uri())
     browser.execute_script(
         "for (const each of document.querySelectorAll('details')) each.open = true"
     )
     return browser.execute_script
 
 
-def test_nothing_scrolls_sideways_and_text_of_figures_is_readable(run: Callable[..., Any]) -> None:
-    wide, outside, smallest = run(
-        """const limit = document.documentElement.clientWidth, wide = [], outside = [], sizes = [];
-        for (const each of document.querySelectorAll("body *:not(svg *)")) {
-            const right = each.getBoundingClientRect().right;
-            const fits = right <= limit + 0.5 && each.scrollWidth <= each.clientWidth + 1;
-            const head = each.closest("thead");
-            const hidden = head && getComputedStyle(head).position === "absolute";
-            const inline = getComputedStyle(each).display === "inline";
-            if (!fits && !hidden && !inline) wide.push(each.outerHTML.slice(0, 200));
-        }
-        for (const svg of document.querySelectorAll("figure svg")) {
-            const frame = svg.getBoundingClientRect();
-            for (const text of svg.querySelectorAll("text")) {
-                const box = text.getBoundingClientRect();
-                const inside = box.left >= frame.left - 2 && box.right <= frame.right + 2;
-                if (!inside) outside.push(text.textContent);
+def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> None:
+    """Each word in a table, and each word with a digit elsewhere, is in one line."""
+    count, broken = run(
+        """const broken = [];
+        let count = 0;
+        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+        for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+            const inside = node.parentElement;
+            if (inside.closest("svg, h3, footer") || !inside.offsetParent) continue;
+            const cell = inside.closest("th, td, caption");
+            for (const found of node.data.matchAll(/\\S+/g)) {
+                const word = found[0];
+                if (!cell && (!/[0-9]/.test(word) || word.length > 24)) continue;
+                const range = document.createRange();
+                range.setStart(node, found.index);
+                range.setEnd(node, found.index + word.length);
+                const boxes = [...range.getClientRects()].filter(box => box.width > 0);
+                count += 1;
+                if (new Set(boxes.map(box => Math.round(box.top))).size > 1) broken.push(word);
             }
-            sizes.push(frame.width / svg.viewBox.baseVal.width * 8);
+        }
+        return [count, broken];"""
+    )
+    assert count > 500
+    assert broken == []
+
+
+def test_tables_scroll_and_the_page_does_not(run: Callable[..., Any]) -> None:
+    """On paper, where nothing scrolls, tables fit. On a wide screen, figures fill the width."""
+    width, paper, wide, figures = run(
+        """const limit = document.documentElement.clientWidth, wide = [];
+        const paper = matchMedia("print").matches;
+        for (const each of document.querySelectorAll("body *:not(svg *)")) {
+            if (!paper && each.closest(".wide") && !each.matches(".wide")) continue;
+            const right = each.getBoundingClientRect().right;
+            if (right > limit + 0.5) wide.push(each.outerHTML.slice(0, 200));
         }
         if (document.documentElement.scrollWidth > limit) wide.push("the page");
-        return [wide, outside, Math.min(...sizes)];"""
+        const rights = [...document.querySelectorAll("figure")].map(
+            each => each.getBoundingClientRect().right
+        );
+        return [limit, paper, wide, Math.max(...rights)];"""
     )
     assert wide == []
+    if width > 1000 and not paper:
+        assert figures > 0.9 * width
+
+
+def test_figures_are_whole(run: Callable[..., Any]) -> None:
+    """Texts are inside of their figure and large enough, and no axis cuts off a marker."""
+    outside, cut, markers, smallest = run(
+        """const outside = [], cut = [], sizes = [];
+        let markers = 0;
+        for (const svg of document.querySelectorAll("figure svg")) {
+            const frame = svg.getBoundingClientRect();
+            if (!frame.width) continue;
+            const scale = frame.width / svg.viewBox.baseVal.width;
+            sizes.push(scale * 8);
+            for (const text of svg.querySelectorAll("text")) {
+                const box = text.getBoundingClientRect();
+                const inside = box.left >= frame.left - 2 && box.right <= frame.right + 2
+                    && box.top >= frame.top - 2 && box.bottom <= frame.bottom + 2;
+                if (!inside) outside.push(text.textContent);
+            }
+            for (const group of svg.querySelectorAll("[clip-path]")) {
+                const name = group.getAttribute("clip-path").slice(5, -1);
+                const rect = svg.querySelector("#" + CSS.escape(name) + " rect");
+                const top = frame.top + scale * rect.y.baseVal.value;
+                const left = frame.left + scale * rect.x.baseVal.value;
+                const bottom = top + scale * rect.height.baseVal.value;
+                const right = left + scale * rect.width.baseVal.value;
+                for (const each of group.querySelectorAll("use")) {
+                    markers += 1;
+                    const box = each.getBoundingClientRect();
+                    const inside = box.left >= left - 1 && box.right <= right + 1
+                        && box.top >= top - 1 && box.bottom <= bottom + 1;
+                    if (!inside) cut.push(svg.getAttribute("aria-label"));
+                }
+            }
+        }
+        return [outside, cut, markers, Math.min(...sizes)];"""
+    )
     assert outside == []
+    assert markers > 20
+    assert cut == []
     assert smallest > 9, "CSS pixels of the small print"
+
+
+def test_two_series_of_a_figure_differ_in_dash_and_marker(run: Callable[..., Any]) -> None:
+    """If two series have one colour, then both their dashes and their markers differ."""
+    several, alike = run(
+        """const alike = [];
+        let several = 0;
+        for (const svg of document.querySelectorAll("figure svg")) {
+            const of = {};
+            for (const line of svg.querySelectorAll("[id*=legend_] [id*=line2d]")) {
+                const marker = line.querySelector("use");
+                if (!marker) continue;
+                const style = getComputedStyle(line.querySelector("path:not(defs path)"));
+                const drawn = svg.querySelector(marker.getAttribute("href")).getAttribute("d");
+                (of[style.stroke] ||= []).push([style.strokeDasharray, drawn]);
+            }
+            for (const series of Object.values(of)) {
+                if (series.length > 1) several += 1;
+                for (const k of [0, 1]) {
+                    const looks = new Set(series.map(each => each[k]));
+                    if (looks.size < series.length) alike.push(svg.getAttribute("aria-label"));
+                }
+            }
+        }
+        return [several, alike];"""
+    )
+    assert several > 0
+    assert alike == []
 
 
 def contrast(one: str, other: str) -> float:

@@ -1,14 +1,9 @@
-"""The report is a single self-contained HTML file with every experiment and all results.
+"""The report is a single self-contained HTML file with every experiment and all results."""
 
-Traces of steps are drawn as timelines, and can be read back from files.
-"""
-
-import dataclasses
 import html
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,20 +14,15 @@ from reproduce.numbers.sources import side_of
 from reproduce.records.record import SUCCESS, Record, Result
 from reproduce.report.figure import VARIABLES
 from reproduce.report.figures import ideal
-from reproduce.report.gantt import gantt, trace_figures
 from reproduce.report.page import page
-from reproduce.report.subjects import find_subjects, side_by_side
-from reproduce.report.trace import Tracer, read_trace
-from torchgpipe.plan.predict.replay import Timeline
-from torchgpipe.timeline.perfetto import perfetto
+from reproduce.report.side_by_side import side_by_side
+from reproduce.report.subjects import find_subjects, unpublished
 
-from ...library.timeline.test_record import STEP
 from ..made import one_line, row
 from .conftest import RUN, TABLES
 
 VOID = {"meta", "link", "br", "img", "hr", "input", "use", "path"}
 LINK = "tg-amoebanetd-speed/n2m4"
-TITLE = "unet-speed: pipeline-2"
 
 
 class Reader(HTMLParser):
@@ -93,13 +83,17 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
 # For each section, texts that must be in it: cells of rows, and descriptions of figures.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
-        "| row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
-        "| emulated (small, CUDA) | meas",
-        "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | 13.9 | 16.5 | 16.2 | 20.6 | 1.00 | 1.00 | 1.00 |",
-        "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | 26.0 | 26.4 | 31.5 | 32.3 | 1.54 | 1.56 "
-        "| 1.88 (1.84-1.95) |",
-        "| n2m32 | 2 | 32 | 1280 | 47.4 | 48.4 | not run | 26.3 |",
-        "| n8m4 | 8 | 4 | 480 | 70.1 | 76.0 | - | 42.7 | - | 50.3 | 2.62 |",
+        "samples/s row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
+        "| measured (small, CPU) | emulated (small, CUDA) | emulated (small, CPU) |",
+        "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | 13.9 | 16.2 | 16.5 | 20.6 |",
+        "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | 26.0 | 31.5 | 26.4 | 32.3 |",
+        "| n2m32 | 2 | 32 | 1280 | 47.4 | 48.4 | not run | not run | 26.3 |",
+        "| n8m4 | 8 | 4 | 480 | 70.1 | 76.0 | - | - | 42.7 | 50.3 |",
+        "speed-up row | published | predicted (a<b) | measured (small, CUDA) | measured",
+        "| n2m4 | 1.54 | 1.56 | 1.88 (1.84-1.95) |",
+        "utilization row | measured (small, CUDA) | measured (small, CPU) | emulated",
+        "Left out, because other runs of the same rows count (a finished run counts, ",
+        "-20261122T1506: measured (small, CPU), emulated (small, CPU);",
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, "
         "micro_batch_size, D.",
@@ -110,21 +104,23 @@ SAYS: dict[str, list[str]] = {
         "predicted (a<b) n=2 1.70",
         "; emulated (small, CPU) n=2 1.63, n=4 2.86, n=8 4.53",
         "ideal, of equal tasks published predicted (a<b) measured (small, CUDA) "
-        "emulated (small, CUDA)",
+        "measured (small, CPU) emulated (small, CUDA)",
     ],
     "unet-speed": [
         "published n=1 1.00, n=1 0.86, n=2 1.25, n=4 2.35, n=8 3.11; predicted",
         "plain n=1 m=2 n=2 m=32",
-        "| pipeline-1 | 1 | 2 | 80 | 24.5 | 22.5 | 10.2 | 10.2 | 0.86 |",
+        "| pipeline-1 | 1 | 2 | 80 | 24.5 | 22.5 | 10.2 | 10.2 |",
     ],
     "resnet101-speed": ["| pipeline-2 | 2 | 1667 | 25000 | 136 |"],
     "resnet101-accuracy": [
-        "| pipeline-256 | 2 | 4 | 256 | 117 | 21.99 +- 0.13 | 6.25 +- 1.64 |",
+        "| pipeline-256 | 2 | 4 | 256 | 117 |",
+        "| pipeline-256 | 21.99 ± 0.13 | 6.25 ± 1.64 |",
         "shows its rows plain, plain BN n2m4.",
     ],
     "amoebanet-memory": [
-        "| allocated memory | reserved memory | parameters |",
-        "| pipeline-2 | 2 | 128 | 128 | 123 MiB | 123 MiB | 9.46 GiB | 246 MiB |",
+        "allocated memory row | n | m | batch | measured (small, CUDA) |",
+        "| pipeline-2 | 2 | 128 | 128 | 123 MiB | 123 MiB |",
+        "| pipeline-2 | 9.46 GiB | 246 MiB |",
         "reserved memory, measured (small, CUDA): baseline device 0 731 MiB; ",
         "pipeline-2 device 0 122 MiB, device 1 124 MiB",
         "reserved memory, published: baseline model 0.91 GiB, activations unknown; "
@@ -132,12 +128,11 @@ SAYS: dict[str, list[str]] = {
         "0.91 + ? 4.48 9.46 18.7 31.5",
         "Peak of reserved memory, each device stacked on the one before; measured (small, CUDA).",
     ],
-    "unet-memory": [
-        "| row | n | m | batch | measured (small, CPU) | published | published | counted (paper) |"
-    ],
+    "unet-memory": ["parameters row | published | counted (paper) | measured (small, CPU) |"],
     "unet-ablation": [
-        "dep-str-ptl | 4 | 8 | 128 | 58.5 | 49.7 | 27.1 | 1.91 | 1.40 (1.40-1.41) | 75% | 74% "
-        "| 451.2 MiB | 23.50 GiB",
+        "dep-str-ptl | 4 | 8 | 128 | 58.5 | 49.7 | 27.1 |",
+        "dep-str-ptl | 1.91 | 1.40 (1.40-1.41) |",
+        "dep-str-ptl | 75% | 74% |",
         "Throughput, relative to the first row as components are added one by one.",
         "Utilization as components are added one by one.",
         "Reserved memory, relative to the first row as components are added one by one.",
@@ -193,6 +188,21 @@ def test_figures_fit_a_page(text: str) -> None:
     # The ideal speed-up is the same as in the papers.
     assert ideal(1, 1) == ideal(8, 1) == 1
     assert ideal(8, 32) == 256 / 39
+
+
+def test_own_runs_are_shown_and_what_is_left_out_is_named(
+    records: list[Record], own: list[Record]
+) -> None:
+    """Own runs have columns of their own, with a star where disturbed, unless published."""
+    published = replace(records[0], name="a copy", kind="measured", run=own[1].run)
+    made = one_line(re.sub("<[^>]*>", " ", page(records, own=own, skipped=["x.json: broken"])))
+
+    assert "measured (small, CUDA, own)" in made
+    assert "26.0*" in made and "1.88*" in made and "83%*" in made
+    assert "my-old-run: measured (small, CUDA, own)" in made
+    assert "*: disturbed, and so no evidence" in made
+    assert "cannot be read: x.json: broken" in made
+    assert unpublished(own, [published]) == [own[0]]
 
 
 def test_what_records_say_is_text_and_no_markup(text: str) -> None:
@@ -273,60 +283,3 @@ def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -
     text = " ".join(notes)
     assert ("Of different runs, which did not run in turn: " in text) == beside
     assert (MARK in text) == disturbed
-
-
-@pytest.mark.parametrize(
-    ("steps", "titles"), [(1, [TITLE]), (2, [f"{TITLE}, mini-batch {k}" for k in range(2)])]
-)
-def test_what_perfetto_shows_is_read_back(steps: int, titles: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    path.write_bytes(perfetto([STEP] * steps, TITLE, "device"))
-    placed = dataclasses.replace(STEP, placement=[0, 1])
-    assert read_trace(path) == [(title, placed) for title in titles]
-
-
-def test_pictures_say_the_bubble() -> None:
-    picture = gantt(STEP, "a title", "svg").decode()
-    # matplotlib draws text as paths, and writes the text itself into comments.
-    said = "bubble 55% of 2 x 1.25 s; the whole step took 1.75 s"
-    for text in ("a title", said, "recomputation", "copy", "device 1"):
-        assert text in picture
-    assert gantt(Timeline([], 1.0, 1), "nothing", "png").startswith(b"\x89PNG")
-    ((svg, caption),) = trace_figures([(TITLE, STEP)])
-    assert caption == f"{TITLE}; the devices wait 55% of 1.25 s."
-    assert TITLE in svg and "recomputation" in svg
-
-
-@pytest.mark.parametrize(
-    ("file", "options", "written"),
-    [
-        ("t.svg", {}, ["t.json", "t.svg"]),
-        ("v1.2", {}, ["v1.2.json", "v1.2.svg"]),
-        ("t.json", {"several": True}, ["t-GPipe-n2m4-mb.json", "t-GPipe-n2m4-mb.svg"]),
-        (
-            "t",
-            {"several": True, "experiments": True, "draw": False},
-            ["t-unet-speed-GPipe-n2m4-mb.json"],
-        ),
-    ],
-)
-def test_files(file: str, options: dict[str, Any], written: list[str], tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / file, **{"several": False, **options})
-    tracer("unet-speed", "GPipe n2m4/mb", STEP)
-    paths = [tmp_path / name for name in written]
-    assert list(tracer.written) == paths
-    assert sorted(tmp_path.iterdir()) == paths
-
-
-def test_what_cannot_be_written_or_drawn_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "t.json").mkdir()
-    tracer = Tracer(tmp_path / "t", several=False)
-    tracer("e", "r", STEP)
-    monkeypatch.setattr("reproduce.report.gantt.gantt", lambda *_: 1 / 0)
-    tracer("e", "r", STEP)
-    assert [path.name for path in tracer.written] == ["t.svg"]
-    first, _, last = tracer.problems
-    assert "t.json: cannot be written (" in first
-    assert "t.svg: cannot be drawn (ZeroDivisionError" in last
