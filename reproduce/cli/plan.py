@@ -12,6 +12,7 @@ from reproduce.cli.shared import (
     HERE,
     autocast,
     command,
+    devices_by_default,
     fp32_precision,
     hardware,
     parsed,
@@ -80,7 +81,7 @@ def _shape(text: str) -> tuple[int, ...]:
     metavar="3x224x224",
     help="A sample's, for other models.",
 )
-@click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
+@devices_by_default("as many as the hardware has.")
 @click.option("--memory", metavar="24GiB", help="Of each device. Default: the hardware's.")
 @click.option(
     "--headroom",

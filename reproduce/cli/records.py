@@ -26,7 +26,7 @@ HISTORY = "history.jsonl"
 A_RUN = "unet-speed-small-20200421T100205Z"
 
 
-@command(f"show {PREDICTED}", f"show --json {PREDICTED}")
+@command(f"show {PREDICTED}", f"show {PREDICTED} --format json")
 @click.argument("records", nargs=-1, required=True)
 @style
 def show(records: tuple[str, ...], style: str) -> None:

@@ -92,7 +92,11 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 @alpha("in any of the cases")
 @style
 @click.option(
-    "--markdown", type=FILE, metavar="FILE", help="Also write the verdict and the table to FILE."
+    "--out",
+    "markdown",
+    type=FILE,
+    metavar="FILE",
+    help="Also write the verdict and the table to FILE, in Markdown.",
 )
 @click.option(
     "--slow-down",
@@ -125,7 +129,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
         raise click.UsageError(
-            "give either --base REV, or --bisect GOOD BAD without --head and --markdown"
+            "give either --base REV, or --bisect GOOD BAD without --head and --out"
         )
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
@@ -136,7 +140,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     from reproduce.run.recorder import prepare_folder
 
     if markdown is not None:
-        prepare_folder(markdown.absolute().parent, "--markdown")
+        prepare_folder(markdown.absolute().parent, "--out")
     settings = Settings(choose_cases(project, wanted), project=project, **measured)
     rule = Rule(alpha, threshold)
     progress = Progress()

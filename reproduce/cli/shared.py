@@ -14,12 +14,12 @@ from reproduce.experiments.choose import suggestion
 from reproduce.machine.description import ROOT
 
 T = TypeVar("T")
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, dir_okay=False)
+FORMATS = ("text", "markdown", "csv", "json")
 HERE = "here"  # the same name as in `torchgpipe.plan.planner`
 HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardware").glob("*.json"))
 
@@ -63,14 +63,30 @@ on = click.option(
     help="Kind of devices. Default: cuda if there is any, else cpu. On meta, memory is counted "
     "without data.",
 )
-devices = click.option(
-    "--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores."
-)
+
+
+def devices_by_default(default: str) -> Option:
+    """Return the option `--devices`, in short `-n`. Its help text says what the default is."""
+    return click.option(
+        "-n", "--devices", type=COUNT, metavar="N", help=f"Number of devices. Default: {default}"
+    )
+
+
+devices = devices_by_default("all. A CPU device is a share of the cores.")
 autocast = click.option(
     "--autocast",
     type=click.Choice(["bfloat16", "float16"]),
     metavar="TYPE",
     help="Train under autocast to bfloat16 or float16.",
+)
+style = click.option(
+    "--format",
+    "style",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    metavar="FORMAT",
+    help=f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
 fp32_precision = click.option(
     "--fp32-precision",
@@ -79,21 +95,6 @@ fp32_precision = click.option(
     help="How GPUs compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware "
     "has it, products in ieee, as PyTorch does.",
 )
-
-
-def style(command: Decorated) -> Decorated:
-    """Add the option `--format` and its short forms (`--csv`, `--json`) to a command.
-
-    All three options set the parameter `style`. None of them has a default, because versions of
-    click differ in which of several defaults they would use. Instead, a callback replaces None by
-    "text".
-    """
-    more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
-    for name in ("csv", "json"):
-        command = click.option(f"--{name}", "style", flag_value=name, hidden=True, **more)(command)
-    more |= {"type": click.Choice(["text", "markdown", "csv", "json"]), "metavar": "FORMAT"}
-    more["help"] = "text, markdown, csv or json; in short --csv, --json."
-    return click.option("--format", "style", **more)(command)
 
 
 def examples(*commands: str) -> str:

@@ -49,6 +49,8 @@ FIELDS = (
     "verdict",
     "needed",
 )
+SPREAD = "spread"  # the value that has quartiles and counts of summarized samples
+RUN_ON = ("cpu", "cuda")
 Number = dict[str, Json]  # by `FIELDS`
 Numbers = Iterator[Number]
 
@@ -93,7 +95,8 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
         found["kind"] = "emulated" if result.emulated else result.status
         found["scale"] = result.scale
         found["device"] = result.device
-        found["engine"] = result.engine
+        if result.device in RUN_ON:  # a published or predicted row was run by no engine
+            found["engine"] = result.engine
         disturbance_is_known = not LIMITS.keys().isdisjoint(result.samples)
     if reading is not None:
         lower, upper = reading.quartiles or (None, None)
@@ -107,7 +110,10 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield the fields of each number of a row. If it has no number, yield the reason once."""
+    """Yield the fields of each value of a row. If it has none, yield the reason once.
+
+    A value is a number, or words such as the outcome of a check.
+    """
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
     if entry.hardware:
@@ -120,8 +126,15 @@ def of_entry(entry: Entry) -> Numbers:
     if base is not None:
         readings["speedup"] = speed_up(result, base)
     for metric, reading in readings.items():
-        yield {**about, "metric": metric, **of_reading(reading, result)}
-    if not readings:
+        number = {**about, "metric": metric, **of_reading(reading, result)}
+        if metric in result.values.get(SPREAD, {}):
+            number["lower"], number["upper"], number["samples"] = result.values[SPREAD][metric]
+        yield number
+    words = {name: value for name, value in result.values.items() if isinstance(value, str)}
+    for metric, value in words.items():
+        fields = {**of_reading(None, result), "unit": "", "value": value}
+        yield {**about, "metric": metric, **fields, "reason": result.reason}
+    if not readings and not words:
         reason = result.reason or outcome(result)
         yield {**about, **of_reading(None, result), "reason": reason}
 
