@@ -53,11 +53,14 @@ def schedule(  # noqa: PLR0913 - click passes each option
     style: str,
     out: Path | None,
 ) -> None:
-    """Draw a schedule: a row for each device, a column for the time of one forward.
+    """Draw a pipeline schedule.
+
+    A row is a device, and a column is the time in which a stage runs one forward. A backward takes
+    two columns. Every other action takes one: a forward, a recomputation, or one half of a split
+    backward.
 
     NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
-    torch.distributed.pipelining wrote as .csv. A backward takes two columns. Every other action
-    takes one: a forward, a recomputation, or one half of a split backward.
+    torch.distributed.pipelining wrote as .csv.
 
     Times are in units. A unit is the forward of one micro-batch through 1/n of the model, so times
     of schedules with the same n can be compared. If a device has several stages, a column is a

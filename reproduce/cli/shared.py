@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 from reproduce.error import Error, leave, missing
 from reproduce.experiments.choose import suggestion
 from reproduce.machine.description import ROOT
+from reproduce.tables.output import FORMATS
 
 T = TypeVar("T")
 Option = Callable[[Callable[..., None]], Callable[..., None]]
@@ -19,7 +20,6 @@ Option = Callable[[Callable[..., None]], Callable[..., None]]
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, dir_okay=False)
-FORMATS = ("text", "markdown", "csv", "json")
 HERE = "here"  # the same name as in `torchgpipe.plan.planner`
 HARDWARE = sorted(path.stem for path in (ROOT / "torchgpipe" / "plan" / "hardware").glob("*.json"))
 

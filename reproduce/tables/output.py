@@ -7,7 +7,7 @@ number. All commands use the same fields for an entry, which `docs/results.md` e
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -17,13 +17,14 @@ from reproduce.numbers.metrics import Reading, available, outcome, read, speed_u
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import Result
-from reproduce.tables.layout import Table
 
 if TYPE_CHECKING:
+    from reproduce.predict.asked import Largest
     from torchgpipe.plan import Plan
     from torchgpipe.plan.search.trial import Candidate
 
 SCHEMA = 1
+FORMATS = ("text", "markdown", "csv", "json")
 FIELDS = (
     "experiment",
     "row",
@@ -132,7 +133,7 @@ def of_entry(entry: Entry) -> Numbers:
         yield number
     words = {name: value for name, value in result.values.items() if isinstance(value, str)}
     for metric, value in words.items():
-        fields = {**of_reading(None, result), "unit": "", "value": value}
+        fields = {**of_reading(None, result), "unit": None, "value": value}
         yield {**about, "metric": metric, **fields, "reason": result.reason}
     if not readings and not words:
         reason = result.reason or outcome(result)
@@ -150,23 +151,6 @@ def _base(entry: Entry) -> Result | None:
     return None
 
 
-def of_cells(table: Table, **about: Json) -> Numbers:
-    """Yield a dictionary of fields for each cell of a table of settings.
-
-    For example, the cell "8" in the line "unet" and the column "chunks" gives
-    `{"experiment": "unet", "row": "unet", "metric": "chunks", "value": 8}`.
-
-    Args:
-        table: The table. The first cell of each line is the line's name.
-        about: Fields that all cells get. By default, the line's name is the field `experiment`.
-    """
-    for row, *cells in table.rows:
-        fields = about or {"experiment": row}
-        for heading, cell in zip(table.headings[1:], cells, strict=True):
-            value = int(cell) if cell.isdecimal() else " ".join(cell.split())
-            yield {**fields, "row": row, "metric": heading, "value": value}
-
-
 def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the numbers that a plan predicts, for each number of devices.
 
@@ -181,6 +165,20 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
             yield from _of_setup(about, best)
         about = {"experiment": title, "row": f"data parallel n={n}", "kind": "predicted"}
         yield from _of_prediction(about, other, batch_size)
+
+
+def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
+    """Yield the sizes and the number of parameters of the largest models that fit."""
+    for each in found:
+        about = {"experiment": title, "row": each.how, "kind": "predicted"}
+        if each.sizes is None:
+            yield {**about, "reason": "no size fits"}
+            continue
+        yield {**about, "metric": "size", "value": list(each.sizes)}
+        parameters = {**about, "metric": "parameters", "unit": "count", "value": each.parameters}
+        if each.beyond is None:
+            parameters["reason"] = "at least: no larger size was tried"
+        yield parameters
 
 
 def _of_prediction(about: Number, found: "Candidate | None", batch_size: int) -> Numbers:

@@ -133,7 +133,7 @@ def _in_gib(value: float | list[float]) -> str:
 def _text(value: Json, *, exact: bool) -> str:
     """Format a number (with all its digits if it has to be exact), a list of numbers, or words."""
     if isinstance(value, list):
-        return in_lines(value, "{:,}")
+        return in_lines(value, "{}")
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):

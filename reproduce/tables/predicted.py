@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from reproduce.experiments.row import AS_PUBLISHED
 from reproduce.numbers.metrics import MARK, errors, read, speed_ups, throughput, throughputs
@@ -18,29 +19,34 @@ from reproduce.records.record import Record, Result, Run, ranked, readable
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, table
 from reproduce.tables.rows import ROW, by_row
 
-NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
+NOT_MEASURED = "no row of it was measured at paper scale yet (results/measured)"
+EMULATED = (
+    "emulated: every task run by itself on one device, and the schedule of n devices replayed over "
+    "their times"
+)
 LEFT_OUT = "left out"
 Numbers = dict[str, float]  # by the row's name
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """What this program measured for a published row."""
+    """What this program measured for a published row, or emulated on one device."""
 
     machine: str
     throughput: float | None = None  # the samples per second of the median step
     allocated: float | None = None  # the sum of all devices' peak bytes
     disturbed: bool = False  # whether other programs disturbed the measurement
+    how: Literal["measured", "emulated"] = "measured"
 
 
 Measured = dict[str, MeasuredRow]  # by the published row's name
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return what was measured for the published rows of an experiment, by the row's name.
+    """Return what was measured or emulated for the published rows, by the row's name.
 
-    If several records measured a row, the first record in the order of `ranked` is used. Rows that
-    were not measured are left out.
+    If several records have a row, the first record in the order of `ranked` is used that measured
+    it, or else the first one that emulated it. Other rows are left out.
     """
     found: Measured = {}
     # The records are read in reverse order. So the measurements of the first record are read last,
@@ -52,19 +58,26 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
             if result.experiment != experiment or not result.published:
                 continue
             row = _measured(result, record.run)
-            if row is not None:
-                name = result.published.rpartition("/")[2]
-                found[name] = row
+            name = result.published.rpartition("/")[2]
+            if row is None or (row.how == "emulated" and _is_measured(found.get(name))):
+                continue
+            found[name] = row
     return found
 
 
+def _is_measured(row: MeasuredRow | None) -> bool:
+    return row is not None and row.how == "measured"
+
+
 def _measured(result: Result, run: Run) -> MeasuredRow | None:
-    """Return a result's measurement, or None if it did other work than the published row."""
-    as_there = result.status == "measured" and result.scale == "paper"
-    if not as_there or result.engine != "threads" or result.device == "meta":
+    """Return what a result says of a published row, or None if it did other work than that row."""
+    status = result.status
+    if status not in ("measured", "emulated") or result.scale != "paper":
+        return None
+    if result.engine != "threads" or result.device == "meta":
         return None
     speed = throughput(result)
-    peaks = result.values.get("peak_allocated")
+    peaks = None if status == "emulated" else result.values.get("peak_allocated")
     if speed is not None and result.config.get("configuration") != AS_PUBLISHED:
         return None
     if speed is None and not peaks:
@@ -77,7 +90,7 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         machine = f"{run.devices} x {', '.join(names)}"
     middle = None if speed is None else speed.middle
     allocated = sum(peaks) if peaks else None
-    return MeasuredRow(machine, middle, allocated, result.disturbed)
+    return MeasuredRow(machine, middle, allocated, result.disturbed, status)
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -175,7 +188,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         by_row("speed-up\npublished", shown_ratios, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, predicted[0]), "{:.2f}"),
         by_row("error", shown_off_speed_up, "{:+.1%}"),
-        by_row("measured", speeds, "", "not run"),
+        by_row(" or\n".join(_ways_of(run)) or "measured", speeds, "", "not run"),
     ]
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
@@ -184,6 +197,11 @@ def _speed(record: Record, measured: Measured) -> Table:
         *_about_measured_speeds(record, run),
     ]
     return table(record.title, columns, record.results, notes)
+
+
+def _ways_of(run: Measured) -> list[str]:
+    """Return in which ways rows were run: "measured", "emulated", both or none."""
+    return sorted({row.how for row in run.values()}, reverse=True)
 
 
 def _about_errors(
@@ -204,18 +222,24 @@ def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
     """Yield notes on the measured speeds: which machine measured which rows, and what was timed.
 
     Published and predicted speeds are those of an epoch, whose last mini-batch can be smaller.
-    Measured speeds are those of full mini-batches.
+    Measured and emulated speeds are those of full mini-batches.
     """
-    if not run:
+    hows = _ways_of(run)
+    if "measured" not in hows:
         yield NOT_MEASURED
+    if not run:
         return
-    machines = {name: row.machine for name, row in run.items()}
-    for machine, names in by_value(machines).items():
-        yield f"measured: samples/s of a median step, on {machine}: {names}"
+    places = {}
+    for name, row in run.items():
+        places[name] = f"{row.how}: samples/s of a median step, on {row.machine}"
+    for place, names in by_value(places).items():
+        yield f"{place}: {names}"
+    if "emulated" in hows:
+        yield EMULATED
     if any("last_batch_size" in result.config for result in record.results):
         yield (
-            "measured is of a full mini-batch; published and predicted are of an epoch, which ends "
-            "in a smaller one"
+            f"{' and '.join(hows)}: of a full mini-batch; published and predicted are of an epoch, "
+            "which ends in a smaller one"
         )
 
 

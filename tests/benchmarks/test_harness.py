@@ -29,7 +29,7 @@ from ..reproduce.made import record
 
 
 def begun(path: Path | None, **more: Any) -> Record:
-    arguments = [] if path is None else ["--json", str(path)]
+    arguments = [] if path is None else ["--out", str(path)]
     options = command("overlap", "A question.").parse_args(arguments)
     vars(options).update(more)
     return start(options, "overlap", "a title", {"time": "s"}, devices=2)
@@ -38,7 +38,7 @@ def begun(path: Path | None, **more: Any) -> Record:
 def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     path = tmp_path / "new" / "one.json"
 
-    run = begun(path, against=Path("/somewhere"), chunks=[2, 4]).run
+    run = begun(path, base=Path("/somewhere"), chunks=[2, 4]).run
 
     assert run is not None
     assert run.state == "running"
@@ -47,8 +47,8 @@ def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     assert run.settings["chunks"] == [2, 4]
     assert "freed_memory" in run.settings
     assert torch.get_num_threads() == run.threads_per_device == 1
-    assert "json" not in run.settings
-    assert "against" not in run.settings
+    assert "out" not in run.settings
+    assert "base" not in run.settings
     assert str(tmp_path) not in str(run.command)
 
 
@@ -209,13 +209,13 @@ def test_a_list_goes_on_where_it_was_stopped(
     monkeypatch.setitem(LISTS, "torchvision", lambda: models)
     path = tmp_path / "record.json"
     for options, expected in (
-        ("--only Choosing", ["Choosing"]),
+        ("--model Choosing", ["Choosing"]),
         ("", ["Residual"]),
         ("", []),
         ("--again", ["Choosing", "Residual"]),
     ):
         built.clear()
-        main(["torchvision", "--json", str(path), *options.split()])
+        main(["torchvision", "--out", str(path), *options.split()])
         assert sorted(built) == expected
 
     record = load(path)
