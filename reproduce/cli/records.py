@@ -22,11 +22,12 @@ from reproduce.records.record import Record, Run, load, readable, save, write_at
 from reproduce.run.recorder import prepare_folder
 
 PREDICTED = "results/predicted/unet-speed-p40x8.json"  # of the examples
+PUBLISHED = "results/paper/tg-unet-speed.json"
 HISTORY = "history.jsonl"
 A_RUN = "unet-speed-small-20200421T100205Z"
 
 
-@command(f"show {PREDICTED}", f"show {PREDICTED} --format json")
+@command(f"show {PREDICTED}", f"show {PUBLISHED} --format json")
 @click.argument("records", nargs=-1, required=True)
 @style
 def show(records: tuple[str, ...], style: str) -> None:
@@ -217,7 +218,7 @@ def content_of(path: Path) -> bytes:
 
 @command(
     "history runs benchmarks/gates/counts.json",
-    "history benchmark.json --branch history --smaller-is-better",
+    "history b.json --branch history --smaller-is-better",
 )
 @click.argument("sources", nargs=-1, required=True)
 @click.option(

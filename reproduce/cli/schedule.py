@@ -17,21 +17,11 @@ if TYPE_CHECKING:
 
 @command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --out zbh1.svg")
 @click.argument("name", metavar="NAME|FILE")
-@devices_by_default("4, or as the file has it.")
+@devices_by_default("4, or the file's.")
 @click.option(
-    "-m",
-    "--chunks",
-    type=COUNT,
-    metavar="M",
-    help="Number of micro-batches. Default: 8, or as the file has it.",
+    "-m", "--chunks", type=COUNT, metavar="M", help="Micro-batches. Default: 8, or the file's."
 )
-@click.option(
-    "-v",
-    "--stages",
-    type=COUNT,
-    metavar="V",
-    help="Number of stages on each device. Default: as the schedule has it.",
-)
+@click.option("-v", "--stages", type=COUNT, metavar="V", help="Stages on each device.")
 @click.option(
     "--checkpoint",
     type=click.Choice(["always", "except_last", "never"]),
@@ -55,16 +45,10 @@ def schedule(  # noqa: PLR0913 - click passes each option
 ) -> None:
     """Draw a pipeline schedule.
 
-    A row is a device, and a column is the time in which a stage runs one forward. A backward takes
-    two columns. Every other action takes one: a forward, a recomputation, or one half of a split
-    backward.
-
     NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
-    torch.distributed.pipelining wrote as .csv.
-
-    Times are in units. A unit is the forward of one micro-batch through 1/n of the model, so times
-    of schedules with the same n can be compared. If a device has several stages, a column is a
-    fraction of a unit.
+    torch.distributed.pipelining wrote as .csv. A row is a device. A forward of a stage, its
+    recomputation and each half of a split backward take a column, a backward takes two. Times are
+    in units: a unit is the forward of one micro-batch through 1/n of the model.
     """
     from reproduce.tables.layout import bullets
     from reproduce.tables.output import written

@@ -68,7 +68,7 @@ on = click.option(
 def devices_by_default(default: str) -> Option:
     """Return the option `--devices`, in short `-n`. Its help text says what the default is."""
     return click.option(
-        "-n", "--devices", type=COUNT, metavar="N", help=f"Number of devices. Default: {default}"
+        "-n", "--devices", type=COUNT, metavar="N", help=f"Devices. Default: {default}"
     )
 
 

@@ -12,10 +12,11 @@ from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import GiB, Table, bullets, many
+from reproduce.tables.measured import measured_rows
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.output import Number, of_entry, written
 from reproduce.tables.plain import plain_tables
-from reproduce.tables.predicted import measured_rows, predicted_tables
+from reproduce.tables.predicted import predicted_tables
 from reproduce.tables.speed import ablation_tables, speed_tables
 
 Results = Sequence[Result]

@@ -33,7 +33,8 @@ from reproduce.tables.all import about_run, document, tables
 
 FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
-KEPT = (DISTURBED, "emul./meas.")  # a short block keeps the notes that have one of these texts
+# A short block keeps the notes that have one of these texts.
+KEPT = re.compile("|".join(map(re.escape, (DISTURBED, "emul./meas."))))
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(
     r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
@@ -140,7 +141,7 @@ def _short_tables(record: Record, experiment: str) -> list[str]:
     parts = []
     for group in SHORT:
         for table in tables(record, experiment, group):
-            notes = [note for note in table.notes if any(text in note for text in KEPT)]
+            notes = list(filter(KEPT.search, table.notes))
             short = replace(table, notes=notes)
             parts.append(short.markdown(level=3).strip())
     return parts

@@ -31,8 +31,8 @@ ONE_WORD: dict[str, set[str]] = {
     "--force": {"--force"},
 }
 # The commands that print results have the option `--format`; the others write files.
-PRINTS = "list run show compare history predict plan regression schedule".split()
-WRITES = "run history report predict regression schedule import-paper".split()
+PRINTS = ["list", "run", "show", "compare", "history", "predict", "plan", "regression", "schedule"]
+WRITES = ["run", "history", "report", "predict", "regression", "schedule", "import-paper"]
 
 
 def forms() -> Iterator[tuple[str, str, str]]:
