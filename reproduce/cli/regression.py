@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from reproduce.cli.shared import COUNT, FILE, alpha, command, shown, style, threshold
+from reproduce.cli.shared import COUNT, FILE, alpha, command, seed, shown, style, threshold
 from reproduce.error import Error
 from reproduce.records.places import need_checkout
 
@@ -88,6 +88,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     default=None,
     help="For all cases: CPU time on one core, wall clock on two. Default: each has its own.",
 )
+@seed
 @threshold(0.02)
 @alpha("in any of the cases")
 @style

@@ -17,6 +17,7 @@ from reproduce.cli.shared import (
     devices,
     known,
     on,
+    seed,
     shown,
     style,
 )
@@ -81,14 +82,7 @@ State = Literal["finished", "interrupted"]
     "Default: the GPUs here, if they are among these; else "
     f"{PUBLISHED_NODE} for rows like the published ones.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of parameters, data, order.",
-)
+@seed
 @click.option(
     "--out",
     type=PATH,

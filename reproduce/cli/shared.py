@@ -73,6 +73,13 @@ def devices_by_default(default: str) -> Option:
 
 
 devices = devices_by_default("all. A CPU device is a share of the cores.")
+seed = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    metavar="N",
+    help="Seed of all that is drawn. Default: 0.",
+)
 autocast = click.option(
     "--autocast",
     type=click.Choice(["bfloat16", "float16"]),

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import any_model, conformance, schedules
 from benchmarks.any_model import check_model, main, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
-from benchmarks.harness import Found, collect, command, start, summarized
+from benchmarks.gates import machinery
+from benchmarks.harness import Found, collect, command, in_format, start, summarized
 from benchmarks.render import block as benchmark_block
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
@@ -50,6 +52,43 @@ def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     assert "out" not in run.settings
     assert "base" not in run.settings
     assert str(tmp_path) not in str(run.command)
+
+
+@pytest.mark.parametrize("program", [any_model, conformance, schedules, machinery])
+def test_options_are_called_as_those_of_commands(program: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    said = capsys.readouterr().out
+    assert "--out FILE" in said
+    assert "--format {text,markdown,csv,json}" in said
+    for other in ("--json", "--device ", "--against"):
+        assert other not in said
+
+
+def test_a_record_has_the_seed_and_no_format(tmp_path: Path) -> None:
+    options = command("overlap", "A question.", seed=3).parse_args(["--format", "csv"])
+    run = start(options, "overlap", "a title", {"time": "s"}, devices=2).run
+    assert run is not None
+    assert run.seed == 3
+    assert run.settings.keys().isdisjoint({"seed", "format"})
+
+
+def test_results_are_printed_in_each_format() -> None:
+    result = Result("case", "way", "measured", samples={"time": [4.0, 1.0, 2.0]})
+    made = record(summarized(result))
+
+    def table(_: Record, style: str) -> str:
+        return f"in style {style}"
+
+    assert in_format("text", table)(made) == "in style simple"
+    assert in_format("markdown", table)(made) == "in style pipe"
+    (number,) = json.loads(in_format("json", table)(made))["numbers"]
+    assert (number["value"], number["lower"], number["upper"]) == (2.0, 1.0, 4.0)
+    assert number["samples"] == 3
+    assert number["engine"] is None
+    head, line = in_format("csv", table)(made).splitlines()
+    assert head.startswith("experiment,row,")
+    assert line.startswith("case,way,")
 
 
 # The error that ends a benchmark after its first case, and the record's state.

@@ -19,6 +19,7 @@ ONE_WORD: dict[str, set[str]] = {
     "--out": {"--out FILE", "--out DIR"},
     "--threshold": {"--threshold SHARE"},
     "--alpha": {"--alpha RISK"},
+    "--seed": {"--seed N"},
     "--hardware": {"--hardware NAME|FILE"},
     "--on": {"--on [cpu|cuda|meta]"},
     "--autocast": {"--autocast TYPE"},
