@@ -10,6 +10,8 @@ import click
 import pytest
 
 from reproduce.cli.main import COMMANDS, cli
+from reproduce.error import Error
+from reproduce.regression.job import Settings
 from reproduce.tables.output import FORMATS
 
 FORMAT = {"--format FORMAT"}
@@ -68,6 +70,18 @@ def test_every_command_is_in_the_help(command: Any) -> None:
     listed = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert {"publish", "import-paper"} <= listed
     assert set(cli.commands) <= listed
+
+
+def test_a_regression_draws_with_its_seed(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    seeds = []
+
+    def answer(base: str, head: str, settings: Settings, *_: Any) -> None:
+        seeds.append(settings.seed)
+        raise Error("enough")
+
+    monkeypatch.setattr("reproduce.regression.main.answer", answer)
+    command("regression", "--base", "v1", "--seed", "3", code=2)
+    assert seeds == [3]
 
 
 @pytest.mark.parametrize("asked", ["--json", "--csv", "--format xml"])
