@@ -143,8 +143,12 @@ def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path
 
 @pytest.mark.parametrize("first", ["2026-01-01T00:00:00Z", "2026-01-03T00:00:00Z"])
 def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str) -> None:
-    emulated = {"emulated": True, "status": "emulated", "samples": {"step_time": [4.0]}}
-    rows = [result(**emulated), result("n8m1", **emulated)]
+    changes: dict[str, Any] = {
+        "emulated": True,
+        "status": "emulated",
+        "samples": {"step_time": [4.0]},
+    }
+    rows = [result(**changes), result("n8m1", **changes)]
     save(record(*rows, started=first), tmp_path / "a.json")
     save(record(result(), started="2026-01-02T00:00:00Z"), tmp_path / "b.json")
 
