@@ -29,7 +29,7 @@ help:
 	@echo "make regression BASE=REV  is the working tree slower than that revision?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"
 	@echo "                          do tasks still run at once: $(BIN)/python -m benchmarks.gates.meeting"
-	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.gates.machinery --against REV"
+	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.gates.machinery --base REV"
 	@echo "make clean                remove the virtual environment and caches"
 
 setup: $(READY)

@@ -1,6 +1,6 @@
 """Check which models can become pipelines, and whether the pipelines compute the same results.
 
-    python -m benchmarks.any_model torchvision --json results/benchmarks/any_model.json
+    python -m benchmarks.any_model torchvision --out results/benchmarks/any_model.json
 
 docs/any-model.md says what is compared, and how. A stopped run can be resumed: the program skips
 each model whose result is already in the record file, unless `--again` is given.
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from benchmarks.any_model_lists import LISTS, Case
-from benchmarks.harness import Found, by_case, cell, collect, command, continued, start
+from benchmarks.harness import Found, by_case, cell, collect, command, continued, in_format, start
 from benchmarks.pipelines import evenly
 from reproduce.models.built import changed
 from reproduce.records.record import Record, Result, load
@@ -48,9 +48,9 @@ class Unequal(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check models of one list, record the results, and print tables of all recorded results."""
-    parser = command("any_model", __doc__ or "")
+    parser = command("any_model", __doc__ or "", seed=0)
     parser.add_argument("list", choices=LISTS)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these models of the list only")
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="these models of the list only")
     parser.add_argument("--again", action="store_true", help="also models that the record has")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = start(options, "any_model", title, {}, devices=max(PARTITIONS))
     listed = options.list
     record = replace(record, software={listed: version(listed)})
-    path = options.json
+    path = options.out
     if path is not None and path.exists():
         record = continued(record, load(path))
 
@@ -68,18 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = replace(record, results=[*record.results, *missing])
 
     todo = {}
-    for name in options.only or models:
+    for name in options.model or models:
         if options.again or name not in known or known[name].status == "not run":
             todo[name] = models[name]
     if not todo:
         path = None
-    collect(record, path, check(listed, todo), len(todo), table)
+    found = check(listed, todo, options.seed)
+    shown = in_format(options.format, table)
+    collect(record, path, found, len(todo), shown)
 
 
-def check(experiment: str, models: Mapping[str, Callable[[], Case]]) -> Found:
-    """Yield the result of each model."""
+def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) -> Found:
+    """Yield the result of each model. Its weights and its batch are drawn with the seed."""
     for name, build in models.items():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
             yield [check_model(experiment, name, build())]
         except Exception as error:  # models and their pipelines may raise anything

@@ -1,13 +1,13 @@
 """Check which pipeline libraries do correctly what training needs.
 
-    python -m benchmarks.conformance --json results/benchmarks/conformance.json
+    python -m benchmarks.conformance --out results/benchmarks/conformance.json
 
 Each check trains or evaluates a small pipeline on CPUs; tests/behaviours/rows/training has the
 checks. An engine is a pipeline of this library or of another one. Every engine runs each check, and
 the result is compared with that of the same layers without a pipeline. Two engines need packages:
 
-    pip install --no-deps --target FOLDER torchgpipe==0.0.7     # then pass --older FOLDER
-    pip install --target FOLDER deepspeed                       # then pass --deepspeed FOLDER
+    pip install --no-deps --target DIR torchgpipe==0.0.7     # then pass --older DIR
+    pip install --target DIR deepspeed                       # then pass --deepspeed DIR
 
 `--deepspeed` is not needed if DeepSpeed is installed.
 """
@@ -23,7 +23,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from benchmarks.harness import Found, by_case, cell, collect, command, start
+from benchmarks.harness import Found, by_case, cell, collect, command, in_format, start
 from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import grid
@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path = [adapter.folder] if adapter.folder else sys.path
             software[package] = next(iter(distributions(name=package, path=path))).version
     record = replace(record, software=software)
-    collect(record, options.json, check(checks, engines), len(checks), table)
+    found = check(checks, engines)
+    shown = in_format(options.format, table)
+    collect(record, options.out, found, len(checks), shown)
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:
@@ -70,9 +72,9 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     add("check", nargs="*", metavar="CHECK", help="these checks only, by name")
     names = list(ENGINES)
     add("--engine", nargs="+", choices=names, default=names, help="these engines only")
-    add("--older", type=Path, metavar="FOLDER", help="where torchgpipe 0.0.7 is")
+    add("--older", type=Path, metavar="DIR", help="where torchgpipe 0.0.7 is")
     deepspeed = "where DeepSpeed is, if it is not installed"
-    add("--deepspeed", type=Path, metavar="FOLDER", help=deepspeed)
+    add("--deepspeed", type=Path, metavar="DIR", help=deepspeed)
     options = parser.parse_args(arguments)
     for name in options.check:
         if name not in CHECKS:

@@ -20,35 +20,48 @@ from msgspec.structs import replace
 from reproduce.error import INTERRUPTED, Error, fail, interruptible
 from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
+from reproduce.numbers.sources import Entry
 from reproduce.records.record import FREED_MEMORY, Record, Result
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder, new_run, prepare_folder
+from reproduce.tables.output import FORMATS, Number, of_entry, written
 
-OPTIONS = {"rounds": "turns of each way", "steps": "steps of a turn"}
+OPTIONS = {
+    "rounds": "turns of each way",
+    "steps": "steps of a turn",
+    "seed": "seed of all that is drawn",
+}
 
 Found = Generator[Sequence[Result], None, None]
 """A generator of the results. It yields a result again when the result has more samples."""
 
 
-def command(name: str, doc: str, *, json: bool = True, **defaults: int) -> argparse.ArgumentParser:
+def command(
+    name: str, doc: str, *, record: bool = True, **defaults: int
+) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line.
 
     Args:
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
-        json: Whether the benchmark has the option `--json`.
-        defaults: The default values of the options `rounds` and `steps`. The benchmark has only
-            those of the two options for which a default is given.
+        record: Whether the benchmark makes a record, and so has the options `--out` and `--format`.
+        defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
+            only those of these options for which a default is given.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False
+    )
     for option, default in defaults.items():
         text = f"{OPTIONS[option]} (default {default})"
-        parser.add_argument(f"--{option}", type=positive, default=default, help=text)
-    if json:
+        kind = not_negative if option == "seed" else positive
+        parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
+    if record:
         text = "write a record to FILE, as results come"
-        parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+        parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+        text = "how the results are printed (default text)"
+        parser.add_argument("--format", choices=FORMATS, default="text", help=text)
     return parser
 
 
@@ -56,6 +69,13 @@ def positive(text: str) -> int:
     """Parse a command line argument as a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """Parse a command line argument as a whole number that is not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
     return int(text)
 
 
@@ -68,22 +88,24 @@ def start(
 ) -> Record:
     """Return a record without results that describes this machine and the options.
 
-    The kind of device is the value of the option `device`, or `cpu` if there is no such option.
-    This function also sets the number of PyTorch's CPU threads to one.
+    The kind of device is the value of the option `on`, or `cpu` if there is no such option. This
+    function also sets the number of PyTorch's CPU threads to one.
     """
-    if options.json is not None:
-        folder = options.json.absolute().parent
-        prepare_folder(folder, "--json")
+    if options.out is not None:
+        folder = options.out.absolute().parent
+        prepare_folder(folder, "--out")
     given = vars(options)
     settings: dict[str, Any] = {
         key: x for key, x in given.items() if x is not None and not isinstance(x, Path)
     }
+    for elsewhere in ("format", "seed"):  # the run has the seed, and the format says nothing of it
+        settings.pop(elsewhere, None)
     settings[FREED_MEMORY] = "kept" if freed_memory_is_kept() else "as the C library does"
-    device = given.get("device", "cpu")
+    device = given.get("on", "cpu")
     threads = 1 if device == "cpu" else None
     used = Devices(device, devices, threads)
     command = ["python", "-m", f"benchmarks.{name}"]  # the settings contain the options
-    run = new_run(used, seed=0, command=command, settings=settings)
+    run = new_run(used, seed=given.get("seed", 0), command=command, settings=settings)
     torch.set_num_threads(1)
     short_name = name.rpartition(".")[2]
     return Record(short_name, title, "measured", unit, [], run=run)
@@ -132,6 +154,21 @@ def summarized(result: Result) -> Result:
         spread[name] = [low, high, len(series)]
     values = {**result.values, **medians, "spread": spread}
     return replace(result, samples={}, values=values)
+
+
+def in_format(style: str, table: Callable[[Record, str], str]) -> Callable[[Record], str]:
+    """Return the function that renders a record in a format of the option `--format`.
+
+    `table` renders the record's tables in a style of the package tabulate.
+    """
+
+    def rendered(record: Record) -> str:
+        numbers: list[Number] = []
+        for result in record.results:
+            numbers += of_entry(Entry(record, result))
+        return written(style, numbers, table(record, "simple"), table(record, "pipe")).rstrip()
+
+    return rendered
 
 
 def collect(

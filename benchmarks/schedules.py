@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import mse_loss
 
-from benchmarks.harness import Found, by_case, collect, command, start
+from benchmarks.harness import Found, by_case, collect, command, in_format, start
 from reproduce.error import Error
 from reproduce.records.record import Record, Result
 from reproduce.run.engines.launch import Ended, Launched
@@ -68,9 +68,17 @@ class Case(NamedTuple):
     size: str
 
 
+class Job(NamedTuple):
+    """A case to measure, in a number of rounds. The seed draws parameters, data and order."""
+
+    case: Case
+    rounds: int
+    seed: int
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every combination of a size and a number of micro-batches, and print a table."""
-    parser = command("schedules", __doc__, rounds=60)
+    parser = command("schedules", __doc__, rounds=60, seed=0)
     add, sizes, chunks = parser.add_argument, list(SIZES), list(PAIRS)
     add("--size", nargs="+", choices=sizes, default=sizes, help="of the tasks")
     add("--chunks", nargs="+", type=int, choices=chunks, default=chunks, help="micro-batches")
@@ -78,16 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = "seconds of a step over two ranks"
     record = start(options, "schedules", title, {"seconds": "s"}, devices=N)
     cases = list(starmap(Case, product(options.chunks, options.size)))
-    collect(record, options.json, measure(cases, options.rounds), len(cases), table)
+    found = measure(cases, options.rounds, options.seed)
+    shown = in_format(options.format, table)
+    collect(record, options.out, found, len(cases), shown)
 
 
-def measure(cases: Sequence[Case], rounds: int) -> Found:
+def measure(cases: Sequence[Case], rounds: int, seed: int) -> Found:
     """Yield a list of results for each case: one result for each schedule."""
     for case in cases:
         m, size = case
         samples: dict[str, list[float]] = {}
         tasks: dict[str, Tasks] = {}
-        for measured in _measured_by_ranks(case, rounds):
+        for measured in _measured_by_ranks(Job(case, rounds, seed)):
             for name, (seconds, own_tasks) in measured.items():
                 samples[name] = seconds
                 tasks.setdefault(name, {}).update(own_tasks)
@@ -106,11 +116,11 @@ def measure(cases: Sequence[Case], rounds: int) -> Found:
         yield results
 
 
-def _measured_by_ranks(case: Case, rounds: int) -> Iterator[Measured]:
+def _measured_by_ranks(job: Job) -> Iterator[Measured]:
     """Run a case on all ranks, and yield the measurements of each rank."""
     with (
         TemporaryDirectory() as folder,
-        closing(Launched("spawn", N, _rank, folder, case, rounds)) as launched,
+        closing(Launched("spawn", N, _rank, folder, job)) as launched,
     ):
         running = set(range(N))
         while running:
@@ -127,7 +137,7 @@ def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
     return schedule.replay(tasks[name].__getitem__).seconds
 
 
-def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> None:
+def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
     """Run steps of all schedules in turn, as one rank; measure the steps and this rank's tasks.
 
     At the end, send the seconds of all steps and the median seconds of each task.
@@ -135,7 +145,8 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=k, world_size=N)
-    torch.manual_seed(0)
+    torch.manual_seed(job.seed)
+    case = job.case
     m = case.micro_batches
     width, samples = SIZES[case.size]
     layers = nn.Sequential()
@@ -149,8 +160,8 @@ def _rank(k: int, link: Connection, folder: str, case: Case, rounds: int) -> Non
 
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     durations: dict[str, dict[Key, list[float]]] = {name: {} for name in ways}
-    order = random.Random(0)
-    for turn in range(-3, rounds):
+    order = random.Random(job.seed)
+    for turn in range(-3, job.rounds):
         for name in order.sample(sorted(ways), len(ways)):
             way = ways[name]
             way.part.zero_grad()

@@ -175,7 +175,7 @@ def _listed(operators: Counter[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Count every configuration and print the counts; compare them with the file, or write it."""
-    parser = command("gates.counts", __doc__, json=False)
+    parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
     file: dict[str, Totals] = {}

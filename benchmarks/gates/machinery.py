@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gates.machinery_child import MODELS, MODES
-from benchmarks.harness import Found, by_case, collect, command, positive, start
+from benchmarks.harness import Found, by_case, collect, command, in_format, positive, start
 from benchmarks.pipelines import ENGINES
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -66,25 +66,27 @@ class Case(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case, record the results, and print a table."""
-    parser = command("gates.machinery", __doc__, rounds=5, steps=20)
+    parser = command("gates.machinery", __doc__, rounds=5, steps=20, seed=0)
     add = parser.add_argument
-    add("--against", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
+    add("--base", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
     add("--model", nargs="+", choices=MODELS, default=["linear"])
     add("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
     add("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
     add("--chunks", type=positive, nargs="+", default=[1, 8, 32], metavar="m")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--on", choices=["cpu", "cuda"], default="cpu", help="kind of devices (default cpu)")
     options = parser.parse_args(arguments)
-    on_gpu = options.device == "cuda"
+    on_gpu = options.on == "cuda"
     if on_gpu and not torch.cuda.is_available():
         advice = "leave it out to measure on the CPU"
-        parser.error(f"--device cuda: there is no CUDA device here; {advice}")
+        parser.error(f"--on cuda: there is no CUDA device here; {advice}")
     devices = 1 if on_gpu else max(options.partitions)
     unit = dict.fromkeys((*DIRECTIONS, BOTH), "us/task")
     record = start(options, "gates.machinery", "time per task", unit, devices=devices)
     every = product(options.model, options.checkpoint, options.partitions, options.chunks)
     cases = [Case(*each) for each in every]
-    collect(record, options.json, measure(options, cases), len(cases), table)
+    found = measure(options, cases)
+    shown = in_format(options.format, table)
+    collect(record, options.out, found, len(cases), shown)
 
 
 def other_torchgpipe(text: str) -> Path | str:
@@ -104,14 +106,14 @@ def measure(options: Namespace, cases: Sequence[Case]) -> Found:
     """Yield the results of each case."""
     with TemporaryDirectory() as temporary:
         sides = [Side(ROOT, version(ROOT))]
-        other = options.against
+        other = options.base
         if isinstance(other, Path):
             sides.append(Side(other, version(other)))
         elif other is not None:
             tree = committed(TORCHGPIPE, other, Path(temporary) / "other")
             sides.append(Side(tree.folder, f"torchgpipe {other}"))
         for number, case in enumerate(cases):
-            yield _measured(options, sides, case, number)
+            yield _measured(options, sides, case, options.seed + number)
 
 
 def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) -> list[Result]:
@@ -119,7 +121,7 @@ def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) 
 
     The loop and the engines take turns, in a random order that depends on the seed.
     """
-    engines = ENGINES if case.n > 1 and options.device == "cpu" else ENGINES[:1]
+    engines = ENGINES if case.n > 1 and options.on == "cpu" else ENGINES[:1]
     ways: dict[str, tuple[int, str | None]] = {"plain": (0, "plain")}  # number of side, engine
     for engine in engines:
         ways[engine] = 0, engine
@@ -130,7 +132,7 @@ def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) 
             for engine in engines:
                 ways[f"{engine}, {OTHER}"] = 1, engine
 
-    given = options.steps, case.model, case.n, case.m, case.checkpoint, options.device
+    given = options.steps, case.model, case.n, case.m, case.checkpoint, options.on
     makers = {}
     for way, (side, engine_of_way) in ways.items():
         makers[way] = side, (*given, engine_of_way)

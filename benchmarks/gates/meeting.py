@@ -311,7 +311,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all scenes on every engine; print the first one of each engine that does not overlap."""
-    command("gates.meeting", __doc__, json=False).parse_args(arguments)
+    command("gates.meeting", __doc__, record=False).parse_args(arguments)
     with closing(Ranks()) as ranks:
         lost = [
             _first_lost("ranks", ranks.run, SCENES),

@@ -2,12 +2,14 @@
 
 import contextlib
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from reproduce.cli.job import TIMED
-from reproduce.cli.shared import command, devices, known, on, style
+from reproduce.cli.shared import command, devices, known, on, shown, style
 from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.choose import choose_scale, why_not
@@ -15,8 +17,9 @@ from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import MEASURED, RUNS
 from reproduce.records.record import ranked, readable
-from reproduce.tables.layout import Column, Table, many, table
-from reproduce.tables.output import Number, of_cells, written
+from reproduce.tables.layout import Column, Table, many
+from reproduce.tables.layout import table as make_table
+from reproduce.tables.output import Number, written
 
 SHOWS = 38  # width of the column "what it shows", in characters
 NOTES = (
@@ -41,6 +44,59 @@ PARTIAL = (
 SUFFIXES = (
     "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
 )
+
+
+class Minutes(NamedTuple):
+    """How long an earlier run took.
+
+    Attributes:
+        minutes: The whole minutes of the run.
+        alone: Whether the run had no other experiments.
+        folder: The folder of its record: `RUNS` or `MEASURED`.
+    """
+
+    minutes: int
+    alone: bool
+    folder: Path
+
+    def __str__(self) -> str:
+        """Return a text such as "12", "<12" of a run with other experiments, or "(12)"."""
+        text = f"{self.minutes}" if self.alone else f"<{self.minutes}"
+        return text if self.folder == RUNS else f"({text})"
+
+
+class Overview(NamedTuple):
+    """What the list says of an experiment: at which scale it can run here, and how long."""
+
+    name: str
+    title: str
+    scale: str | None = None
+    rows: int | None = None
+    minutes: Minutes | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the experiment's line in the table."""
+        title = textwrap.fill(self.title, SHOWS)
+        if self.scale is None:
+            return self.name, title, "none", "-", "-"
+        minutes = "?" if self.minutes is None else str(self.minutes)
+        return self.name, title, self.scale, str(self.rows), minutes
+
+    def numbers(self) -> Iterator[Number]:
+        """Yield the values for CSV and JSON."""
+        about: Number = {"experiment": self.name, "row": self.name}
+        yield {**about, "metric": "title", "value": self.title}
+        yield {**about, "metric": "scale", "value": self.scale}
+        yield {**about, "metric": "rows", "unit": "count", "value": self.rows}
+        minutes: Number = {**about, "metric": "minutes", "unit": "min"}
+        if self.minutes is None:
+            minutes["reason"] = "no finished run of all rows"
+        else:
+            minutes["name"] = shown(self.minutes.folder)
+            minutes["value" if self.minutes.alone else "upper"] = self.minutes.minutes
+            if not self.minutes.alone:
+                minutes["reason"] = "the run had other experiments, too"
+        yield minutes
 
 
 def _size(row: Row) -> str:
@@ -81,54 +137,36 @@ def list_experiments(
         for scale in EXPERIMENTS[name].scales:
             rows = _table(EXPERIMENTS[name], scale, found)
             tables.append(rows)
-            numbers += of_cells(rows, experiment=name, scale=scale.name)
+            numbers += _numbers(name, scale)
     if not experiments:
-        overview = _overview(found)
-        tables.append(overview)
-        numbers += of_cells(overview)
+        overview = [_overview(experiment, found) for experiment in EXPERIMENTS.values()]
+        headings = ["name", "what it shows", "scale", "rows", "minutes"]
+        cells = [each.cells() for each in overview]
+        tables.append(Table(f"Experiments, on {found}", headings, cells, NOTES, 3))
+        for each in overview:
+            numbers += each.numbers()
     text = []
     markdown = []
-    for shown in tables:
-        text.append(shown.text())
-        markdown.append(shown.markdown())
+    for table in tables:
+        text.append(table.text())
+        markdown.append(table.markdown())
     page = "\n\n".join(text) + "\n"
     markdown_page = "\n\n".join(markdown) + "\n"
     click.echo(written(style, numbers, page, markdown_page), nl=False)
 
 
-def _overview(devices: Devices) -> Table:
-    """Return a table with a row for each experiment."""
-    rows = []
-    for name, experiment in EXPERIMENTS.items():
-        scale = "none"
-        count = "-"
-        minutes = "-"
-        with contextlib.suppress(Error):  # if no scale fits, `list NAME` says why
-            scale = choose_scale([experiment], devices, None)
-            usual = [row for row in experiment.scale(scale).rows if not row.extra]
-            count = str(len(usual))
-            minutes = _minutes(name, scale)
-        title = textwrap.fill(experiment.title, SHOWS)
-        rows.append((name, title, scale, count, minutes))
-    headings = ["name", "what it shows", "scale", "rows", "minutes"]
-    return Table(f"Experiments, on {devices}", headings, rows, NOTES, 3)
+def _overview(experiment: Experiment, devices: Devices) -> Overview:
+    name = experiment.name
+    with contextlib.suppress(Error):  # if no scale fits, `list NAME` says why
+        scale = choose_scale([experiment], devices, None)
+        usual = [row for row in experiment.scale(scale).rows if not row.extra]
+        minutes = _minutes_in(RUNS, name, scale) or _minutes_in(MEASURED, name, scale)
+        return Overview(name, experiment.title, scale, len(usual), minutes)
+    return Overview(name, experiment.title)
 
 
-def _minutes(name: str, scale: str) -> str:
-    """Return how many minutes an experiment took in a complete earlier run, as text.
-
-    For example, "12" is from a run in `runs`, "(12)" is from a run in `results/measured`, "<12" is
-    from a run that also had other experiments, and "?" means that there is no such run.
-    """
-    own = _minutes_in(RUNS, name, scale)
-    if own is not None:
-        return own
-    published = _minutes_in(MEASURED, name, scale)
-    return "?" if published is None else f"({published})"
-
-
-def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
-    """Like `_minutes`, for one folder of records."""
+def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
+    """Return how long the first complete run of an experiment in a folder of records took."""
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:
@@ -136,9 +174,24 @@ def _minutes_in(folder: Path, name: str, scale: str) -> str | None:
         if any(word.startswith(PARTIAL) for word in run.command):
             continue
         names = {result.experiment for result in record.results}
-        minutes = f"{run.seconds / 60:.0f}"
-        return f"<{minutes}" if len(names) > 1 else minutes
+        return Minutes(round(run.seconds / 60), len(names) == 1, folder)
     return None
+
+
+def _numbers(name: str, scale: Scale) -> Iterator[Number]:
+    """Yield the settings of a scale's rows for CSV and JSON."""
+    for row in scale.rows:
+        about: Number = {"experiment": name, "scale": scale.name, "row": row.name}
+        settings = {
+            "size": list(row.size) or None,
+            "batch_size": row.batch_size,
+            "chunks": row.chunks,
+            "checkpoint": row.checkpoint,
+            "published": row.published,
+            "devices": row.devices,
+        }
+        for metric, value in settings.items():
+            yield {**about, "metric": metric, "value": value}
 
 
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
@@ -151,7 +204,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
     if any("/" in row.name for row in scale.rows):
         notes.append(SUFFIXES)
     title = f"{experiment.name}, scale {scale.name}: {experiment.title}"
-    return table(title, COLUMNS, scale.rows, notes)
+    return make_table(title, COLUMNS, scale.rows, notes)
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:

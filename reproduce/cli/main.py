@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
         code = cli.main(arguments, name, COMPLETE, standalone_mode=False, obj=benchmarks)
     except click.ClickException as error:
         message = error.format_message()
-        if isinstance(error, click.MissingParameter) and error.ctx is not None:
+        of_help = (click.MissingParameter, click.NoSuchOption)
+        if isinstance(error, of_help) and error.ctx is not None:
             message += f" See '{error.ctx.command_path} --help'."
         return _complain(message, CANNOT_TELL)
     except Error as error:

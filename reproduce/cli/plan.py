@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ from reproduce.cli.shared import (
     HERE,
     autocast,
     command,
+    devices_by_default,
     fp32_precision,
     hardware,
     parsed,
@@ -80,7 +82,7 @@ def _shape(text: str) -> tuple[int, ...]:
     metavar="3x224x224",
     help="A sample's, for other models.",
 )
-@click.option("--devices", type=COUNT, metavar="N", help="Default: as many as the hardware has.")
+@devices_by_default("as many as the hardware has.")
 @click.option("--memory", metavar="24GiB", help="Of each device. Default: the hardware's.")
 @click.option(
     "--headroom",
@@ -196,8 +198,6 @@ def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
         yield "--autocast", IN_FLOAT32
     if asked.master_weights:
         yield "--master-weights", IN_FLOAT32
-    if asked.style != "text":
-        yield f"--format {asked.style}", "the largest model is told in words; leave it out"
 
 
 def show_best(asked: Options) -> None:
@@ -248,7 +248,16 @@ def show_best(asked: Options) -> None:
 
 def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
-    from reproduce.predict.asked import PAPERS, Asked, find_given, tell_largest
+    from reproduce.predict.asked import (
+        PAPERS,
+        Asked,
+        find_given,
+        find_largest,
+        lines_of,
+        title_of,
+    )
+    from reproduce.tables.layout import bullets
+    from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
 
     hardware = asked.hardware
@@ -265,4 +274,10 @@ def show_largest(asked: Options) -> None:
         asked.optimizer or given.optimizer,
         hardware,
     )
-    tell_largest(question, GROWS.index(asked.grows), click.echo)
+    axis = GROWS.index(asked.grows)
+    found = find_largest(question, axis, partial(click.echo, err=True))
+    title = title_of(question)
+    lines = list(lines_of(question, axis, found))
+    text = f"{title}\n\n{bullets(lines)}\n"
+    markdown = f"{title}\n\n{bullets(lines, wrap=False)}\n"
+    click.echo(written(asked.style, of_largest(found, title), text, markdown), nl=False)

@@ -39,7 +39,7 @@ ALL = "all"
     "--run",
     "run",
     metavar="RECORD",
-    help="Show the emulated rows of this run beside their predictions.",
+    help="Predict the emulated rows of this run.",
 )
 @hardware(f"or, with --run, {HERE}: time the run's models")
 @autocast
@@ -49,8 +49,7 @@ ALL = "all"
     "--out",
     type=PATH,
     metavar="DIR",
-    help="Where to put the records of published tables. "
-    "Default: results/predicted in a checkout, else predicted.",
+    help="Where to put the records. Default: results/predicted in a checkout, else predicted.",
 )
 def predict(  # noqa: PLR0913 - click passes each option
     experiments: list[str],

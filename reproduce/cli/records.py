@@ -22,11 +22,12 @@ from reproduce.records.record import Record, Run, load, readable, save, write_at
 from reproduce.run.recorder import prepare_folder
 
 PREDICTED = "results/predicted/unet-speed-p40x8.json"  # of the examples
+PUBLISHED = "results/paper/tg-unet-speed.json"
 HISTORY = "history.jsonl"
 A_RUN = "unet-speed-small-20200421T100205Z"
 
 
-@command(f"show {PREDICTED}", f"show --json {PREDICTED}")
+@command(f"show {PREDICTED}", f"show {PUBLISHED} --format json")
 @click.argument("records", nargs=-1, required=True)
 @style
 def show(records: tuple[str, ...], style: str) -> None:
@@ -41,12 +42,11 @@ def show(records: tuple[str, ...], style: str) -> None:
     click.echo(written_records(found, style), nl=False)
 
 
-# This command and the other hidden commands below are for maintainers.
-@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json", hidden=True)
+@command(f"publish {A_RUN}", f"publish runs/{A_RUN}.json")
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
-    """Copy a run into results/measured, so that it can be committed.
+    """Copy a run into results/measured, to commit it.
 
     RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
     scale, devices and time. The run's tables are written beside the copy. Absolute paths in the
@@ -106,7 +106,6 @@ def published_name(record: Record, run: Run) -> str:
     "import-paper tables.json",
     "import-paper tables.json --out paper",
     name="import-paper",
-    hidden=True,
 )
 @click.argument("source", type=PATH)
 @click.option(
@@ -126,7 +125,7 @@ def import_paper(source: Path, out: Path) -> None:
         click.echo(shown(path))
 
 
-@command("render", "render --check", hidden=True)
+@command("render", "render --check")
 @click.option("--check", is_flag=True, help="Write nothing; fail if anything is stale.")
 @click.pass_obj
 def render(benchmarks: Any, check: bool) -> None:
@@ -218,33 +217,47 @@ def content_of(path: Path) -> bytes:
 
 
 @command(
-    "history runs benchmarks/gates/counts.json", "history benchmark.json --branch history --json"
+    "history runs benchmarks/gates/counts.json",
+    "history b.json --branch history --smaller-is-better",
 )
 @click.argument("sources", nargs=-1, required=True)
 @click.option(
-    "--file", type=FILE, default=HISTORY, show_default=True, metavar="FILE", help="Where."
+    "--out",
+    "file",
+    type=FILE,
+    default=HISTORY,
+    show_default=True,
+    metavar="FILE",
+    help="The history file.",
 )
 @click.option(
     "--branch",
     metavar="NAME",
     help="Commit FILE to this branch instead. Files here stay as they are.",
 )
+@style
 @click.option(
-    "--json",
-    "listed",
+    "--smaller-is-better",
     is_flag=True,
-    help="Print the numbers of which less is better, as github-action-benchmark takes them for "
-    "customSmallerIsBetter.",
+    help="Print the numbers of which less is better in the JSON that github-action-benchmark takes "
+    "as customSmallerIsBetter.",
 )
-def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bool) -> None:
+def history(
+    sources: tuple[str, ...], file: Path, branch: str | None, style: str, smaller_is_better: bool
+) -> None:
     """Add a revision's numbers to a history file.
 
     The file has a line for each git revision, and the command report draws it. SOURCES are records,
     folders of records, or files of counts, such as benchmarks/gates/counts.json. All sources must
     come from one revision and one machine. Numbers that other programs disturbed are left out.
     """
-    from reproduce.tables.history import added, line_of, smaller_is_better
+    from reproduce.tables.history import added, for_github, line_of, line_table
+    from reproduce.tables.output import written
 
+    if smaller_is_better and style != "text":
+        raise click.UsageError(
+            f"--format {style}: --smaller-is-better prints JSON of its own; leave one of them out"
+        )
     line = line_of(sources)
     said: list[str] = []
     place = f"{branch}:{file}" if branch else str(file)
@@ -258,8 +271,11 @@ def history(sources: tuple[str, ...], file: Path, branch: str | None, listed: bo
         commit_file(Path(), branch, str(file), with_line)
     said.append(f"written: {len(line.numbers)} numbers of {line.git.name(7)} to {place}")
     click.echo("\n".join(said), err=True)
-    if listed:
-        click.echo(json.dumps(smaller_is_better(line), indent=1))
+    if smaller_is_better:
+        click.echo(json.dumps(for_github(line), indent=1))
+        return
+    table = line_table(line)
+    click.echo(written(style, line.numbers, f"{table.text()}\n", table.markdown()), nl=False)
 
 
 @command("compare results/paper results/predicted", "compare HEAD~1 HEAD --all")

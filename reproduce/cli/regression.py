@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from reproduce.cli.shared import COUNT, FILE, alpha, command, shown, style, threshold
+from reproduce.cli.shared import COUNT, FILE, alpha, command, seed, shown, style, threshold
 from reproduce.error import Error
 from reproduce.records.places import need_checkout
 
@@ -88,11 +88,16 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     default=None,
     help="For all cases: CPU time on one core, wall clock on two. Default: each has its own.",
 )
+@seed
 @threshold(0.02)
 @alpha("in any of the cases")
 @style
 @click.option(
-    "--markdown", type=FILE, metavar="FILE", help="Also write the verdict and the table to FILE."
+    "--out",
+    "markdown",
+    type=FILE,
+    metavar="FILE",
+    help="Also write the verdict and the table to FILE, in Markdown.",
 )
 @click.option(
     "--slow-down",
@@ -125,7 +130,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or markdown)):
         raise click.UsageError(
-            "give either --base REV, or --bisect GOOD BAD without --head and --markdown"
+            "give either --base REV, or --bisect GOOD BAD without --head and --out"
         )
     from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
@@ -136,7 +141,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     from reproduce.run.recorder import prepare_folder
 
     if markdown is not None:
-        prepare_folder(markdown.absolute().parent, "--markdown")
+        prepare_folder(markdown.absolute().parent, "--out")
     settings = Settings(choose_cases(project, wanted), project=project, **measured)
     rule = Rule(alpha, threshold)
     progress = Progress()

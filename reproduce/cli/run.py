@@ -18,6 +18,7 @@ from reproduce.cli.shared import (
     devices,
     known,
     on,
+    seed,
     shown,
     style,
 )
@@ -116,14 +117,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
     "Default: the GPUs here, if they are among these; else "
     f"{PUBLISHED_NODE} for rows like the published ones.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of parameters, data, order.",
-)
+@seed
 @click.option(
     "--out",
     type=PATH,

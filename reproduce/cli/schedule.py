@@ -1,20 +1,27 @@
 """Define the command `schedule`, which draws a pipeline schedule."""
 
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from reproduce.cli.shared import COUNT, FILE, command, shown
+from reproduce.cli.shared import COUNT, FILE, command, devices_by_default, shown, style
 from reproduce.error import Error
 
+if TYPE_CHECKING:
+    from reproduce.tables.output import Number
+    from torchgpipe.schedules import Schedule
 
-@command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --svg zbh1.svg")
+
+@command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --out zbh1.svg")
 @click.argument("name", metavar="NAME|FILE")
-@click.option("-n", "devices", type=COUNT, help="Devices. Default: 4, or as the file has it.")
+@devices_by_default("4, or the file's.")
 @click.option(
-    "-m", "micro_batches", type=COUNT, help="Micro-batches. Default: 8, or as the file has it."
+    "-m", "--chunks", type=COUNT, metavar="M", help="Micro-batches. Default: 8, or the file's."
 )
-@click.option("-v", "stages", type=COUNT, help="Stages on each device.")
+@click.option("-v", "--stages", type=COUNT, metavar="V", help="Stages on each device.")
 @click.option(
     "--checkpoint",
     type=click.Choice(["always", "except_last", "never"]),
@@ -23,49 +30,93 @@ from reproduce.error import Error
     show_default=True,
     help="always, except_last or never.",
 )
+@style
 @click.option(
-    "--svg", type=FILE, metavar="FILE", help="Write a picture, too: FILE.svg or FILE.png."
+    "--out", type=FILE, metavar="FILE", help="Also write a picture: FILE.svg or FILE.png."
 )
 def schedule(  # noqa: PLR0913 - click passes each option
     name: str,
     devices: int | None,
-    micro_batches: int | None,
+    chunks: int | None,
     stages: int | None,
     checkpoint: str,
-    svg: Path | None,
+    style: str,
+    out: Path | None,
 ) -> None:
-    """Draw a schedule: a row is a device, a column a unit of time.
+    """Draw a pipeline schedule.
 
     NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
-    torch.distributed.pipelining wrote as .csv. A backward takes two units of time. Every other
-    action takes one: a forward, a recomputation, or one half of a split backward.
+    torch.distributed.pipelining wrote as .csv. A row is a device. A forward of a stage, its
+    recomputation and each half of a split backward take a column, a backward takes two. Times are
+    in units: a unit is the forward of one micro-batch through 1/n of the model.
     """
+    from reproduce.tables.layout import bullets
+    from reproduce.tables.output import written
     from torchgpipe.schedules import Schedule, make
 
-    if svg is not None and svg.suffix not in (".svg", ".png"):
-        raise Error(f"--svg {svg}: the name of a picture ends in .svg or .png")
+    if out is not None and out.suffix not in (".svg", ".png"):
+        raise Error(f"--out {out}: the name of a picture ends in .svg or .png")
     try:
         file = Schedule.load(name) if name.endswith(".csv") else None
         n = devices or (len(file.lists) if file else 4)
-        m = micro_batches or (file.micro_batches if file else 8)
+        m = chunks or (file.micro_batches if file else 8)
         found = make(file or name, n, m, stages, checkpoint)
     except (OSError, ValueError) as error:
         raise Error(str(error)) from None
-    played = found.replay()
-    count = len(found.placement)
-    size = f"n = {n}, m = {m}, {count} stages"
-    click.echo(f"{found.name}, {size}, checkpoint={checkpoint}\n\n{found}\n")
-    of_longest = f"{played.bubble_of_longest:.1%} of the longest device's span"
-    of_step = f"{played.bubble:.1%} of the step"
-    click.echo(f"bubble: {of_longest}, {of_step}")
-    click.echo(f"the step takes {played.seconds:g} units")
-    kept = ", ".join(map(str, found.in_flight))
-    click.echo(f"kept at most, tasks by device: {kept}")
-    if svg is None:
+    size = f"n = {n}, m = {m}, {len(found.placement)} stages"
+    title = f"{found.name}, {size}, checkpoint={checkpoint}"
+    facts = list(_facts(found))
+    text = f"{title}\n\n{found}\n\n{bullets(facts)}\n"
+    markdown = f"{title}\n\n```\n{found}\n```\n\n{bullets(facts, wrap=False)}\n"
+    click.echo(written(style, _numbers(found, title), text, markdown), nl=False)
+    if out is None:
         return
     from reproduce.records.record import write_atomically
     from reproduce.report.gantt import gantt
 
-    kind = svg.suffix.removeprefix(".")
-    write_atomically(svg, gantt(played, found.name, kind))
-    click.echo(f"written: {shown(svg)}", err=True)
+    kind = out.suffix.removeprefix(".")
+    write_atomically(out, gantt(found.replay(), found.name, kind))
+    click.echo(f"written: {shown(out)}", err=True)
+
+
+def _column(schedule: "Schedule") -> Fraction:
+    """Return how many units a column takes, which is the time of one stage's forward."""
+    return Fraction(len(schedule.lists), len(schedule.placement))
+
+
+def _units(schedule: "Schedule") -> float:
+    """Return how many units a step takes."""
+    return schedule.replay().seconds * float(_column(schedule))
+
+
+def _facts(schedule: "Schedule") -> Iterator[str]:
+    """Yield lines on a schedule's bubble, time and memory."""
+    played = schedule.replay()
+    of_longest = f"{played.bubble_of_longest:.1%} of the longest device's span"
+    of_step = f"{played.bubble:.1%} of the step"
+    yield f"bubble: {of_longest}, {of_step}"
+    yield f"the step takes {_units(schedule):g} units"
+    column = _column(schedule)
+    share = f"1/{len(schedule.lists)} of the model"
+    columns = "a column is a unit" if column == 1 else f"a column is {column} of a unit"
+    yield f"a unit is the forward of one micro-batch through {share}; {columns}"
+    kept = ", ".join(map(str, schedule.in_flight))
+    stage = f"1/{len(schedule.placement)} of the model"
+    yield f"kept at most, tasks by device: {kept}; a task is one micro-batch in {stage}"
+
+
+def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":
+    """Yield the numbers of a schedule for CSV and JSON."""
+    played = schedule.replay()
+    about: Number = {"experiment": title, "row": schedule.name}
+    unit = f"forwards of a micro-batch through 1/{len(schedule.lists)} of the model"
+    yield {**about, "metric": "step", "unit": unit, "value": _units(schedule)}
+    yield {**about, "metric": "bubble", "unit": "share of the step", "value": played.bubble}
+    yield {
+        **about,
+        "metric": "bubble_of_longest",
+        "unit": "share of the longest device's span",
+        "value": played.bubble_of_longest,
+    }
+    unit = f"tasks of each device, each 1/{len(schedule.placement)} of the model"
+    yield {**about, "metric": "kept", "unit": unit, "value": schedule.in_flight}

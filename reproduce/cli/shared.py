@@ -12,9 +12,9 @@ from click.shell_completion import CompletionItem
 from reproduce.error import Error, leave, missing
 from reproduce.experiments.choose import suggestion
 from reproduce.machine.description import ROOT
+from reproduce.tables.output import FORMATS
 
 T = TypeVar("T")
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
 COUNT = click.IntRange(min=1)
@@ -63,14 +63,37 @@ on = click.option(
     help="Kind of devices. Default: cuda if there is any, else cpu. On meta, memory is counted "
     "without data.",
 )
-devices = click.option(
-    "--devices", type=COUNT, metavar="N", help="Default: all. A CPU device is a share of the cores."
+
+
+def devices_by_default(default: str) -> Option:
+    """Return the option `--devices`, in short `-n`. Its help text says what the default is."""
+    return click.option(
+        "-n", "--devices", type=COUNT, metavar="N", help=f"Devices. Default: {default}"
+    )
+
+
+devices = devices_by_default("all. A CPU device is a share of the cores.")
+seed = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    metavar="N",
+    help="Seed of all that is drawn. Default: 0.",
 )
 autocast = click.option(
     "--autocast",
     type=click.Choice(["bfloat16", "float16"]),
     metavar="TYPE",
     help="Train under autocast to bfloat16 or float16.",
+)
+style = click.option(
+    "--format",
+    "style",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    metavar="FORMAT",
+    help=f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
 fp32_precision = click.option(
     "--fp32-precision",
@@ -79,21 +102,6 @@ fp32_precision = click.option(
     help="How GPUs compute float32: ieee or tf32. Default: convolutions in tf32 where the hardware "
     "has it, products in ieee, as PyTorch does.",
 )
-
-
-def style(command: Decorated) -> Decorated:
-    """Add the option `--format` and its short forms (`--csv`, `--json`) to a command.
-
-    All three options set the parameter `style`. None of them has a default, because versions of
-    click differ in which of several defaults they would use. Instead, a callback replaces None by
-    "text".
-    """
-    more: dict[str, Any] = {"callback": lambda _, __, asked: asked or "text"}
-    for name in ("csv", "json"):
-        command = click.option(f"--{name}", "style", flag_value=name, hidden=True, **more)(command)
-    more |= {"type": click.Choice(["text", "markdown", "csv", "json"]), "metavar": "FORMAT"}
-    more["help"] = "text, markdown, csv or json; in short --csv, --json."
-    return click.option("--format", "style", **more)(command)
 
 
 def examples(*commands: str) -> str:

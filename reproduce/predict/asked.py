@@ -8,7 +8,7 @@ in the papers.
 import bisect
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -231,39 +231,69 @@ def largest(
     return sizes(low) if low else None, sizes(low + 1)
 
 
-def tell_largest(asked: Asked, axis: int, tell: Callable[..., None]) -> None:
-    """Print the largest model that fits, for naive model parallelism and for a pipeline.
+class Largest(NamedTuple):
+    """The largest model that fits.
 
-    Only one of the model's sizes is changed: the size with index `axis`. `tell` is the function
-    that prints, such as `click.echo`.
+    Attributes:
+        how: How it is trained: "naive" or "pipelined".
+        sizes: The largest sizes that fit, or None if no size fits.
+        beyond: The next larger sizes, or None if even the largest size to try fits.
+        parameters: The number of the model's parameters; 0 if no size fits.
     """
-    name = asked.paper.name
-    tell(
-        f"largest {name} on {asked.devices} device(s) with {amount(asked.memory)} for tensors, "
-        f"batch size {asked.batch_size}, {asked.optimizer}:"
-    )
+
+    how: str
+    sizes: Sizes | None
+    beyond: Sizes | None
+    parameters: int = 0
+
+
+def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list[Largest]:
+    """Find the largest model that fits, for naive model parallelism and for a pipeline.
+
+    Only one of the model's sizes is changed: the size with index `axis`. `tell` is called with a
+    text about each size that is tried.
+    """
+    made = []
     for how in ("naive", "pipelined"):
         fit = partial(_fit, asked, how, tell)
-        found, beyond = largest(asked, axis, fit)
-        if found is None:
-            tell(f"  {how:10} none: not even {models.titled(name, beyond or ())} fits")
-            continue
-        counts = asked.paper.counts(found)
-        parameter_bytes = sum(layer.parameters for layer in counts.low)
-        millions = parameter_bytes / 4 / 1e6
-        least = "at least " if beyond is None else ""
-        tell(f"  {how:10} {least}{models.titled(name, found)}: {millions:,.1f} M parameters")
-    size = models.MODELS[name].sizes[axis]
-    tell(
-        f"Only {size} grows. naive: one micro-batch, nothing recomputed;\n"
-        "pipelined: micro-batches of one, all but the last recomputed.\n"
-        "Predicted bytes allocated to tensors, not measured."
+        sizes, beyond = largest(asked, axis, fit)
+        parameters = 0
+        if sizes is not None:
+            counts = asked.paper.counts(sizes)
+            parameter_bytes = sum(layer.parameters for layer in counts.low)
+            parameters = round(parameter_bytes / 4)
+        made.append(Largest(how, sizes, beyond, parameters))
+    return made
+
+
+def title_of(asked: Asked) -> str:
+    """Return a line that says for what the largest model was searched."""
+    return (
+        f"largest {asked.paper.name} on {asked.devices} device(s) with {amount(asked.memory)} for "
+        f"tensors, batch size {asked.batch_size}, {asked.optimizer}"
     )
 
 
-def _fit(asked: Asked, how: str, tell: Callable[..., None], sizes: Sizes) -> bool:
+def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
+    """Yield lines that say how large the largest models are, and what grew."""
+    name = asked.paper.name
+    for each in found:
+        if each.sizes is None:
+            yield f"{each.how}: none: not even {models.titled(name, each.beyond or ())} fits"
+            continue
+        least = "at least " if each.beyond is None else ""
+        title = models.titled(name, each.sizes)
+        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters"
+    yield (
+        f"only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing "
+        "recomputed; pipelined: micro-batches of one, all but the last recomputed"
+    )
+    yield "predicted bytes allocated to tensors, not measured"
+
+
+def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
     """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
-    tell(f"  trying {models.titled(asked.paper.name, sizes)}", err=True)
+    tell(f"  trying {models.titled(asked.paper.name, sizes)}")
     counts = asked.paper.counts(sizes)
     predictor = Predictor(counts, asked.hardware)
     optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from reproduce.experiments import EXPERIMENTS
+from reproduce.experiments import EXPERIMENTS, predictable
 from reproduce.experiments.row import Experiment
 from reproduce.numbers.match import grouped
 from reproduce.numbers.sources import Entry
@@ -12,9 +12,11 @@ from reproduce.records.record import FREED_MEMORY, Record, Result, Run
 from reproduce.tables.accuracy import accuracy_tables
 from reproduce.tables.engines import engines_tables
 from reproduce.tables.layout import GiB, Table, bullets, many
+from reproduce.tables.measured import measured_rows
 from reproduce.tables.memory import memory_tables
 from reproduce.tables.output import Number, of_entry, written
-from reproduce.tables.predicted import measured_rows, predicted_tables
+from reproduce.tables.plain import plain_tables
+from reproduce.tables.predicted import predicted_tables
 from reproduce.tables.speed import ablation_tables, speed_tables
 
 Results = Sequence[Result]
@@ -34,13 +36,17 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
         experiment: Return only the tables of this experiment; None for all experiments.
         group: Return only the table of this group of rows; None for all groups.
     """
-    if record.kind == "predicted":
+    if record.kind == "predicted" and record.results[0].experiment in predictable():
         predicted = record.results[0].experiment
         return predicted_tables(record, measured_rows(predicted))
     made: list[Table] = []
     of_experiments = grouped(record.results, lambda result: result.experiment)
+    unknown: list[Result] = []
     for name, results in of_experiments.items():
-        if name not in EXPERIMENTS or experiment not in (None, name):
+        if experiment not in (None, name):
+            continue
+        if name not in EXPERIMENTS:
+            unknown += results
             continue
         notes: list[str] = []
         if EXPERIMENTS[name].measures != "memory":
@@ -50,6 +56,7 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
             if group in (None, table.group):
                 all_notes = [*table.notes, *notes]
                 made.append(replace(table, notes=all_notes))
+    made += plain_tables(record, unknown)
     return made
 
 
@@ -119,8 +126,11 @@ def written_records(
         pages.append(table.markdown())
     for record in records:
         if made is None:
-            for table in tables(record):
+            own = tables(record)
+            for table in own:
                 text += f"\n{table.text()}\n"
+            if not own:
+                text += f"\n{record.title}: no row of it has ended yet\n"
             pages.append(document(record))
         for result in record.results:
             numbers += of_entry(Entry(record, result))

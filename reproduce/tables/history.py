@@ -4,6 +4,7 @@ The file has a line of JSON for each revision and machine. A line contains numbe
 `reproduce.tables.output` defines.
 """
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +20,8 @@ from reproduce.numbers.metrics import better
 from reproduce.numbers.sources import load_side, side_of
 from reproduce.records.places import Json, decode, find_record, parse_json
 from reproduce.records.record import TIME, Record
+from reproduce.tables.layout import Table
+from reproduce.tables.layout import number as number_text
 from reproduce.tables.output import Number, of_entry
 
 KINDS = ("measured", "emulated", "predicted")
@@ -26,6 +29,7 @@ NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
 # The metrics that a history has. It also has all numbers whose unit is "count".
 KEPT = ("time", "speedup", "memory", "reserved", "top1_error")
 # The fields that distinguish the numbers of a row.
+NAMES = 54  # the width of the names of numbers in a table, in characters
 NAMING = ("metric", "kind", "name", "scale", "device", "engine")
 
 
@@ -180,7 +184,17 @@ def name_of(number: Number) -> str:
     return ", ".join(parts)
 
 
-def smaller_is_better(line: Line) -> list[dict[str, Json]]:
+def line_table(line: Line) -> Table:
+    """Return a table of a line's numbers."""
+    rows = []
+    for each in line.numbers:
+        name = textwrap.fill(name_of(each), NAMES)
+        rows.append((name, number_text(each["value"]), str(each["unit"])))
+    title = f"{line.git.name(7)} on {line.machine}"
+    return Table(title, ["number", "value", "unit"], rows)
+
+
+def for_github(line: Line) -> list[dict[str, Json]]:
     """Return the numbers in the format that github-action-benchmark calls `customSmallerIsBetter`.
 
     Numbers that are better if they are larger, such as speed-ups, are left out.

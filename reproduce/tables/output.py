@@ -7,7 +7,7 @@ number. All commands use the same fields for an entry, which `docs/results.md` e
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -17,13 +17,14 @@ from reproduce.numbers.metrics import Reading, available, outcome, read, speed_u
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import Result
-from reproduce.tables.layout import Table
 
 if TYPE_CHECKING:
+    from reproduce.predict.asked import Largest
     from torchgpipe.plan import Plan
     from torchgpipe.plan.search.trial import Candidate
 
 SCHEMA = 1
+FORMATS = ("text", "markdown", "csv", "json")
 FIELDS = (
     "experiment",
     "row",
@@ -49,6 +50,8 @@ FIELDS = (
     "verdict",
     "needed",
 )
+SPREAD = "spread"  # the value that has quartiles and counts of summarized samples
+RUN_ON = ("cpu", "cuda")
 Number = dict[str, Json]  # by `FIELDS`
 Numbers = Iterator[Number]
 
@@ -93,7 +96,8 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
         found["kind"] = "emulated" if result.emulated else result.status
         found["scale"] = result.scale
         found["device"] = result.device
-        found["engine"] = result.engine
+        if result.device in RUN_ON:  # a published or predicted row was run by no engine
+            found["engine"] = result.engine
         disturbance_is_known = not LIMITS.keys().isdisjoint(result.samples)
     if reading is not None:
         lower, upper = reading.quartiles or (None, None)
@@ -107,7 +111,10 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield the fields of each number of a row. If it has no number, yield the reason once."""
+    """Yield the fields of each value of a row. If it has none, yield the reason once.
+
+    A value is a number, or words such as the outcome of a check.
+    """
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
     if entry.hardware:
@@ -120,8 +127,15 @@ def of_entry(entry: Entry) -> Numbers:
     if base is not None:
         readings["speedup"] = speed_up(result, base)
     for metric, reading in readings.items():
-        yield {**about, "metric": metric, **of_reading(reading, result)}
-    if not readings:
+        number = {**about, "metric": metric, **of_reading(reading, result)}
+        if metric in result.values.get(SPREAD, {}):
+            number["lower"], number["upper"], number["samples"] = result.values[SPREAD][metric]
+        yield number
+    words = {name: value for name, value in result.values.items() if isinstance(value, str)}
+    for metric, value in words.items():
+        fields = {**of_reading(None, result), "unit": None, "value": value}
+        yield {**about, "metric": metric, **fields, "reason": result.reason}
+    if not readings and not words:
         reason = result.reason or outcome(result)
         yield {**about, **of_reading(None, result), "reason": reason}
 
@@ -135,23 +149,6 @@ def _base(entry: Entry) -> Result | None:
         if other.key == key:
             return other
     return None
-
-
-def of_cells(table: Table, **about: Json) -> Numbers:
-    """Yield a dictionary of fields for each cell of a table of settings.
-
-    For example, the cell "8" in the line "unet" and the column "chunks" gives
-    `{"experiment": "unet", "row": "unet", "metric": "chunks", "value": 8}`.
-
-    Args:
-        table: The table. The first cell of each line is the line's name.
-        about: Fields that all cells get. By default, the line's name is the field `experiment`.
-    """
-    for row, *cells in table.rows:
-        fields = about or {"experiment": row}
-        for heading, cell in zip(table.headings[1:], cells, strict=True):
-            value = int(cell) if cell.isdecimal() else " ".join(cell.split())
-            yield {**fields, "row": row, "metric": heading, "value": value}
 
 
 def of_plan(plan: "Plan", title: str) -> Numbers:
@@ -168,6 +165,20 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
             yield from _of_setup(about, best)
         about = {"experiment": title, "row": f"data parallel n={n}", "kind": "predicted"}
         yield from _of_prediction(about, other, batch_size)
+
+
+def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
+    """Yield the sizes and the number of parameters of the largest models that fit."""
+    for each in found:
+        about = {"experiment": title, "row": each.how, "kind": "predicted"}
+        if each.sizes is None:
+            yield {**about, "reason": "no size fits"}
+            continue
+        yield {**about, "metric": "size", "value": list(each.sizes)}
+        parameters = {**about, "metric": "parameters", "unit": "count", "value": each.parameters}
+        if each.beyond is None:
+            parameters["reason"] = "at least: no larger size was tried"
+        yield parameters
 
 
 def _of_prediction(about: Number, found: "Candidate | None", batch_size: int) -> Numbers:

@@ -4,80 +4,24 @@ Predictions are computed from a hardware description. Nothing is run for them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from reproduce.experiments.row import AS_PUBLISHED
-from reproduce.numbers.metrics import MARK, errors, read, speed_ups, throughput, throughputs
+from reproduce.numbers.metrics import MARK, errors, read, speed_ups, throughputs
 from reproduce.numbers.sources import Entry
 from reproduce.predict.rows import SPEED_TABLES
-from reproduce.records.places import MEASURED
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, Run, ranked, readable
+from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, table
+from reproduce.tables.measured import Measured
 from reproduce.tables.rows import ROW, by_row
 
-NOT_MEASURED = "not measured: no row of it was run at paper scale yet (results/measured)"
+NOT_MEASURED = "no row of it was measured at paper scale yet (results/measured)"
+EMULATED = (
+    "emulated: every task run by itself on one device, and the schedule of n devices replayed over "
+    "their times"
+)
 LEFT_OUT = "left out"
 Numbers = dict[str, float]  # by the row's name
-
-
-@dataclass(frozen=True)
-class MeasuredRow:
-    """What this program measured for a published row."""
-
-    machine: str
-    throughput: float | None = None  # the samples per second of the median step
-    allocated: float | None = None  # the sum of all devices' peak bytes
-    disturbed: bool = False  # whether other programs disturbed the measurement
-
-
-Measured = dict[str, MeasuredRow]  # by the published row's name
-
-
-def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return what was measured for the published rows of an experiment, by the row's name.
-
-    If several records measured a row, the first record in the order of `ranked` is used. Rows that
-    were not measured are left out.
-    """
-    found: Measured = {}
-    # The records are read in reverse order. So the measurements of the first record are read last,
-    # and replace those of other records.
-    for record in reversed(ranked(readable(folder), experiment)):
-        if record.run is None:
-            continue
-        for result in record.results:
-            if result.experiment != experiment or not result.published:
-                continue
-            row = _measured(result, record.run)
-            if row is not None:
-                name = result.published.rpartition("/")[2]
-                found[name] = row
-    return found
-
-
-def _measured(result: Result, run: Run) -> MeasuredRow | None:
-    """Return a result's measurement, or None if it did other work than the published row."""
-    as_there = result.status == "measured" and result.scale == "paper"
-    if not as_there or result.engine != "threads" or result.device == "meta":
-        return None
-    speed = throughput(result)
-    peaks = result.values.get("peak_allocated")
-    if speed is not None and result.config.get("configuration") != AS_PUBLISHED:
-        return None
-    if speed is None and not peaks:
-        return None
-    machine = run.machine.cpu
-    if run.device == "cuda":
-        names: dict[str, None] = {}
-        for gpu in run.machine.gpus[: run.devices]:
-            names[gpu.name] = None
-        machine = f"{run.devices} x {', '.join(names)}"
-    middle = None if speed is None else speed.middle
-    allocated = sum(peaks) if peaks else None
-    return MeasuredRow(machine, middle, allocated, result.disturbed)
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -175,7 +119,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         by_row("speed-up\npublished", shown_ratios, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, predicted[0]), "{:.2f}"),
         by_row("error", shown_off_speed_up, "{:+.1%}"),
-        by_row("measured", speeds, "", "not run"),
+        by_row(" or\n".join(_ways_of(run)) or "measured", speeds, "", "not run"),
     ]
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
@@ -184,6 +128,11 @@ def _speed(record: Record, measured: Measured) -> Table:
         *_about_measured_speeds(record, run),
     ]
     return table(record.title, columns, record.results, notes)
+
+
+def _ways_of(run: Measured) -> list[str]:
+    """Return in which ways rows were run: "measured", "emulated", both or none."""
+    return sorted({row.how for row in run.values()}, reverse=True)
 
 
 def _about_errors(
@@ -204,18 +153,24 @@ def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
     """Yield notes on the measured speeds: which machine measured which rows, and what was timed.
 
     Published and predicted speeds are those of an epoch, whose last mini-batch can be smaller.
-    Measured speeds are those of full mini-batches.
+    Measured and emulated speeds are those of full mini-batches.
     """
-    if not run:
+    hows = _ways_of(run)
+    if "measured" not in hows:
         yield NOT_MEASURED
+    if not run:
         return
-    machines = {name: row.machine for name, row in run.items()}
-    for machine, names in by_value(machines).items():
-        yield f"measured: samples/s of a median step, on {machine}: {names}"
+    places = {}
+    for name, row in run.items():
+        places[name] = f"{row.how}: samples/s of a median step, on {row.machine}"
+    for place, names in by_value(places).items():
+        yield f"{place}: {names}"
+    if "emulated" in hows:
+        yield EMULATED
     if any("last_batch_size" in result.config for result in record.results):
         yield (
-            "measured is of a full mini-batch; published and predicted are of an epoch, which ends "
-            "in a smaller one"
+            f"{' and '.join(hows)}: of a full mini-batch; published and predicted are of an epoch, "
+            "which ends in a smaller one"
         )
 
 

@@ -33,6 +33,8 @@ from reproduce.tables.all import about_run, document, tables
 
 FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
+# A short block keeps the notes that have one of these texts.
+KEPT = re.compile("|".join(map(re.escape, (DISTURBED, "emul./meas."))))
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(
     r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
@@ -108,7 +110,8 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     """Return the block of an experiment: the tables of its first run in the order of `ranked`.
 
     If `part` is "short", the block has only two tables: the rows like the published rows, and the
-    rows with equal batch sizes. Of their notes, only the one about disturbed rows is kept.
+    rows with equal batch sizes. Of their notes, only those that explain a mark or a column's
+    abbreviation are kept.
     """
     runs = [record for record in records.values() if record.run is not None]
     first = next(iter(ranked(runs, experiment)), None)
@@ -138,7 +141,7 @@ def _short_tables(record: Record, experiment: str) -> list[str]:
     parts = []
     for group in SHORT:
         for table in tables(record, experiment, group):
-            notes = [note for note in table.notes if note == DISTURBED]
+            notes = list(filter(KEPT.search, table.notes))
             short = replace(table, notes=notes)
             parts.append(short.markdown(level=3).strip())
     return parts

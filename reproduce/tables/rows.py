@@ -218,7 +218,7 @@ class Rows:
         if both:
             measured = "measured: the speed-up of n devices at once, by the clock"
             if ratio:
-                measured += "; emul./meas.: of samples/s"
+                measured += "; emul./meas.: emulated over measured samples/s"
             yield measured
         links: dict[str, None] = {}
         devices = set()

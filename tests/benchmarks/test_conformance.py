@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path = tmp_path / "record.json"
     right, wrong = "one micro-batch", "dropout equal over balances"
 
-    main(["--engine", "threads", "--json", str(path), right, wrong])
+    main(["--engine", "threads", "--out", str(path), right, wrong])
 
     page = table(load(path), "pipe")
     page = re.sub(r" *\| *", "|", page)

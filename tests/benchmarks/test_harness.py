@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import any_model, conformance, schedules
 from benchmarks.any_model import check_model, main, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
-from benchmarks.harness import Found, collect, command, start, summarized
+from benchmarks.gates import machinery
+from benchmarks.harness import Found, collect, command, in_format, start, summarized
 from benchmarks.render import block as benchmark_block
 from reproduce.error import Error
 from reproduce.machine.description import Gpu, Machine
@@ -29,7 +31,7 @@ from ..reproduce.made import record
 
 
 def begun(path: Path | None, **more: Any) -> Record:
-    arguments = [] if path is None else ["--json", str(path)]
+    arguments = [] if path is None else ["--out", str(path)]
     options = command("overlap", "A question.").parse_args(arguments)
     vars(options).update(more)
     return start(options, "overlap", "a title", {"time": "s"}, devices=2)
@@ -38,7 +40,7 @@ def begun(path: Path | None, **more: Any) -> Record:
 def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     path = tmp_path / "new" / "one.json"
 
-    run = begun(path, against=Path("/somewhere"), chunks=[2, 4]).run
+    run = begun(path, base=Path("/somewhere"), chunks=[2, 4]).run
 
     assert run is not None
     assert run.state == "running"
@@ -47,9 +49,46 @@ def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     assert run.settings["chunks"] == [2, 4]
     assert "freed_memory" in run.settings
     assert torch.get_num_threads() == run.threads_per_device == 1
-    assert "json" not in run.settings
-    assert "against" not in run.settings
+    assert "out" not in run.settings
+    assert "base" not in run.settings
     assert str(tmp_path) not in str(run.command)
+
+
+@pytest.mark.parametrize("program", [any_model, conformance, schedules, machinery])
+def test_options_are_called_as_those_of_commands(program: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    said = capsys.readouterr().out
+    assert "--out FILE" in said
+    assert "--format {text,markdown,csv,json}" in said
+    for other in ("--json", "--device ", "--against"):
+        assert other not in said
+
+
+def test_a_record_has_the_seed_and_no_format(tmp_path: Path) -> None:
+    options = command("overlap", "A question.", seed=3).parse_args(["--format", "csv"])
+    run = start(options, "overlap", "a title", {"time": "s"}, devices=2).run
+    assert run is not None
+    assert run.seed == 3
+    assert run.settings.keys().isdisjoint({"seed", "format"})
+
+
+def test_results_are_printed_in_each_format() -> None:
+    result = Result("case", "way", "measured", samples={"time": [4.0, 1.0, 2.0]})
+    made = record(summarized(result))
+
+    def table(_: Record, style: str) -> str:
+        return f"in style {style}"
+
+    assert in_format("text", table)(made) == "in style simple"
+    assert in_format("markdown", table)(made) == "in style pipe"
+    (number,) = json.loads(in_format("json", table)(made))["numbers"]
+    assert (number["value"], number["lower"], number["upper"]) == (2.0, 1.0, 4.0)
+    assert number["samples"] == 3
+    assert number["engine"] is None
+    head, line = in_format("csv", table)(made).splitlines()
+    assert head.startswith("experiment,row,")
+    assert line.startswith("case,way,")
 
 
 # The error that ends a benchmark after its first case, and the record's state.
@@ -209,13 +248,13 @@ def test_a_list_goes_on_where_it_was_stopped(
     monkeypatch.setitem(LISTS, "torchvision", lambda: models)
     path = tmp_path / "record.json"
     for options, expected in (
-        ("--only Choosing", ["Choosing"]),
+        ("--model Choosing", ["Choosing"]),
         ("", ["Residual"]),
         ("", []),
         ("--again", ["Choosing", "Residual"]),
     ):
         built.clear()
-        main(["torchvision", "--json", str(path), *options.split()])
+        main(["torchvision", "--out", str(path), *options.split()])
         assert sorted(built) == expected
 
     record = load(path)

@@ -48,7 +48,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]
     rounds, steps = 2, 3
 
-    main([*what, f"--rounds={rounds}", f"--steps={steps}", "--against=HEAD", f"--json={file}"])
+    main([*what, f"--rounds={rounds}", f"--steps={steps}", "--base=HEAD", f"--out={file}"])
 
     record = load(file)
     cases = by_case(record)
@@ -76,7 +76,7 @@ def test_a_version_that_has_little_but_its_name(
     (package / "trace.py").touch()  # it has none of this library's packages
     options = "--partitions 1 --chunks 1 --checkpoint never --rounds 1 --steps 2"
 
-    main([*options.split(), "--against", str(tmp_path)])
+    main([*options.split(), "--base", str(tmp_path)])
 
     said = capsys.readouterr().out
     assert "0.0.1" in said
@@ -87,7 +87,7 @@ def test_a_version_that_has_little_but_its_name(
     ("options", "said"),
     [
         (
-            "--against nowhere",
+            "--base nowhere",
             "nowhere: no such git revision here; name a commit, a branch or a tag, "
             "or a folder with",
         ),

@@ -206,8 +206,11 @@ def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -
             "bytes",
             {"memory", "bubble", "balance"},
         ),
+        ("show results/benchmarks/schedules.json", "measured", "s", {"seconds", "ratio", "over"}),
+        ("show results/league/mpt.json", "published", "samples/s", {"throughput"}),
+        ("schedule ZBVZeroBubble", None, "share of the step", {"step", "bubble", "kept"}),
         ("list", None, None, {"scale", "rows", "minutes"}),
-        ("list unet-speed", None, None, {"batch", "m", "needs"}),
+        ("list unet-speed", None, None, {"batch_size", "chunks", "devices"}),
     ],
 )
 def test_one_schema(
@@ -215,8 +218,8 @@ def test_one_schema(
 ) -> None:
     words = [word.replace("results", str(RESULTS)) for word in asked.split()]
 
-    as_json, _ = command(*words, "--json")
-    as_csv, _ = command(*words, "--csv")
+    as_json, _ = command(*words, "--format", "json")
+    as_csv, _ = command(*words, "--format", "csv")
 
     data = json.loads(as_json)
     assert data["schema"] == 1
@@ -227,6 +230,8 @@ def test_one_schema(
         assert tuple(number) == FIELDS
         found["unit"].add(number["unit"])
         found["metric"].add(number["metric"])
+        if number["kind"] not in ("measured", "emulated"):
+            assert number["engine"] is None, "nothing was run"
         if number["row"] != "geometric mean":
             found["kind"].add(number["kind"])
     assert found["kind"] == {kind}

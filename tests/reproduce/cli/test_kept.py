@@ -182,7 +182,7 @@ def test_revisions_are_kept_and_drawn(branch: list[str], at: list[str], command:
 
 
 def test_what_github_action_benchmark_takes(at: list[str], command: Any) -> None:
-    out, _ = command("history", "measured/2.json", "counts.json", "--json")
+    out, _ = command("history", "measured/2.json", "counts.json", "--smaller-is-better")
 
     first, *others = json.loads(out)
     assert first == {
@@ -199,9 +199,9 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
     branch = git(Path(), "branch", "--show-current")
     refused = {
         "measured": "4 undisturbed numbers of revision",  # the folder has two revisions
-        "counts.json --file measured/1.json": "measured/1.json is not a history",
+        "counts.json --out measured/1.json": "measured/1.json is not a history",
         f"counts.json --branch {branch}": "is checked out",
-        "counts.json --branch x --file ../h": "../h: on a branch, give a relative path within",
+        "counts.json --branch x --out ../h": "../h: on a branch, give a relative path within",
         "counts.json --branch a..b": "'a..b' is not a valid branch name",
     }
     for asked, said in refused.items():

@@ -3,6 +3,7 @@
 Ctrl-C ends the program, wherever the signal arrives.
 """
 
+import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +56,9 @@ def test_help_fits_a_screen_and_ends_with_two_examples(
 ) -> None:
     commands = {command.name: command for command in COMMANDS}
     most_lines = SCREEN
-    if arguments and len(commands[arguments[0]].params) > 8:
+    if not arguments:
+        most_lines = len(COMMANDS) + 13  # no command is left out
+    elif len(commands[arguments[0]].params) > 8:
         most_lines = 40
     monkeypatch.chdir(ROOT)
 
@@ -114,6 +117,16 @@ def test_the_list_says_how_long_a_run_has_taken_here(
     (line,) = [line for line in out.splitlines() if line.startswith("unet-speed ")]
     *_, minutes = line.split()
     assert minutes == said
+    as_json, _ = command("list", "--format", "json")
+    for number in json.loads(as_json)["numbers"]:
+        if (number["experiment"], number["metric"]) == ("unet-speed", "minutes"):
+            value, upper = number["value"], number["upper"]
+    if said == "?":
+        assert value is upper is None
+    elif "<" in said:
+        assert (value, upper) == (None, 7)
+    else:
+        assert (value, upper) == (int(said.strip("()")), None)
 
 
 def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:

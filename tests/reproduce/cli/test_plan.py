@@ -1,5 +1,6 @@
 """Tests of the output of the commands `plan`, `schedule` and `predict`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from msgspec.structs import replace
 from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.predict.asked import Largest
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
+from reproduce.tables.output import of_largest
 
 from ...library.traced import Masked, rows
 from ..made import one_line, ran, record
@@ -42,7 +45,7 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         pytest.param(
             "unet",
             "--size 1 8 --largest width --memory 300MiB --batch-size 8",
-            "pipelined U-Net (1, ",
+            "pipelined: U-Net (1, ",
             marks=pytest.mark.slow,
         ),
     ],
@@ -55,11 +58,42 @@ def test_plans(model: str, options: str, said: str, command: Any) -> None:
 
 def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    output, told = command("schedule", "zbh1", "-n", "2", "-m", "2", "--svg", "two.svg")
+    output, told = command("schedule", "zbh1", "-n", "2", "-m", "2", "--out", "two.svg")
     assert "1 | .  0  I0 1  I1 W0 W1" in output
     assert "kept at most, tasks by device: 2, 2" in output
     assert told == "written: two.svg\n"
     assert "<svg" in Path("two.svg").read_text()
+
+
+def test_times_of_schedules_are_in_one_unit(command: Any) -> None:
+    """A stage of Interleaved1F1B is half as large as one of 1F1B, and so a column is half a unit.
+
+    With 3 devices and 6 micro-batches, a step of 1F1B takes 6 + 2 times a forward and a backward,
+    so 8 x 3 units. Two stages on each device halve the time in which devices wait: 7 x 3 units.
+    """
+    size = ("-n", "3", "-m", "6")
+    plain, _ = command("schedule", "1F1B", *size)
+    interleaved, _ = command("schedule", "Interleaved1F1B", *size)
+    numbers, _ = command("schedule", "Interleaved1F1B", *size, "--format", "json")
+
+    unit = "a unit is the forward of one micro-batch through 1/3 of the model"
+    assert "the step takes 24 units" in plain
+    assert f"{unit}; a column is a unit" in one_line(plain)
+    assert "the step takes 21 units" in interleaved
+    assert f"{unit}; a column is 1/2 of a unit" in one_line(interleaved)
+    values = {each["metric"]: each["value"] for each in json.loads(numbers)["numbers"]}
+    assert values["step"] == 21
+    assert values["kept"] == [8, 6, 4]
+    assert values["bubble"] == pytest.approx(1 / 7)
+
+
+def test_the_largest_models_as_numbers() -> None:
+    found = [Largest("naive", None, (1, 8)), Largest("pipelined", (1, 56), None, 21_649_348)]
+    none, size, parameters = of_largest(found, "a title")
+    assert (none["row"], none["reason"]) == ("naive", "no size fits")
+    assert (size["row"], size["metric"], size["value"]) == ("pipelined", "size", [1, 56])
+    assert parameters["value"] == 21_649_348
+    assert parameters["reason"] == "at least: no larger size was tried"
 
 
 def single() -> tuple[nn.Module, torch.Tensor]:

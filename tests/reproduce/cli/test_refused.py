@@ -84,14 +84,15 @@ REFUSED = {
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
-    "schedule GPipe --svg picture": ("--svg picture: the name of a picture ends in .svg or .png"),
-    "schedule GPipe --svg picture.pdf": (
-        "--svg picture.pdf: the name of a picture ends in .svg or .png"
+    "schedule GPipe --out picture": ("--out picture: the name of a picture ends in .svg or .png"),
+    "schedule GPipe --out picture.pdf": (
+        "--out picture.pdf: the name of a picture ends in .svg or .png"
     ),
     "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', got '24'",
     "plan resnet101 --size 1 2": "leave --size out",
     "plan amoebanet --size 4 32": "positive multiple of 3",
     "plan unet --size 1 8 --devices 1 --memory 1MiB": "alone needs",
+    "history two.json --smaller-is-better --format csv": "prints JSON of its own; leave one",
     "plan resnet101 --largest depth": "leave --largest out",
     "plan unet --input 3x32x32": "leave --input out",
     "plan resnet": (
@@ -112,7 +113,7 @@ REFUSED = {
         "--results empty: no record (*.json) in its folders paper, predicted, measured"
     ),
     f"{REPORT} --out no/r.html": "no/r.html: cannot be written (No such file or directory)",
-    "regression --base HEAD --markdown /dev/null/x": "--markdown /dev/null: cannot be written",
+    "regression --base HEAD --out /dev/null/x": "--out /dev/null: cannot be written",
 }
 """For each command line, the error message."""
 

@@ -163,7 +163,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     ({}, "", 2, None, NEITHER),
     ({}, "--bisect v1 v2 --base v1", 2, None, NEITHER),
     ({}, "--bisect v1 v2 --head v1", 2, None, NEITHER),
-    ({}, "--bisect v1 v2 --markdown FILE", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --out FILE", 2, None, NEITHER),
     ({}, "--base v1 --build make", 2, None, NO_CASES),
     ({}, "--base v1 --package mine", 2, None, NO_CASES),
     ({}, f"--base v1 --cases {HERE}", 2, None, NO_CASES),
@@ -201,11 +201,11 @@ def test_exit_code_and_verdict(
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """With `--slow-down`, the table in each output format says that a delay was planted.
 
-    `--markdown` writes its file even if a case is slower.
+    `--out` writes its file even if a case is slower.
     """
     made_up(monkeypatch, dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"
-    options = ["--slow-down", "0.1", "--format", style, "--markdown", str(file)]
+    options = ["--slow-down", "0.1", "--format", style, "--out", str(file)]
 
     out, err = command("regression", "--base", "v1", *options, code=1)
 

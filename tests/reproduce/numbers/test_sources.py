@@ -17,7 +17,8 @@ from reproduce.numbers.sources import load_side
 from reproduce.records.places import RESULTS
 from reproduce.records.record import Result, load, save
 from reproduce.tables.comparison import write_comparisons
-from reproduce.tables.predicted import MeasuredRow, measured_rows, predicted_tables
+from reproduce.tables.measured import MeasuredRow, measured_rows
+from reproduce.tables.predicted import NOT_MEASURED, predicted_tables
 
 from ..made import commit, emulated, record, row
 
@@ -104,15 +105,16 @@ OTHERS: list[dict[str, Any]] = [
     {"scale": "small"},
     {"experiment": "unet-speed"},
     {"status": "failed"},
-    {"emulated": True, "status": "emulated"},
+    {"emulated": True, "status": "failed"},
     {"samples": {}},
+    {"emulated": True, "status": "emulated", "samples": {}, "values": {"peak_allocated": [1]}},
     {"device": "meta"},
     {"published": None},
     {"config": {"configuration": "GPipe", "batch_size": 96}},
 ]
 
 
-@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: "-".join(changes))
 def test_only_rows_as_published_count(tmp_path: Path, changes: dict[str, Any]) -> None:
     save(record(result(**changes)), tmp_path / "a.json")
     assert measured_rows("amoebanet-speed", tmp_path) == {}
@@ -137,6 +139,32 @@ def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path
         "n4m1": MeasuredRow("a CPU", 48.0),
         "pipeline-2": MeasuredRow("a CPU", None, 3 * 2**30),
     }
+
+
+@pytest.mark.parametrize("first", ["2026-01-01T00:00:00Z", "2026-01-03T00:00:00Z"])
+def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str) -> None:
+    changes: dict[str, Any] = {
+        "emulated": True,
+        "status": "emulated",
+        "samples": {"step_time": [4.0]},
+    }
+    rows = [result(**changes), result("n8m1", **changes)]
+    save(record(*rows, started=first), tmp_path / "a.json")
+    save(record(result(), started="2026-01-02T00:00:00Z"), tmp_path / "b.json")
+
+    measured = measured_rows("amoebanet-speed", tmp_path)
+
+    assert measured["n2m1"] == MeasuredRow("a CPU", 48.0)
+    assert measured["n8m1"] == MeasuredRow("a CPU", 24.0, how="emulated")
+    predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
+    (table,) = predicted_tables(predicted, measured)
+    (alone,) = predicted_tables(predicted, {"n8m1": measured["n8m1"]})
+    assert table.headings[-1] == "measured or\nemulated"
+    assert alone.headings[-1] == "emulated"
+    assert "emulated: samples/s of a median step, on a CPU: n8m1" in table.notes
+    assert "measured: samples/s of a median step, on a CPU: n2m1" in table.notes
+    assert NOT_MEASURED in alone.notes
+    assert NOT_MEASURED not in table.notes
 
 
 @pytest.mark.parametrize(

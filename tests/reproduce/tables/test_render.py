@@ -51,6 +51,16 @@ def test_what_is_committed_is_as_its_records_say() -> None:
     assert folders >= {"measured", "predicted", "docs"}
 
 
+def test_a_short_block_says_over_what_a_ratio_is() -> None:
+    """README has such a block: it keeps the note on the heading "emul./meas."."""
+    text = render(ROOT)[ROOT / "README.md"]
+    tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
+    tables = tables.partition("<!-- end -->")[0]
+    assert tables.count("| emul./meas. |") == 2
+    assert tables.count("emul./meas.: emulated over measured samples/s") == 2
+    assert "over naive: of the same n" not in tables
+
+
 def run_of(name: str, started: str, rows: int = 2) -> Record:
     results = ran("amoebanet-speed", "small", lambda row: [8.0])
     made = record(*results[:rows], cpu=name, started=started)
@@ -98,6 +108,7 @@ def test_a_block_shows_the_newest_whole_run(
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/short"))
     short = render(tmp_path)[page]
     assert short.count(f"\n- {DISTURBED}") == 1, "the only note of a short block"
+    assert short.count("\n- ") == 1
 
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
     _, err = command("render", code=2)
