@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from reproduce.cli.init_ci import init_ci
 from reproduce.cli.list import list_experiments
 from reproduce.cli.plan import plan
 from reproduce.cli.predict import predict
 from reproduce.cli.records import compare, history, import_paper, publish, render, report, show
-from reproduce.cli.regression import init_ci, regression
+from reproduce.cli.regression import regression
 from reproduce.cli.run import run
 from reproduce.cli.schedule import schedule
 from reproduce.cli.shared import examples
