@@ -5,10 +5,9 @@ Ctrl-C ends the program, wherever the signal arrives.
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from reproduce.cli.main import COMMANDS, main
 from reproduce.cli.plan import HEADROOM, OPTIMIZERS
 from reproduce.cli.regression import regression
 from reproduce.cli.shared import HARDWARE, HERE
-from reproduce.error import INTERRUPTED, interruptible, missing
+from reproduce.error import ENDING, Signalled, interruptible, missing
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.machine.devices import GPU_DRIVERS, Devices
@@ -35,6 +34,11 @@ from ..made import one_line, record, row
 SCREEN = 24  # the number of lines of a terminal
 NAMES = tuple(EXPERIMENTS)
 PRESS = partial(signal.raise_signal, signal.SIGINT)
+SIGNALS = [
+    (signal.SIGINT, 130, "interrupted"),
+    (signal.SIGTERM, 143, "ended by SIGTERM"),
+    (signal.SIGHUP, 129, "ended by SIGHUP"),
+]
 PATIENCE = 300  # seconds; only a test that hangs takes as long
 RUN_HERE = {
     "state": "finished",
@@ -168,12 +172,13 @@ ABSENT = "raise ModuleNotFoundError('No module', name={!r})"
 LIBRARY = "raise OSError('libcudart.so.12: cannot open\\nshared object')"
 # Ctrl-C must end the program even during an import that swallows the interrupt, like PyTorch's.
 SWALLOWED = (
-    "import os\ntry:\n    os.kill(os.getpid(), 2)\n    [0] * 9\nexcept BaseException:\n    pass"
+    "import os\ntry:\n    os.kill(os.getpid(), {})\n    [0] * 9\nexcept BaseException:\n    pass"
 )
 
 
 BROKEN: list[Any] = [
-    ("show x", "torch", SWALLOWED, "interrupted"),
+    ("show x", "torch", SWALLOWED.format(2), "interrupted"),
+    ("list", "click", SWALLOWED.format(15), "ended by SIGTERM"),
     ("show x", "torch", LIBRARY, "torch is broken (libcudart.so.12"),
     (
         "plan unet",
@@ -206,7 +211,8 @@ def test_an_import_that_ends_the_program_is_one_line(
     start: Callable[..., Any],
     broken_modules: Callable[..., Path],
 ) -> None:
-    code = INTERRUPTED if statement == SWALLOWED else 2
+    codes = {told: code for _, code, told in SIGNALS}
+    code = codes.get(said, 2)
     folder = broken_modules(**{module: statement})
 
     process = start("-m", "reproduce", *command.split(), first=folder)
@@ -283,10 +289,8 @@ def test_a_run_keeps_freed_memory(
     command: str, started_over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    signals = SimpleNamespace(SIGINT=2, signal=lambda *arguments: None)
     monkeypatch.setattr(program, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(program, "missing", lambda *_: "stop here")
-    monkeypatch.setattr(program, "signal", signals)
     monkeypatch.setattr(sys, "argv", ["reproduce", command])
     assert program.main() == 2
     assert len(calls) == started_over
@@ -303,13 +307,58 @@ class Dying:
         sum(range(1000))  # Python handles the signal here
 
 
-def test_strikes_where_the_program_is_and_leaves_everything_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt), interruptible() as check:
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Let signals have their usual handlers, because the test suite can run under `nohup`."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "code", "told"), SIGNALS)
+@pytest.mark.usefixtures("default_signals")
+def test_strikes_where_the_program_is_and_leaves_everything_as_it_was(
+    number: int, code: int, told: str
+) -> None:
+    before = [*map(signal.getsignal, ENDING), sys.unraisablehook]
+    with pytest.raises(Signalled, match=f"^{told}$") as caught, interruptible() as check:
         check()
-        PRESS()
+        signal.raise_signal(number)
         pytest.fail("not reached")
-    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
+    assert caught.value.exit_code == code
+    assert [*map(signal.getsignal, ENDING), sys.unraisablehook] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("default_signals")
+def test_an_ignored_signal_stays_ignored(number: int) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    with interruptible() as check:
+        signal.raise_signal(number)
+        check()
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("number", "code", "told"), SIGNALS)
+@pytest.mark.usefixtures("default_signals")
+def test_a_signal_ends_any_command_with_one_line(
+    number: int, code: int, told: str, tmp_path: Path, monkeypatch: Any, command: Any
+) -> None:
+    """The signal arrives while the command `compare` reads the first record."""
+
+    def read(name: str) -> Path:
+        signal.raise_signal(number)
+        return tmp_path / name
+
+    before = [*map(signal.getsignal, ENDING)]
+    monkeypatch.setattr("reproduce.numbers.sources.find_record", read)
+
+    out, err = command("compare", "a", "b", code=code)
+
+    assert (out, err) == ("", f"reproduce: {told}\n")
+    assert [*map(signal.getsignal, ENDING)] == before
 
 
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
