@@ -49,6 +49,7 @@ def pip_address(address: str) -> str:
     """
     address = address.removeprefix("git+")
     address = re.sub(r"^(https?://)[^/@]*@", r"\1", address)
+    address = re.sub(r"^file:///", "file://localhost/", address)  # pip 23 refuses the short form
     if "://" not in address:  # git's short form of an address for ssh, such as git@HOST:OWNER/NAME
         address = "ssh://" + address.replace(":", "/", 1)
     return f"git+{address}"
