@@ -277,6 +277,15 @@ def test_what_is_fair_to_compare(name: str) -> None:
         assert mean == pytest.approx((2 / 3) ** (1 / 3))
 
 
+def test_only_rows_that_were_run_alike_differ_in_a_field() -> None:
+    ours = row("y", 1.0, config={"row": "y", "link": "p40x8"})
+    theirs = row("y", 1.0, config={"row": "y", "link": "h100x8"}, engine="ranks")
+
+    comparison = only(record(X, ours), record(X, theirs), every=True)
+
+    assert comparison.notes == ["missing in B: y", "missing in A: y (ranks)"]
+
+
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
