@@ -1,12 +1,7 @@
-"""Tests of the command line: its help, `list`, and errors that keep the program from starting.
+"""Tests of the command line: its help, `list`, and what keeps the program from starting."""
 
-Ctrl-C ends the program, wherever the signal arrives.
-"""
-
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,7 @@ from reproduce.cli.main import COMMANDS, main
 from reproduce.cli.plan import HEADROOM, OPTIMIZERS
 from reproduce.cli.regression import regression
 from reproduce.cli.shared import HARDWARE, HERE
-from reproduce.error import ENDING, Signalled, interruptible, missing
+from reproduce.error import missing
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.machine.devices import GPU_DRIVERS, Devices
@@ -33,12 +28,7 @@ from ..made import one_line, record, row
 
 SCREEN = 24  # the number of lines of a terminal
 NAMES = tuple(EXPERIMENTS)
-PRESS = partial(signal.raise_signal, signal.SIGINT)
-SIGNALS = [
-    (signal.SIGINT, 130, "interrupted"),
-    (signal.SIGTERM, 143, "ended by SIGTERM"),
-    (signal.SIGHUP, 129, "ended by SIGHUP"),
-]
+BY_SIGNALS = {"interrupted": 130, "ended by SIGTERM": 143}
 PATIENCE = 300  # seconds; only a test that hangs takes as long
 RUN_HERE = {
     "state": "finished",
@@ -211,8 +201,7 @@ def test_an_import_that_ends_the_program_is_one_line(
     start: Callable[..., Any],
     broken_modules: Callable[..., Path],
 ) -> None:
-    codes = {told: code for _, code, told in SIGNALS}
-    code = codes.get(said, 2)
+    code = BY_SIGNALS.get(said, 2)
     folder = broken_modules(**{module: statement})
 
     process = start("-m", "reproduce", *command.split(), first=folder)
@@ -294,80 +283,3 @@ def test_a_run_keeps_freed_memory(
     monkeypatch.setattr(sys, "argv", ["reproduce", command])
     assert program.main() == 2
     assert len(calls) == started_over
-
-
-class Dying:
-    """An object whose destructor calls a function. Python swallows exceptions in destructors."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.act = act
-
-    def __del__(self) -> None:
-        self.act()
-        sum(range(1000))  # Python handles the signal here
-
-
-@pytest.fixture
-def default_signals() -> Iterator[None]:
-    """Let signals have their usual handlers, because the test suite can run under `nohup`."""
-    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize(("number", "code", "told"), SIGNALS)
-@pytest.mark.usefixtures("default_signals")
-def test_strikes_where_the_program_is_and_leaves_everything_as_it_was(
-    number: int, code: int, told: str
-) -> None:
-    before = [*map(signal.getsignal, ENDING), sys.unraisablehook]
-    with pytest.raises(Signalled, match=f"^{told}$") as caught, interruptible() as check:
-        check()
-        signal.raise_signal(number)
-        pytest.fail("not reached")
-    assert caught.value.exit_code == code
-    assert [*map(signal.getsignal, ENDING), sys.unraisablehook] == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("default_signals")
-def test_an_ignored_signal_stays_ignored(number: int) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    with interruptible() as check:
-        signal.raise_signal(number)
-        check()
-    assert signal.getsignal(number) is signal.SIG_IGN
-
-
-@pytest.mark.parametrize(("number", "code", "told"), SIGNALS)
-@pytest.mark.usefixtures("default_signals")
-def test_a_signal_ends_any_command_with_one_line(
-    number: int, code: int, told: str, tmp_path: Path, monkeypatch: Any, command: Any
-) -> None:
-    """The signal arrives while the command `compare` reads the first record."""
-
-    def read(name: str) -> Path:
-        signal.raise_signal(number)
-        return tmp_path / name
-
-    before = [*map(signal.getsignal, ENDING)]
-    monkeypatch.setattr("reproduce.numbers.sources.find_record", read)
-
-    out, err = command("compare", "a", "b", code=code)
-
-    assert (out, err) == ("", f"reproduce: {told}\n")
-    assert [*map(signal.getsignal, ENDING)] == before
-
-
-def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a destructor is remembered. Other exceptions in destructors are still shown."""
-    shown: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
-    with interruptible() as check:
-        Dying(lambda: 1 / 0)
-        Dying(PRESS)
-        with pytest.raises(KeyboardInterrupt):
-            check()
-    assert shown == [ZeroDivisionError]
