@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from reproduce.error import INTERRUPTED, Error, fail, interruptible
+from reproduce.error import Error, Interrupted, fail, interruptible
 from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
 from reproduce.numbers.sources import Entry
@@ -201,8 +201,9 @@ def collect(
                     recorder.save()
                 progress.show(f"{number} of {total}")
                 check()
-    except KeyboardInterrupt:
-        failure = INTERRUPTED, "interrupted"
+    except KeyboardInterrupt as interrupt:
+        ended = Interrupted(interrupt)
+        failure = ended.exit_code, str(ended)
     except Error as error:
         failure = error.exit_code, str(error)
     progress.clear()

@@ -3,10 +3,9 @@
 If a package that all commands need is missing, the program prints one line about it and ends.
 """
 
-import signal
 import sys
 
-from reproduce.error import CANNOT_TELL, fail, leave, missing
+from reproduce.error import CANNOT_TELL, fail, handling, leave, missing
 from reproduce.machine.allocator import keep_freed_memory
 
 
@@ -15,14 +14,12 @@ def main() -> int:
     if sys.argv[1:2] == ["run"]:
         # Otherwise every step allocates large tensors slowly, and small micro-batches look faster.
         keep_freed_memory()
-    handler = signal.signal(signal.SIGINT, leave)
-    problem = missing("click", "msgspec", "tabulate", "tqdm")
-    if problem is not None:
-        print(f"reproduce: {problem}", file=sys.stderr)
-        return CANNOT_TELL
-    from reproduce.cli.main import main
-
-    signal.signal(signal.SIGINT, handler)
+    with handling(leave):
+        problem = missing("click", "msgspec", "tabulate", "tqdm")
+        if problem is not None:
+            print(f"reproduce: {problem}", file=sys.stderr)
+            return CANNOT_TELL
+        from reproduce.cli.main import main
     return main()
 
 

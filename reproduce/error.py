@@ -16,7 +16,9 @@ WORSE = 1  # the result is slower or worse, or differs from its record
 
 # No result: the input is bad, a file cannot be read, or one of the compared versions fails.
 CANNOT_TELL = 2
-INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
+# The signals that ask a program to end. Like shells, it then ends with the exit code 128 + signal.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT
 LEAST_TORCH = (2, 11)
 
 
@@ -27,6 +29,26 @@ class Error(Exception):
     """
 
     exit_code = CANNOT_TELL
+
+
+class Signalled(KeyboardInterrupt):
+    """The exception with which Ctrl-C, SIGTERM or SIGHUP ends a command.
+
+    The command `timeout` and job schedulers send SIGTERM. A terminal that is closed sends SIGHUP.
+    """
+
+    def __init__(self, signum: int) -> None:
+        told = f"ended by {signal.Signals(signum).name}"
+        super().__init__("interrupted" if signum == signal.SIGINT else told)
+        self.exit_code = 128 + signum
+
+
+class Interrupted(Error):
+    """The error for a command that was ended by a signal, such as Ctrl-C."""
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__(str(interrupt) or "interrupted")
+        self.exit_code = getattr(interrupt, "exit_code", INTERRUPTED)
 
 
 class Worse(Error):
@@ -41,16 +63,14 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
     An `Error` is printed as one line. Any other exception is a bug, and is printed with its
     traceback. The exit code is set here, because Python would exit with 1, which means `WORSE`.
     """
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted(error)
     if isinstance(error, Error):
         print(error, file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    if kind is KeyboardInterrupt:
-        os._exit(INTERRUPTED)
     os._exit(getattr(error, "exit_code", CANNOT_TELL))
 
 
@@ -82,43 +102,63 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C while the program starts: end the program at once.
+    """Handle a signal while the program starts: end the program at once.
 
     At that time, there are no results yet that could be lost.
     """
-    os.write(2, b"reproduce: interrupted\n")
-    os._exit(INTERRUPTED)
+    os.write(2, f"reproduce: {Signalled(signum)}\n".encode())
+    os._exit(128 + signum)
+
+
+def raise_signalled(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal by an exception, so that `with` blocks and `finally` clean up."""
+    raise Signalled(signum)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP by `handler` until the end of the `with` block.
+
+    SIGTERM and SIGHUP stay ignored if they are ignored, as `nohup` does.
+    """
+    before = {}
+    for number in ENDING:
+        if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Make sure that Ctrl-C ends a run.
+    """Make sure that Ctrl-C, SIGTERM or SIGHUP ends a run.
 
-    On Ctrl-C, Python raises `KeyboardInterrupt` in the main thread. This exception is lost if the
+    The handler of the signal raises an exception in the main thread. This exception is lost if the
     thread is in a destructor or in the callback of a weak reference. Such code often runs, because
-    it frees tensors. So a flag remembers Ctrl-C. Yield a function that raises `KeyboardInterrupt`
-    if the flag is set. The run calls this function between steps.
+    it frees tensors. So the signal is remembered. Yield a function that raises the exception again
+    if there was a signal. The run calls this function between steps.
     """
-    asked = False
+    received: list[int] = []
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
+        received.append(signum)
+        raise Signalled(signum)
 
     def be_silent(unraisable: "sys.UnraisableHookArgs") -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             hook(unraisable)
 
     def check() -> None:
-        if asked:
-            raise KeyboardInterrupt
+        if received:
+            raise Signalled(received[0])
 
-    handler = signal.signal(signal.SIGINT, interrupt)
     hook = sys.unraisablehook
-    sys.unraisablehook = be_silent
-    try:
-        yield check
-    finally:
-        sys.unraisablehook = hook
-        signal.signal(signal.SIGINT, handler)
+    with handling(interrupt):
+        sys.unraisablehook = be_silent
+        try:
+            yield check
+        finally:
+            sys.unraisablehook = hook

@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 
+from reproduce.cli.init_ci import init_ci
 from reproduce.cli.list import list_experiments
 from reproduce.cli.plan import plan
 from reproduce.cli.predict import predict
 from reproduce.cli.records import compare, history, import_paper, publish, render, report, show
-from reproduce.cli.regression import init_ci, regression
+from reproduce.cli.regression import regression
 from reproduce.cli.run import run
 from reproduce.cli.schedule import schedule
 from reproduce.cli.shared import examples
-from reproduce.error import CANNOT_TELL, INTERRUPTED, Error
+from reproduce.error import CANNOT_TELL, Error, Interrupted, handling, raise_signalled
 from reproduce.machine.description import ROOT
 
 COMMANDS = [
@@ -41,7 +42,21 @@ VERSION = runpy.run_path(str(ROOT / "torchgpipe" / "__version__.py"))["__version
 COMPLETE = "_REPRODUCE_COMPLETE"
 
 
-@click.group(commands=COMMANDS, epilog=examples("list", "run unet-memory --scale small"))
+class Commands(click.Group):
+    """A group of commands. A signal such as Ctrl-C ends a command with one line."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command."""
+        try:
+            with handling(raise_signalled):
+                return super().invoke(context)
+        except KeyboardInterrupt as interrupt:  # click would print an empty line
+            raise Interrupted(interrupt) from None
+
+
+@click.group(
+    cls=Commands, commands=COMMANDS, epilog=examples("list", "run unet-memory --scale small")
+)
 @click.version_option(VERSION, prog_name="reproduce")
 def cli() -> None:
     """Run the GPipe papers' experiments here. COMMAND --help explains a command."""
@@ -74,8 +89,6 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
     except ModuleNotFoundError as error:  # a package that only some commands need
         advice = f"run 'make setup', or 'pip install {error.name}'"
         return _complain(f"{error.name} is not installed: {advice}", CANNOT_TELL)
-    except (KeyboardInterrupt, click.Abort):
-        return _complain("interrupted", INTERRUPTED)
     except SystemExit as left:
         if left.code != 1:  # click exits with 1 when the reader of a pipe ends early
             raise

@@ -301,9 +301,17 @@ def history(
 @click.option(
     "--fail-on-regression",
     is_flag=True,
-    help="Exit with 1 if a side is worse than A, with 2 if no row can be compared.",
+    help="Exit with 1 if a side is worse than A, with 2 if a row of A cannot be judged.",
 )
-def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> None:
+@click.option(
+    "--allow-missing",
+    is_flag=True,
+    help="With --fail-on-regression: name rows that cannot be judged, but exit with 0 if others "
+    "can be, and are not worse.",
+)
+def compare(
+    sides: Sequence[str], fail_on_regression: bool, allow_missing: bool, **options: Any
+) -> None:
     """Compare results with those of A, row by row.
 
     Each of A, B and so on is a record, a folder of records, a JSON file of pytest-benchmark, or a
@@ -314,9 +322,13 @@ def compare(sides: Sequence[str], fail_on_regression: bool, **options: Any) -> N
         raise click.UsageError(
             f"give A, B and so on: from 2 to 26 results to compare, not {len(sides)}"
         )
+    if allow_missing and not fail_on_regression:
+        raise click.UsageError("--allow-missing changes what --fail-on-regression does: give both")
     from reproduce.tables.comparison import Options, compared
 
-    text, complaint = compared(sides, Options(**options))
+    text, gate = compared(sides, Options(**options))
     click.echo(text, nl=False)
-    if fail_on_regression and complaint is not None:
-        raise complaint
+    if fail_on_regression:
+        said = gate.check(allow_missing=allow_missing)
+        if said:
+            click.echo(f"reproduce: nothing is worse, but {said}", err=True)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -22,7 +22,7 @@ from reproduce.cli.shared import (
     shown,
     style,
 )
-from reproduce.error import INTERRUPTED, Error, interruptible
+from reproduce.error import Error, Interrupted, interruptible
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import PUBLISHED_NODE, Experiment, Scale
 from reproduce.machine.devices import MOST_DEVICES
@@ -32,8 +32,6 @@ from reproduce.records.record import OFFERED, SUCCESS, Engine, write_atomically
 from reproduce.run.progress import Progress, duration
 from reproduce.run.recorder import Recorder
 from reproduce.tables.layout import many
-
-State = Literal["finished", "interrupted"]
 
 
 class RunCommand(Command):
@@ -148,19 +146,19 @@ def run(**options: Any) -> None:
     job = validate(Options(**options))
     recorder = make_recorder(job)
     progress = Progress()
-    state = execute(job, recorder, progress)
-    recorder.close(state)
+    interrupted = execute(job, recorder, progress)
+    recorder.close("finished" if interrupted is None else "interrupted")
     recorder.save()
-    show(job, recorder, progress, state)
+    show(job, recorder, progress, interrupted)
 
 
 # --- execute: run the experiments -----------------------------------------------------------------
 
 
-def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
+def execute(job: Job, recorder: Recorder, progress: Progress) -> Interrupted | None:
     """Run the experiments, and show each table when it is finished.
 
-    Return "interrupted" if Ctrl-C ended the run, otherwise "finished".
+    Return an error if a signal such as Ctrl-C ended the run, otherwise None.
     """
     from reproduce.run.experiment import plan, run_experiment
     from reproduce.tables.engines import GROUP as ENGINES
@@ -188,9 +186,9 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> State:
                 for group, done in groups:
                     progress.clear()
                     show_group(job, recorder, name, group, done=done)
-        return "finished"
-    except KeyboardInterrupt:
-        return "interrupted"
+        return None
+    except KeyboardInterrupt as interrupt:
+        return Interrupted(interrupt)
     finally:
         progress.clear()
 
@@ -268,7 +266,7 @@ def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, don
         click.echo(f"\n{table.text()}", err=on_stderr)
 
 
-def show(job: Job, recorder: Recorder, progress: Progress, state: State) -> None:
+def show(job: Job, recorder: Recorder, progress: Progress, interrupted: Interrupted | None) -> None:
     """Write the run's Markdown page, and print which files the run has written.
 
     If the output style is not text, also print the results in this style.
@@ -285,12 +283,12 @@ def show(job: Job, recorder: Recorder, progress: Progress, state: State) -> None
         click.echo(written_records([record], style), nl=False)
     page = recorder.path.with_suffix(".md")
     write_atomically(page, document(record))
-    if state == "interrupted":
+    if interrupted is not None:
         finished = [result for result in record.results if result.status in SUCCESS]
         kept = f"{many(len(finished), 'finished row')} kept in {shown(recorder.path)}"
         again = "" if job.options.resume else "; --resume goes on"
-        click.echo(f"interrupted; {kept}{again}", err=True)
-        raise click.exceptions.Exit(INTERRUPTED)
+        click.echo(f"{interrupted}; {kept}{again}", err=True)
+        raise click.exceptions.Exit(interrupted.exit_code)
     written = [recorder.path, page]
     if job.tracer is not None:
         written += job.tracer.written

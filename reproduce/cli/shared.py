@@ -1,6 +1,5 @@
 """Define options that several commands share, and helpers for command line arguments."""
 
-import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reproduce.error import Error, leave, missing
+from reproduce.error import Error, handling, leave, missing
 from reproduce.experiments.choose import suggestion
 from reproduce.machine.description import ROOT
 from reproduce.tables.output import FORMATS
@@ -39,13 +38,12 @@ class Command(click.Command):
 def need_torch() -> None:
     """Import torch, or raise `Error`.
 
-    During the import, Ctrl-C ends the process at once, because code in torch could catch the
-    `KeyboardInterrupt`.
+    During the import, a signal such as Ctrl-C ends the process at once, because code in torch could
+    catch the exception of its usual handler.
     """
     if "torch" not in sys.modules:
-        handler = signal.signal(signal.SIGINT, leave)
-        problem = missing("torch")
-        signal.signal(signal.SIGINT, handler)
+        with handling(leave):
+            problem = missing("torch")
         if problem is not None:
             raise Error(problem)
 

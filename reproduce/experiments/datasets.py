@@ -220,11 +220,13 @@ class ImageNet:
 
 
 def ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in a worker process.
+    """Ignore Ctrl-C in a worker process, and end at SIGTERM.
 
-    Ctrl-C reaches every process, and the main process ends the workers.
+    Ctrl-C reaches every process, and the main process ends the workers, by SIGTERM. The worker
+    inherits other handlers from the main process, which has results to keep.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:

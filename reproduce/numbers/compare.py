@@ -6,21 +6,29 @@ each side are first divided by the numbers of a baseline row of the same side, a
 compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Literal
 
 from reproduce.numbers import notes
+from reproduce.numbers.baseline import (
+    CHANGED,
+    Measured,
+    Readings,
+    baseline,
+    decide,
+    differing_baseline,
+)
 from reproduce.numbers.match import Line, grouped
 from reproduce.numbers.metrics import DEFAULTS, DISTURBED, Reading, better, over, read
 from reproduce.numbers.notes import HINT, TIMES
-from reproduce.numbers.significance import Decision, Rule, compare_samples
+from reproduce.numbers.significance import Decision, Rule
 from reproduce.numbers.sources import Side
 
-Verdict = Literal["better", "worse", "differs", "~", "too few", "untested", "disturbed"]
-Readings = Mapping[int, Reading]  # the number of a side -> the side's value (a reading) in one row
-Measured = tuple[Line, Readings]
+Verdict = Literal[
+    "better", "worse", "differs", "~", "too few", "untested", "disturbed", "base differs"
+]
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,13 @@ class ComparedRow:
         readings: The value of each side. It is None for a side without a value.
         decisions: The result of comparing each side with the first side. It is None for the first
             side, and for a side that cannot be compared.
+        is_base: Whether the numbers of each side were divided by this row, so that it is 1.
     """
 
     line: Line
     readings: list[Reading | None]
     decisions: list[Decision | None]
+    is_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Comparison:
         relative: Whether the numbers of each side were divided by a baseline row of this side.
         notes: Sentences that explain the comparison to the user.
         together: The decision about the geometric mean of all rows, if there is one.
+        unfair: Why absolute numbers were not compared; empty if they were.
     """
 
     experiment: str
@@ -56,6 +67,7 @@ class Comparison:
     rows: list[ComparedRow]
     notes: list[str] = field(default_factory=list)
     together: Decision | None = None
+    unfair: str = ""
 
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios to the first side, and how many there are.
@@ -141,7 +153,7 @@ def compare(
                 rows = notes.named(labels, asked.every)
                 on_one_side.setdefault(letter, []).append(f"{experiment} ({rows})")
             else:
-                said.append(notes.nothing_shared(asked.sides, own, metric))
+                said.append(notes.nothing_shared(asked.sides, own, metric, asked.every))
     hint = "" if asked.every else HINT
     for letter, names in on_one_side.items():
         said.append(f"only in {letter}: {', '.join(names)}{hint}")
@@ -175,34 +187,76 @@ def _compare(
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
     relative = metric == "speedup" or (bool(unfair) and not asked.force)
-    rows = []
-    divided_by = []
-    for line, readings in shared:
-        base = None
-        if relative:
-            base, theirs = _base(line, readings, bases)
-            readings = {side: over(readings[side], theirs[side]) for side in readings}
-            divided_by.append(base.label)
-        rows.append(_row(asked, line, readings, is_base=base is line))
-    said = []
+    said: list[str] = []
     if relative:
-        what = metric.replace("speedup", "throughput")
-        said.append(f"each side's {what} is divided by its own {notes.once(divided_by)}")
-    if unfair:
-        reasons = " and ".join(unfair)
-        if asked.force and metric != "speedup":
-            said.append(f"FORCED: absolute numbers are compared although {reasons}")
-        else:
-            said.append(f"absolute numbers are not compared: {reasons}")
+        rows, said = _relative_rows(asked, shared, bases, metric)
+    else:
+        rows = [_row(asked, line, readings) for line, readings in shared]
+    if unfair and not relative:
+        said.append(f"FORCED: absolute numbers are compared although {unfair}")
+        unfair = ""
+    elif unfair:
+        what = "speed is" if metric in TIMES else "numbers are"
+        unfair = f"absolute {what} not judged: {unfair}"
+        said.append(unfair)
     said += _notes(asked, measured, metric)
     disturbed, unit = _summary(rows)
     if disturbed:
         said.append(DISTURBED)
     experiment = measured[0][0].experiment
-    return Comparison(experiment, metric, unit, relative, rows, said)
+    return Comparison(experiment, metric, unit, relative, rows, said, unfair=unfair)
 
 
-def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool) -> ComparedRow:
+def _relative_rows(
+    asked: Asked, shared: Sequence[Measured], bases: Sequence[Measured], metric: str
+) -> tuple[list[ComparedRow], list[str]]:
+    """Compare rows after the numbers of each side were divided by those of a baseline row.
+
+    Args:
+        asked: The sides, and how to compare them.
+        shared: The rows that two sides have.
+        bases: The rows that can be baselines.
+        metric: The metric to compare.
+
+    Returns:
+        The rows, and notes about the baselines.
+    """
+    rows = []
+    of_base: dict[int, tuple[Measured, list[ComparedRow]]] = {}
+    for line, readings in shared:
+        base = baseline(line, readings, bases)
+        base_line, theirs = base
+        ratios = {side: over(readings[side], theirs[side]) for side in readings}
+        row = _row(asked, line, ratios, is_base=base_line is line)
+        rows.append(row)
+        of_base.setdefault(id(base_line), (base, []))[1].append(row)
+    divided_by = [base[0].label for base, _ in of_base.values()]
+    what = metric.replace("speedup", "throughput")
+    said = [f"each side's {what} is divided by its own {notes.once(divided_by)}"]
+    for base, own in of_base.values():
+        said += _distrust(asked, base, own)
+    return rows, said
+
+
+def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list[str]:
+    """Take back the verdicts of rows whose baseline itself differs; return notes about it."""
+    said = []
+    for number, side in enumerate(asked.sides):
+        decisions = [row.decisions[number] for row in rows]
+        itself = differing_baseline(base, number, decisions, asked.rule) if number else None
+        if itself is None:
+            continue
+        for row, decision in zip(rows, decisions, strict=True):
+            if decision is not None and decision.outcome in (*CHANGED, "~"):
+                row.decisions[number] = replace(decision, outcome="base differs")
+        said.append(
+            f"{base[0].label} itself differs in {side.letter} ({itself.ratio:.2f} times A's), so "
+            "ratios to it are not judged"
+        )
+    return said
+
+
+def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool = False) -> ComparedRow:
     """Compare every side of a line with the first side.
 
     If the line is its own baseline, its ratios are all 1, and it is not compared.
@@ -211,43 +265,9 @@ def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool) -> Comp
     first, *others = values
     decisions: list[Decision | None] = [None]
     for value in others:
-        decision = None if is_base else _decision(first, value, asked.rule)
+        decision = None if is_base else decide(first, value, asked.rule)
         decisions.append(decision)
-    return ComparedRow(line, values, decisions)
-
-
-def _decision(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
-    if base is None or head is None or base.unit != head.unit:
-        return None
-    try:
-        found = compare_samples(base.measurement, head.measurement, rule)
-    except ValueError:  # zeros have no ratios
-        return None
-    if base.disturbed or head.disturbed:
-        return replace(found, outcome="disturbed")
-    return found
-
-
-def _base(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline line by which a line is divided, and the values of the baseline.
-
-    Each side that has a value in the line must also have a value in the baseline. If several lines
-    are possible, the choice is made in this order:
-
-    1. A line that is emulated or measured like this line, by the same engine
-    2. A line of the same scale
-    3. The row that `over` names
-    4. The first line
-    """
-    ours = line.first.result
-
-    def likeness(base: Measured) -> tuple[bool, ...]:
-        theirs = base[0].first.result
-        same_kind = theirs.emulated == ours.emulated and theirs.engine == ours.engine
-        return same_kind, theirs.scale == ours.scale, theirs.row == ours.over
-
-    possible = [base for base in bases if own.keys() <= base[1].keys()]
-    return max(possible, key=likeness)
+    return ComparedRow(line, values, decisions, is_base)
 
 
 def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]:

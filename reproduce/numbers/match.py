@@ -93,6 +93,15 @@ def same_work(one: Entry, other: Entry) -> bool:
     return set(differing(one, other)) <= set(CHOSEN)
 
 
+def likeness(one: Entry, other: Entry) -> int:
+    """Count how many of the row's name, scale, device and hardware are equal in two rows."""
+    ours = one.result
+    theirs = other.result
+    alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
+    alike.append(one.hardware == other.hardware)
+    return sum(alike)
+
+
 def value_text(line: Line, name: str) -> str:
     """Return the value of a field as text, or a dash if the line has no such field.
 
@@ -164,7 +173,7 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
     for line in lines:
         if line.experiment != experiment or number in line.entries:
             continue
-        alike = _likeness(line.first, entry)
+        alike = likeness(line.first, entry)
         if alike > most and _same(line.first, entry):
             best = line
             most = alike
@@ -172,15 +181,6 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
         lines.append(Line(experiment, {number: entry}))
     else:
         best.entries[number] = entry
-
-
-def _likeness(one: Entry, other: Entry) -> int:
-    """Count how many of the row's name, scale, device and hardware are equal in two rows."""
-    ours = one.result
-    theirs = other.result
-    alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
-    alike.append(one.hardware == other.hardware)
-    return sum(alike)
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:

@@ -3,11 +3,12 @@
 They say which numbers cannot be compared, how matched rows differ, and which rows are missing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from reproduce.numbers.match import Line, differing, same_work
 from reproduce.numbers.metrics import available, outcome
 from reproduce.numbers.sources import Entry, Side
+from reproduce.numbers.unmatched import Unmatched, unmatched
 from reproduce.records.record import SUCCESS
 
 TIMES = ("throughput", "speedup", "time", "step_time")  # the metrics that depend on the machine
@@ -19,11 +20,8 @@ Lines = Sequence[Line]
 Sides = Sequence[Side]
 
 
-def unfair(lines: Lines, metric: str) -> list[str]:
-    """Return the reasons why absolute numbers of a metric are not comparable.
-
-    The list is empty if the numbers are comparable.
-    """
+def unfair(lines: Lines, metric: str) -> str:
+    """Return why absolute numbers of a metric are not comparable; empty if they are comparable."""
     other_machines = False
     other_work = False
     for first, other in _pairs(lines):
@@ -36,15 +34,20 @@ def unfair(lines: Lines, metric: str) -> list[str]:
         reasons.append("the sides ran on different machines")
     if other_work:
         reasons.append("matched rows did different work")
-    return reasons
+    return " and ".join(reasons)
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes on the fields and the software versions in which matched rows differ."""
+    """Return notes on the scale, fields and software versions in which matched rows differ."""
+    scales: dict[str, None] = {}
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}
     for first, other in _pairs(lines):
         fields += differing(first, other)
+        one_scale = first.result.scale
+        other_scale = other.result.scale
+        if one_scale and other_scale and one_scale != other_scale:
+            scales |= {one_scale: None, other_scale: None}
         run = first.record.run
         other_run = other.record.run
         if run is None or other_run is None:
@@ -56,6 +59,8 @@ def other_differences(lines: Lines) -> list[str]:
                 seen[str(version)] = None
                 seen[str(theirs.get(name))] = None
     notes = []
+    if scales:
+        notes.append(f"scale differs: {' / '.join(scales)}")
     if fields:
         notes.append(f"matched rows also differ in: {once(fields)}")
     notes += [f"{name} differs: {' / '.join(both)}" for name, both in versions.items()]
@@ -89,26 +94,45 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
         have: For each line, the indices of the sides that have a number.
         every: Name the rows instead of counting them.
     """
+    pairs = unmatched(lines, len(sides))
+    told = set()
+    for pair in pairs:
+        told |= {(id(pair.line), pair.side), (id(pair.other), 0)}
     labels: dict[str, list[str]] = {}
     for line, known in zip(lines, have, strict=True):
         letters: dict[str, list[str]] = {}
         for number, side in enumerate(sides):
-            if number not in known:
-                problem = _problem(line.entries.get(number))
+            if number not in known and (id(line), number) not in told:
+                problem = problem_of(line.entries.get(number))
                 letters.setdefault(problem, []).append(side.letter)
         for problem, where in letters.items():
             what = f"{problem} in {' and '.join(where)}"
             labels.setdefault(what, []).append(line.label)
     hint = "" if every else HINT
+    notes = [f"{what}: {named(rows, every)}{hint}" for what, rows in labels.items()]
+    return other_fields(sides, pairs, every) + notes
+
+
+def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[str]:
+    """Return notes on the rows that two sides have with different values of a field."""
+    labels: dict[str, list[str]] = {}
+    for pair in pairs:
+        what = f"A and {sides[pair.side].letter} differ in {pair.text}"
+        labels.setdefault(what, []).append(pair.line.label)
+    hint = "" if every else HINT
     return [f"{what}: {named(rows, every)}{hint}" for what, rows in labels.items()]
 
 
-def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
+def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) -> str:
     """Return a note for an experiment in which no row has the same metric on two sides.
 
-    If the user did not choose a metric, the note lists the metrics of each side.
+    The note says in which fields the rows differ. If they do not, and if the user did not choose a
+    metric, the note lists the metrics of each side.
     """
     experiment = lines[0].experiment
+    pairs = unmatched(lines, len(sides))
+    if pairs:
+        return f"{experiment}: {'; '.join(other_fields(sides, pairs, every))}"
     if metric is not None:
         return f"{experiment}: {metric} is not on two sides of any row"
     has = []
@@ -122,8 +146,11 @@ def nothing_shared(sides: Sides, lines: Lines, metric: str | None) -> str:
 
 def named(labels: Sequence[str], every: bool) -> str:
     """Return the names of rows or, if `every` is false, only how many rows there are."""
-    if every:
-        return once(labels)
+    return once(labels) if every else count(labels)
+
+
+def count(labels: Collection[str]) -> str:
+    """Return the number of rows, such as `1 row` or `2 rows`."""
     plural = "" if len(labels) == 1 else "s"
     return f"{len(labels)} row{plural}"
 
@@ -178,7 +205,7 @@ def _load_is_unknown(side: Side) -> bool:
     return ran
 
 
-def _problem(entry: Entry | None) -> str:
+def problem_of(entry: Entry | None) -> str:
     """Return a text that says why a side has no number in a line."""
     if entry is None:
         return "missing"

@@ -25,7 +25,7 @@ from scipy.stats import mannwhitneyu, wilcoxon
 
 from reproduce.numbers.metrics import Measurement
 
-Outcome = Literal["higher", "lower", "~", "too few", "untested", "disturbed"]
+Outcome = Literal["higher", "lower", "~", "too few", "untested", "disturbed", "base differs"]
 Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400  # of each side, because the number of pairs grows quadratically
 
@@ -54,6 +54,7 @@ class Decision:
             - "too few": so few samples that no outcome could be significant
             - "untested": nothing, because both numbers are exact and have no spread
             - "disturbed": nothing, because other programs used the machine during a measurement
+            - "base differs": nothing, because the rows' baseline itself has changed
         ratio: The estimate of head / base.
         low: The lower end of the confidence interval of the ratio.
         high: The upper end of this interval.

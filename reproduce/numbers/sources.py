@@ -23,7 +23,10 @@ from reproduce.records.record import (
     parse,
     ranked,
 )
+from reproduce.records.times import check_time
 
+UNVERSIONED = ("unversioned", "unknown")
+"""What pytest-benchmark writes as the commit if there is no checkout, or if git fails."""
 IN_REVISION = "results/measured"  # the default folder of a revision's records
 Records = Sequence[Record]
 
@@ -48,7 +51,7 @@ class _Benchmark(Struct):
 class _File(Struct):
     benchmarks: list[_Benchmark]
     machine_info: dict[str, Json]
-    commit_info: dict[str, Json] | None = None  # has no "id" outside a git checkout
+    commit_info: dict[str, Json] | None = None
     datetime: str = ""
     version: str | None = None
 
@@ -60,8 +63,12 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
     """
     file = decode(_File, data, where)
     results = []
-    for benchmark in file.benchmarks:
+    for i, benchmark in enumerate(file.benchmarks):
         stats = benchmark.stats
+        place = f"{where}: benchmarks[{i}].stats"
+        check_time(benchmark.name, stats.median, f"{place}.median")
+        for k, seconds in enumerate(stats.data):
+            check_time(benchmark.name, seconds, f"{place}.data[{k}]")
         config = {"benchmark": benchmark.fullname, **(benchmark.params or {})}
         result = Result(
             experiment=benchmark.fullname.partition("::")[0],
@@ -79,7 +86,7 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
 def _run_of(file: _File) -> Run:
     commit = file.commit_info or {}
     revision = None
-    if commit.get("id"):
+    if commit.get("id") and commit["id"] not in UNVERSIONED:
         revision = Git(commit["id"], bool(commit.get("dirty")))
     python = file.machine_info.get("python_version")
     return Run(

@@ -16,7 +16,8 @@ from reproduce.models.built import MODELS, SizedModel
 from reproduce.models.counted import counted, setup_of
 from reproduce.records.places import Json
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, rounded
+from reproduce.records.record import Record, Result
+from reproduce.records.text import rounded
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.predict.memory import setup_memory

@@ -3,6 +3,9 @@
 A value of the wrong type is an error, and is never converted silently.
 """
 
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,8 +73,39 @@ def parse_json(content: bytes, where: str) -> Json:
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _refuse_not_a_number(content, where)
         problem = str(error).removeprefix("JSON is malformed: ")
         raise Error(f"{where}: not JSON: {problem}") from error
+
+
+def _refuse_not_a_number(content: bytes, where: str) -> None:
+    """Raise `Error` with the place of the first NaN or infinity, which other programs may write."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        return
+    for row, place, number in _not_numbers(data):
+        of_row = f" of {row!r}" if row else ""
+        raise Error(f"{where}: {place}: the value{of_row} is {number}, which is not a number")
+
+
+def _not_numbers(data: Json, row: str = "", place: str = "") -> Iterator[tuple[str, str, float]]:
+    """Yield the row, the place and the value of each NaN or infinity in parsed JSON.
+
+    Args:
+        data: The JSON.
+        row: The name of the row that has `data`, if it is known.
+        place: The place of `data`, such as `results[3].samples`.
+    """
+    if isinstance(data, float) and not math.isfinite(data):
+        yield row, place, data
+    elif isinstance(data, dict):
+        row = data.get("row", row)
+        for name, value in data.items():
+            yield from _not_numbers(value, row, f"{place}.{name}" if place else name)
+    elif isinstance(data, list):
+        for k, item in enumerate(data):
+            yield from _not_numbers(item, row, f"{place}[{k}]")
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:

@@ -9,7 +9,6 @@ Results are measured or emulated by this program, predicted, or published by oth
 - If a file is broken, or is not a record, an error says in one line what is wrong and where.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -24,13 +23,14 @@ from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
 from reproduce.machine.load import LIMITS, too_busy
 from reproduce.records.places import Json, decode, read_json
+from reproduce.records.text import format_json, rounded
+from reproduce.records.times import check_times
 from reproduce.records.upgrade import UPGRADES, upgrade
 
 FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 """The format of times, which are in UTC."""
-WIDTH = 120  # the number of columns of a line in a record's file
 FREED_MEMORY = "freed_memory"
 """The setting that says whether the C library kept freed memory (`machine.allocator`)."""
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
@@ -248,14 +248,14 @@ def save(record: Record, path: Path) -> None:
     _check(record, f"{path}: cannot be written")
     try:
         fields = rounded(msgspec.to_builtins(record), DIGITS)
-        text = _format({"format": FORMAT, "version": VERSION, **fields})
+        text = format_json({"format": FORMAT, "version": VERSION, **fields})
     except ValueError as error:  # NaN or infinity, which JSON cannot express
         raise Error(f"{path}: cannot be written ({error})") from error
     write_atomically(path, text + "\n")
 
 
 def _check(record: Record, where: str) -> None:
-    """Raise `Error` if a record contradicts itself, for example if it has the same row twice."""
+    """Raise `Error` if a record cannot be true, for example if it has the same row twice."""
     seen: dict[Key, int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
@@ -275,45 +275,7 @@ def _check(record: Record, where: str) -> None:
         rounds = result.samples.get("round")
         if steps is not None and rounds is not None and len(steps) != len(rounds):
             raise Error(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
-
-
-def rounded(value: Json, digits: int) -> Json:
-    """Round all floats in a JSON value to `digits` significant digits."""
-    if isinstance(value, dict):
-        return {name: rounded(item, digits) for name, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item, digits) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    return value
-
-
-def _format(value: Json, indent: str = "") -> str:
-    """Format JSON so that people and `diff` can read it.
-
-    A flat list, and a value that fits in a line, is one line. Any other value has a line per item.
-    """
-    line = json.dumps(value, allow_nan=False)
-    if not _nested(value) or len(indent + line) <= WIDTH:
-        return line
-    deeper = indent + " "
-    lines = []
-    if isinstance(value, dict):
-        for key, item in value.items():
-            lines.append(f"{deeper}{json.dumps(key)}: {_format(item, deeper)}")
-        opening, closing = "{", "}"
-    else:
-        lines += [deeper + _format(item, deeper) for item in value]
-        opening, closing = "[", "]"
-    content = ",\n".join(lines)
-    return f"{opening}\n{content}\n{indent}{closing}"
-
-
-def _nested(value: Json) -> bool:
-    """Return whether a value is an object, or a list that contains objects or lists."""
-    if isinstance(value, list):
-        return any(isinstance(item, (dict, list)) for item in value)
-    return isinstance(value, dict)
+        check_times(result.row, result.samples, result.values, here)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

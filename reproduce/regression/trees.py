@@ -2,15 +2,12 @@
 
 import contextlib
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FrameType
 
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -73,7 +70,7 @@ def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree,
     `base` is a git revision. `head` is a git revision, or None for the working tree. The folder is
     removed at the end, also if SIGTERM or SIGHUP ends this program.
     """
-    with _terminable(), tempfile.TemporaryDirectory(prefix="regression-") as name:
+    with tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
         old = committed(project, base, folder / "base")
         if head is None:
@@ -135,27 +132,3 @@ def _built(project: Project, folder: Path, name: str) -> Path:
         if PathFinder.find_spec(project.package, [str(parent)]):  # also finds compiled packages
             return place
     raise Error(f"{name} holds no package {path} and no src/{path} below {project.root}")
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise `SystemExit`, so that `with` blocks and `finally` clean up.
-
-    The command `timeout` sends SIGTERM. A terminal that is closed sends SIGHUP.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    ours = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        handler = signal.getsignal(number)
-        if handler is not signal.SIG_IGN:  # `nohup` sets SIG_IGN
-            ours[number] = handler
-    for number in ours:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)

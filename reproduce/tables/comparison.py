@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from reproduce.error import Error, Worse
+from reproduce.error import Error
 from reproduce.numbers.compare import Asked, ComparedRow, Comparison, compare, verdict
+from reproduce.numbers.gate import Gate, gate
 from reproduce.numbers.match import grouped, match, pick
 from reproduce.numbers.metrics import BYTES, available, better, outcome
 from reproduce.numbers.notes import IN_TURN
@@ -23,7 +24,6 @@ from reproduce.tables.layout import Table, bullets, many, reading_text
 from reproduce.tables.output import Number, of_reading, written
 
 LABEL_WIDTH = 30  # longer names of rows are wrapped
-UNDECIDED = ("too few", "untested", "disturbed")
 NO_ROWS = "no row has numbers on two sides"
 Sides = Sequence[Side]
 Comparisons = Sequence[Comparison]
@@ -51,10 +51,8 @@ class Options(NamedTuple):
     every: bool
 
 
-def compared(names: Sequence[str], options: Options) -> tuple[str, Error | None]:
-    """Compare the sides; return the comparison as a text, and an error if a row has become worse.
-
-    The error is also returned if no row could be tested. Otherwise, it is None.
+def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
+    """Compare the sides; return the comparison as a text, and what it shows about regressions.
 
     Raises:
         Error: A side cannot be read, no row has the metric, or a filter names a field that no row
@@ -77,7 +75,7 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Error | None]
     every = options.every or options.style == "json"
     asked = Asked(sides, rule, options.force, every)
     comparisons, notes = compare(asked, lines, metric, among=matched)
-    complaint = _complaint(comparisons)
+    found = gate(sides, lines, comparisons)
     first, *others = sides
     alike = [side.letter for side in others if side.records == first.records]
     if alike:
@@ -85,8 +83,8 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Error | None]
         same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"
         notes.insert(0, same)
         if len(alike) == len(others):
-            complaint = Error(same)
-    return write_comparisons(comparisons, sides, rule, notes, options.style), complaint
+            found = Gate([], judged=False, unjudged={}, unfair=[same])
+    return write_comparisons(comparisons, sides, rule, notes, options.style), found
 
 
 def write_comparisons(
@@ -118,29 +116,6 @@ def write_comparisons(
         threshold=rule.threshold,
         notes=own_notes + below,
     )
-
-
-def _complaint(comparisons: Comparisons) -> Error | None:
-    """Return an error that says which rows are worse. If there are none, return None.
-
-    If no row could be tested, return an error, too: a check that tested nothing must not pass.
-    """
-    worse: dict[str, None] = {}
-    decided = False
-    for comparison in comparisons:
-        for row in comparison.rows:
-            name = f"{row.line.label} ({comparison.experiment})"
-            for decision in filter(None, row.decisions):
-                found = verdict(decision, comparison.metric)
-                if found == "worse":
-                    worse[name] = None
-                if found not in UNDECIDED:
-                    decided = True
-    if worse:
-        return Worse(f"{many(len(worse), 'row')} worse than in A: {', '.join(worse)}")
-    if not decided:
-        return Error("no row could be decided, so nothing shows that there is no regression")
-    return None
 
 
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
@@ -296,6 +271,8 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
         text = f"too few;\nneeds {decision.needed}"
     elif text == "untested":
         text = "no samples"
+    elif text == "base differs":
+        text = "base\ndiffers"
     return [f"{decision.ratio:.2f}", interval, text]
 
 

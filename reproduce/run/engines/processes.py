@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reproduce.error import Error
+from reproduce.error import ENDING, Error
 from reproduce.records.record import Engine
 from reproduce.run.engines.engines import Trainer, Work
 from reproduce.run.engines.failure import Failure, explain
@@ -144,7 +144,8 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 
     `store` is the `init_method` of the process group.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)  # only the parent process handles Ctrl-C
     for output in (1, 2):  # ranks must not print text into a table
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)

@@ -19,7 +19,15 @@ from ..made import STEADY, one_line, record, row
 
 PAPER, SPEED = shlex.quote(str(RESULTS / "paper")), "--filter experiment=amoebanet-speed"
 BETTER = "e: throughput in samples/s; higher is better"
-UNDECIDED = "no row could be decided, so nothing shows that there is no regression"
+NONE_JUDGED = "no row could be judged, so nothing shows that there is no regression"
+ACCEPT = "--allow-missing accepts this"
+TOO_FEW = "too few samples (B/A; needs 5)"
+MISSING = "missing in B: n2m4 (e), n10m1 (e), n10m4 (e)"
+LACKING = "missing in B: n2m1 (e), n2m4 (e)"
+LINKED = "n10m1 (e), n10m4 (e)"
+FAILING = f"{TOO_FEW}: n2m4 (e); no number (failed) in B: n10m1 (e); missing in B: n10m4 (e)"
+NOT_REPRODUCED = "nothing is worse, but absolute speed is not judged: "
+MACHINES = "absolute speed is not judged: the sides ran on different machines"
 
 
 def published(seconds: float) -> list[Result]:
@@ -34,8 +42,10 @@ def published(seconds: float) -> list[Result]:
     return [naive, gpipe]
 
 
-def sized(n: int, m: int, seconds: float | list[float], **changes: Any) -> Result:
-    config = {"partitions": n, "chunks": m}
+def sized(
+    n: int, m: int, seconds: float | list[float], link: str | None = None, **changes: Any
+) -> Result:
+    config = {"partitions": n, "chunks": m, "link": link}
     return row(f"n{n}m{m}", seconds, config=config, **changes)
 
 
@@ -59,9 +69,23 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "busy": [sized(2, 1, list(STEADY), others=busy)],
         "fast": published(0.5),
         "slow": published(1.0),
+        "failing": [n2m1, sized(2, 4, [1.0]), sized(10, 1, 1.0, status="failed", samples={})],
+        "linked": [
+            n2m1,
+            sized(2, 4, 1.0),
+            sized(10, 1, 1.0, link="h100x8"),
+            sized(10, 4, 1.0, link="h100x8"),
+        ],
+    }
+    elsewhere = {
+        "other-machine": [sized(2, 1, 2.0), sized(2, 4, 2.0), sized(10, 1, 2.0), sized(10, 4, 2.0)],
+        "slow-base": [sized(2, 1, 1.2), sized(2, 4, 1.0), n10m1, n10m4],
+        "alone": [n2m1],
     }
     for name, rows in sides.items():
         save(record(*rows), Path(name))
+    for name, rows in elsewhere.items():
+        save(record(*rows, cpu="another CPU"), Path(name))
 
 
 @pytest.mark.parametrize(
@@ -150,41 +174,88 @@ def test_what_is_shown(asked: str, lines: list[str], command: Any) -> None:
         assert "measured and emulated on " in shown
 
 
-@pytest.mark.parametrize(
-    ("sides", "complaint", "shown"),
-    [
-        ("b a", "2 rows worse than in A: n2m4 (e), n10m4 (e)", "geometric mean"),
-        ("b a --threshold 2.0", None, "geometric mean"),
-        ("a few", UNDECIDED, "needs 5"),
-        ("a none", UNDECIDED, "no row has numbers on two sides"),
-        (
-            "a a",
-            f"A and B hold the same records, of the same runs; {IN_TURN}",
-            "A and B hold the same records",
-        ),
-        ("a busy", UNDECIDED, " disturbed\n"),
-        (f"{PAPER} fast {SPEED}", None, "geometric mean"),
-        (
-            f"{PAPER} slow {SPEED}",
-            "1 row worse than in A: GPipe (amoebanet-speed)",
-            "geometric mean",
-        ),
-    ],
-)
-def test_the_gate(sides: str, complaint: str | None, shown: str, command: Any) -> None:
-    """`--fail-on-regression` changes the exit code of `compare`, but not the printed table."""
-    arguments = shlex.split(sides)
-    code, said = 0, ""
-    if complaint is not None:
-        code = 1 if " worse " in complaint else 2
-        said = f"reproduce: {complaint}\n"
+ALLOWED = "--allow-missing"
+# The sides and options, the exit code, what is said, and a part of the printed table.
+GATE: list[tuple[str, int, str, str]] = [
+    ("a b", 0, "", "geometric mean"),
+    ("b a", 1, "2 rows worse than in A: n2m4 (e), n10m4 (e)", "geometric mean"),
+    ("b a --threshold 2.0", 0, "", "geometric mean"),
+    (
+        "b a few",
+        1,
+        "2 rows worse than in A: n2m4 (e), n10m4 (e); 4 rows of A could not be judged",
+        "geometric mean",
+    ),
+    ("a c", 2, f"2 rows of A could not be judged: {LACKING}; {ACCEPT}", "missing in B: 2 rows"),
+    (
+        f"a c {ALLOWED}",
+        0,
+        f"nothing is worse, but 2 rows of A could not be judged: {LACKING}",
+        "missing in B: 2 rows",
+    ),
+    (
+        "a c --filter m=1 --filter n=2",
+        2,
+        f"{NONE_JUDGED}: missing in B: n2m1 (e)",
+        "only in A: e (1 row)",
+    ),
+    ("a failing", 2, f"3 rows of A could not be judged: {FAILING}; {ACCEPT}", "needs 5"),
+    ("a few", 2, f"{NONE_JUDGED}: {TOO_FEW}: n2m1 (e); {MISSING}", "needs 5"),
+    (f"a few {ALLOWED}", 2, f"{NONE_JUDGED}: {TOO_FEW}: n2m1 (e); {MISSING}", "needs 5"),
+    (
+        "a none",
+        2,
+        f"{NONE_JUDGED}: missing in B: n2m1 (e), n2m4 (e), n10m1 (e), n10m4 (e)",
+        "no row has numbers on two sides",
+    ),
+    (
+        "a a",
+        2,
+        f"{NONE_JUDGED}: A and B hold the same records, of the same runs; {IN_TURN}",
+        "A and B hold the same records",
+    ),
+    ("a busy", 2, f"{NONE_JUDGED}: disturbed (B/A): n2m1 (e); {MISSING}", " disturbed\n"),
+    (
+        "a linked",
+        2,
+        f'2 rows of A could not be judged: A and B differ in link (null / "h100x8"): {LINKED}; '
+        f"{ACCEPT}",
+        'A and B differ in link (null / "h100x8"): 2 rows;',
+    ),
+    ("a other-machine", 0, f"nothing is worse, but {MACHINES}", f"- {MACHINES}"),
+    (
+        "a slow-base",
+        2,
+        f"{NONE_JUDGED}: {MACHINES}; divided by a row that itself differs in B: "
+        "n2m4 (e), n10m1 (e), n10m4 (e)",
+        "ratios to it are not judged",
+    ),
+    ("a alone --filter row=n2m1", 2, f"{NONE_JUDGED}: {MACHINES}", f"- {MACHINES}"),
+    (f"{PAPER} fast {SPEED} {ALLOWED}", 0, NOT_REPRODUCED, "geometric mean"),
+    (f"{PAPER} slow {SPEED}", 1, "1 row worse than in A: GPipe (amoebanet-speed); ", "geometric"),
+    (f"a b {ALLOWED}", 2, "--allow-missing changes what --fail-on-regression does: give both", ""),
+]
 
-    plain, _ = command("compare", *arguments)
-    out, err = command("compare", *arguments, "--fail-on-regression", code=code)
 
-    assert shown in plain
-    assert out == plain
-    assert err == said
+@pytest.mark.parametrize(("asked", "code", "said", "shown"), GATE)
+def test_the_gate(asked: str, code: int, said: str, shown: str, command: Any) -> None:
+    """`--fail-on-regression` changes the exit code of `compare`, but not the printed table.
+
+    It is silent only if every row of A was judged, and none is worse.
+    """
+    arguments = shlex.split(asked)
+    if not said.startswith(ALLOWED):
+        arguments.append("--fail-on-regression")
+    plain = [word for word in arguments if word not in (ALLOWED, "--fail-on-regression")]
+
+    table, _ = command("compare", *plain)
+    out, err = command("compare", *arguments, code=code)
+
+    assert shown in one_line(table) or shown in table
+    if shown:
+        assert out == table
+    assert err.startswith(f"reproduce: {said}" if said else "")
+    assert err.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of the command `regression`, which measures two revisions in turn, and of `init-ci`.
+"""Tests of the command `regression`, which measures two revisions in turn.
 
 Most tests check exit codes and tables for made-up samples. A few tests run the command for real, in
 a repository that is made from this working tree.
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from reproduce.cli.regression import WORKFLOW
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.regression import bisect
@@ -226,30 +225,6 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
         assert last["ratio"] == pytest.approx(1.2, rel=0.01)
 
 
-def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """`init-ci` writes the CI workflow of this repository, and a workflow for another package."""
-    own = (ROOT / WORKFLOW).read_text()
-    first, *_ = own.splitlines()
-    asked = shlex.split(first.removeprefix("# Written by: reproduce "))
-    monkeypatch.setattr("sys.argv", ["reproduce", *asked])
-    monkeypatch.chdir(tmp_path)
-
-    command(*asked)
-
-    assert WORKFLOW.read_text() == own
-    assert "Check before" in own
-    _, err = command(*asked, code=2)
-    assert "exists already: change it by hand" in err
-
-    WORKFLOW.unlink()
-    Path("cases.py").touch()
-    command("init-ci", "--package", "mine", "--cases", "cases.py", "--build", "make it")
-
-    text = WORKFLOW.read_text()
-    assert "regression.md --package mine --cases cases.py --build 'make it'\n" in text
-    assert "Check before" not in text
-
-
 MINE = """
 from reproduce.regression.timed import Case
 
@@ -268,7 +243,7 @@ FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/m
     [
         ("--base HEAD --restarts 8 --rounds 1", None, 0, "reproduce: "),
         ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
+        ("--base HEAD --restarts 100000", signal.SIGTERM, 143, "reproduce: ended by SIGTERM\n"),
         ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
         (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: "),
     ],

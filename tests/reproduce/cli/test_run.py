@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from reproduce.error import INTERRUPTED
 from reproduce.experiments.row import Experiment, Row
 from reproduce.records.record import Record, Result, Run, load
 from reproduce.tables.layout import WIDTH
@@ -208,10 +207,22 @@ def test_a_failed_row_is_told_at_the_end(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_finished(
-    start: Any, broken_modules: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_a_signal_keeps_what_was_finished(
+    number: int,
+    code: int,
+    told: str,
+    start: Any,
+    broken_modules: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
-    """After Ctrl-C, `run` keeps the finished results, also if optional packages are missing."""
+    """After Ctrl-C or SIGTERM, `run` keeps the finished results.
+
+    Packages that only other commands need may be missing.
+    """
     others = {}
     for name in ("torchvision", "pynvml", "jinja2", "matplotlib", "scipy", "pytest"):
         others[name] = f"raise ImportError('{name} is not needed')"
@@ -224,14 +235,14 @@ def test_ctrl_c_keeps_what_was_finished(
         if any(each.row == "n8m4" and "step_time" in each.samples for each in found):
             break
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
 
-    assert process.returncode == INTERRUPTED
+    assert process.returncode == code
     assert out == ""
     assert "Traceback" not in err
     *_, last = err.splitlines()
-    assert last.startswith("interrupted; 5 finished rows kept in ")
+    assert last.startswith(f"{told}; 5 finished rows kept in ")
     record = the_record()
     assert record.run is not None
     assert record.run.state == "interrupted"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from reproduce.machine.description import Machine
 from reproduce.numbers.compare import Asked, Comparison, compare, verdict
@@ -88,11 +89,24 @@ def peak(cpu: str, value: list[int]) -> Record:
 
 X = row("x", 1.0)
 ONE = record(X)
-# The second machine is twice as fast, but there `y` is only 2, not 3 times as fast as `x`.
+
+
+def of_rows(*seconds: float, **changes: Any) -> Record:
+    """Make a record of the rows x, y, z, …, whose baseline is x."""
+    rows = []
+    for name, time in zip("xyzw", seconds, strict=False):
+        rows.append(row(name, time, over="x"))
+    return record(*rows, **changes)
+
+
+# The second machine is twice as fast, but there `w` is only 2, not 3 times as fast as `x`.
 TWO_MACHINES = [
-    record(row("x", 3.0, over="x"), row("y", 1.0, over="x")),
-    record(row("x", 1.5, over="x"), row("y", 0.75, over="x"), cpu="another CPU"),
+    of_rows(3.0, 1.0, 1.0, 1.0),
+    of_rows(1.5, 0.5, 0.5, 0.75, cpu="another CPU"),
 ]
+HALF = [of_rows(1.0, 0.5, 0.5), of_rows(2.0, 1.0, 0.5, cpu="another CPU")]
+SLOW_BASE = of_rows(1.2, 0.5, 0.5, 0.5)
+X_DIFFERS = "x itself differs in B (0.83 times A's), so ratios to it are not judged"
 LACKING = row("z", status="needs devices", reason="needs 8 devices")
 NO_Y = row("y", status="out of memory")
 ALONE = record(row("x", 1.0, others=[0.0]))
@@ -101,7 +115,7 @@ DISTURBED_LATER = record(row("x", 2.0, others=[0.2]), started="2021")
 UNKNOWN = "how busy others kept the machine is not known"
 RUNS_DIFFER = "the sides ran at different times: a verdict says that these runs differ, not why"
 OVER_X = "each side's throughput is divided by its own x"
-NOT_COMPARED = "absolute numbers are not compared: the sides ran on different machines"
+NOT_COMPARED = "absolute speed is not judged: the sides ran on different machines"
 FORCED = "FORCED: absolute numbers are compared although the sides ran on different machines"
 MISSING = [
     "no number (out of memory) in B: 1 row; --all names them",
@@ -109,6 +123,15 @@ MISSING = [
     "missing in A: 1 row; --all names them",
 ]
 EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)": (1, "~")}
+
+
+def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
+    """Make a record of the row x, and of the rows y and z with the given fields."""
+    rows = []
+    for name in "yz":
+        config = {"row": name, "link": link, "size": size}
+        rows.append(row(name, 1.0, config=config, scale=scale))
+    return record(X, *rows)
 
 
 class Case(NamedTuple):
@@ -129,11 +152,39 @@ COMPARED = {
     ),
     "as more throughput is": Case([ONE, record(row("x", 1.25))], {"x": (0.8, "worse")}),
     "absolute times of different machines": Case(
-        TWO_MACHINES, {"x": None, "y": (0.667, "worse")}, [OVER_X, NOT_COMPARED], relative=True
+        TWO_MACHINES,
+        {"x": None, "y": (1.0, "~"), "z": (1.0, "~"), "w": (0.667, "worse")},
+        [OVER_X, NOT_COMPARED],
+        relative=True,
+    ),
+    "a baseline that alone is slower": Case(
+        [of_rows(1.0, 0.5, 0.5, 0.5), replace(SLOW_BASE, run=TWO_MACHINES[1].run)],
+        {"x": None, **dict.fromkeys("yzw", (1.2, "base differs"))},
+        [OVER_X, X_DIFFERS, NOT_COMPARED],
+        relative=True,
+    ),
+    "on the same machine, too": Case(
+        [of_rows(1.0, 0.5, 0.5, 0.5), SLOW_BASE],
+        {"x": None, **dict.fromkeys("yzw", (1.2, "base differs"))},
+        [OVER_X, X_DIFFERS],
+        options={"metric": "speedup"},
+        relative=True,
+    ),
+    "a baseline that half of the rows follow": Case(
+        HALF,
+        {"x": None, "y": (1.0, "base differs"), "z": (2.0, "base differs")},
+        [OVER_X, X_DIFFERS.replace("0.83", "0.50"), NOT_COMPARED],
+        relative=True,
+    ),
+    "a baseline that is as before": Case(
+        [of_rows(1.0, 0.5, 0.5), of_rows(1.0, 0.6, 0.6, cpu="another CPU")],
+        {"x": None, "y": (0.833, "worse"), "z": (0.833, "worse")},
+        [OVER_X, NOT_COMPARED],
+        relative=True,
     ),
     "by force": Case(
         TWO_MACHINES,
-        {"x": (2.0, "better"), "y": (1.333, "better")},
+        {"x": (2.0, "better"), **dict.fromkeys("yz", (2.0, "better")), "w": (1.333, "better")},
         [FORCED],
         options={"force": True},
     ),
@@ -168,6 +219,22 @@ COMPARED = {
         [size("GB", 1.0), size("GiB", 1.0)], {"x": None}, options={"metric": "size"}
     ),
     "zero": Case([size("GB", 0.0), size("GB", 1.0)], {"x": None}, options={"metric": "size"}),
+    "another scale, with the same sizes": Case(
+        [ONE, record(row("x", 1.0, scale="paper"))],
+        {"x": (1.0, "~")},
+        ["scale differs: small / paper"],
+    ),
+    "another field": Case(
+        [linked("p40x8"), linked("h100x8")],
+        {"x": (1.0, "~")},
+        ['A and B differ in link ("p40x8" / "h100x8"): 2 rows; --all names them'],
+    ),
+    "several fields, named": Case(
+        [linked("p40x8"), linked(None, size=3, scale="paper")],
+        {"x": (1.0, "~")},
+        ["A and B differ in scale, link, size: y (small), z (small)"],
+        options={"every": True},
+    ),
     "what is missing": Case(
         [record(X, row("y", 1.0), LACKING), record(X, row("w", 1.0), LACKING, NO_Y)],
         {"x": (1.0, "~")},
@@ -206,8 +273,17 @@ def test_what_is_fair_to_compare(name: str) -> None:
     assert comparison.relative == relative
     if sides is TWO_MACHINES and relative:
         mean, count = comparison.mean(1) or (0.0, 0)
-        assert count == 1, "x is left out: its ratio to itself is 1 anyway"
-        assert mean == pytest.approx(2 / 3)
+        assert count == 3, "x is left out: its ratio to itself is 1 anyway"
+        assert mean == pytest.approx((2 / 3) ** (1 / 3))
+
+
+def test_only_rows_that_were_run_alike_differ_in_a_field() -> None:
+    ours = row("y", 1.0, config={"row": "y", "link": "p40x8"})
+    theirs = row("y", 1.0, config={"row": "y", "link": "h100x8"}, engine="ranks")
+
+    comparison = only(record(X, ours), record(X, theirs), every=True)
+
+    assert comparison.notes == ["missing in B: y", "missing in A: y (ranks)"]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +327,11 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
             [row("x", 1.0)],
             {"metric": "loss", "every": True},
             ["e: loss is not on two sides of any row", "only in A: f (x)"],
+        ),
+        (
+            [row("x", 1.0, config={"row": "x", "batch_size": 9})],
+            {"every": True},
+            ["e: A and B differ in batch_size (8 / 9): x", "only in A: f (x)"],
         ),
     ],
 )

@@ -4,6 +4,7 @@ If several runs have the same configuration, the runs with the most rows count, 
 newest run. The tables of predictions follow this rule, too.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,19 @@ def test_pytest_benchmark() -> None:
     assert run.git is not None
     assert run.git.revision == "abc"
     assert run.git.dirty
+
+
+@pytest.mark.parametrize("commit", [{"id": "unversioned"}, {"id": "unknown"}, {}, None], ids=str)
+def test_pytest_benchmark_outside_a_checkout(commit: Any, tmp_path: Path) -> None:
+    data = {**json.loads(FOREIGN.read_text()), "commit_info": commit}
+    file = tmp_path / "benchmark.json"
+    file.write_text(json.dumps(data))
+
+    side = load_side("A", str(file))
+
+    assert side.records[0].run is not None
+    assert side.records[0].run.git is None
+    assert "git" not in write_comparisons([], [side], Rule(), [], "text")
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:

@@ -38,6 +38,7 @@ TIMED = Result(
 )
 FAILED = Result("e", "s", "failed", reason='RuntimeError: "quoted" ünïcode\n[1,\n 2]')
 NAN = replace(TIMED, samples={"x": [float("nan")]})
+NO_STEP = replace(TIMED, samples={"step_time": [1.0, float("nan")]})
 RECORD = Record("name", "Title", "measured", {"step_time": "s"}, [TIMED, FAILED], run=RUN)
 COMMITTED = sorted(RESULTS.rglob("*.json"))
 
@@ -84,6 +85,11 @@ def test_a_kill_leaves_the_old_file(
     [
         (RECORD, "none/r.json", "none/r.json: cannot be written (No such file or directory)"),
         (replace(RECORD, results=[NAN]), "r.json", "Out of range float"),
+        (
+            replace(RECORD, results=[FAILED, NO_STEP]),
+            "r.json",
+            "r.json: cannot be written: results[1].samples.step_time[1]: the time of 'r' is nan",
+        ),
         (
             replace(RECORD, results=[TIMED, TIMED]),
             "r.json",
@@ -207,12 +213,21 @@ def trace(*events: Any) -> dict[str, Any]:
 
 OLD = partial(changed, "record-v1.json")
 BENCHMARK = partial(changed, "pytest-benchmark.json")
+NO_TIME = "the time of 'r' is"
 NO_TRACE = "not a trace of a step"
 # For each function that reads a file: broken contents, and the error message.
 BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     load: [
         (None, "cannot be read (No such file or directory)"),
-        (b'{"x": NaN}', "not JSON: invalid character (byte 6)"),
+        (b'{"x": NaN,}', "not JSON: invalid character (byte 6)"),
+        (b'{"x": [1, -Infinity]}', "x[1]: the value is -inf, which is not a number"),
+        (
+            of_row(samples={"loss": [1.0, float("nan")]}),
+            "results[0].samples.loss[1]: the value of 'r' is nan, which is not a number",
+        ),
+        (of_row(samples={"step_time": [1, 0]}), f"results[0].samples.step_time[1]: {NO_TIME} 0, a"),
+        (of_row(samples={"time": [-0.5]}), f"results[0].samples.time[0]: {NO_TIME} -0.5, and a "),
+        (of_row(values={"step_time": 0}), f"results[0].values.step_time: {NO_TIME} 0, and a time"),
         (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
         (fields(version=4), "record version 4; this program reads versions 1 and 2 and 3"),
         (fields(version=True), "record version True; this program reads versions 1 and 2 and 3"),
@@ -241,6 +256,14 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     ],
     lambda path: load_side("A", str(path)): [
         (BENCHMARK("benchmarks", to=3), "benchmarks: Expected `array`, got `int`"),
+        (
+            BENCHMARK("benchmarks", 0, "stats", "data", 2, to=0.0),
+            "benchmarks[0].stats.data[2]: the time of 'test_one[1]' is 0, and a time is above 0",
+        ),
+        (
+            BENCHMARK("benchmarks", 1, "stats", "median", to=-1.0),
+            "benchmarks[1].stats.median: the time of 'test_two' is -1, and a time is above 0",
+        ),
     ],
     read_trace: [
         ({}, f"{NO_TRACE}: Object missing required field `traceEvents`"),

@@ -1,0 +1,161 @@
+"""Define the command `init-ci`, which writes a CI workflow that runs `regression`."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reproduce.cli.regression import OWN, built_by, by_cases, of_package, project_of
+from reproduce.cli.shared import command, shown
+from reproduce.error import Error
+from reproduce.machine.git import git
+from reproduce.machine.origin import PACKAGE, check_repository, own_address, pip_address
+
+WORKFLOW = Path(".github/workflows/regression.yml")
+ADDRESS = "https://HOST/OWNER/REPOSITORY@TAG"
+INSTALL = "python -m pip install"
+# The variable of the workflow that has the address of this program.
+OF_PROGRAM = f"'{PACKAGE}[reproduce] @ '\"$REPRODUCE\""
+
+
+@command(f"init-ci {OWN}", "init-ci --package mine --cases mine.py --build make", name="init-ci")
+@of_package
+@by_cases
+@built_by
+@click.option(
+    "--from",
+    "address",
+    metavar="ADDRESS",
+    help="The git repository that CI installs this program from, as URL or URL@REVISION. "
+    "Default: where it was installed from, or origin of its checkout.",
+)
+@click.option(
+    "--set-up",
+    metavar="COMMAND",
+    help="Installs this program, and what the package needs. Default: by pip, from ADDRESS and "
+    "from the repository.",
+)
+@click.option("--gate", metavar="COMMAND", help="A check of your own, to be run before.")
+def init_ci(  # noqa: PLR0913 - click passes each option
+    package: str | None,
+    cases: Path | None,
+    build: str | None,
+    address: str | None,
+    set_up: str | None,
+    gate: str | None,
+) -> None:
+    """Write a CI workflow that judges pull requests.
+
+    First, each case is run once. If one does not run, nothing is written.
+    """
+    import jinja2
+
+    from reproduce.records.record import write_atomically
+    from reproduce.run.recorder import prepare_folder
+
+    project = project_of(package, cases, build)
+    if WORKFLOW.exists():
+        raise Error(f"{WORKFLOW} exists already: change it by hand, or remove it first")
+    if address is not None and (package is None or set_up is not None):
+        raise click.UsageError(
+            "--from goes with --package and without --set-up, which installs this program itself"
+        )
+    check_place(cases)
+    program = None
+    if package is not None and set_up is None:
+        program = address_of_program(address)
+    try_cases(project)
+    file = shown(cases) if cases else None
+    asked = ""
+    for option, value in {"--package": package, "--cases": file, "--build": build}.items():
+        if value:
+            asked += f" {option} {shlex.quote(value)}"
+    workflow = Path(__file__).with_name("workflow.yml")
+    template = jinja2.Template(
+        workflow.read_text(),
+        variable_start_string="[[",
+        variable_end_string="]]",
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    prepare_folder(WORKFLOW.absolute().parent, "init-ci")
+    text = template.render(
+        given=shlex.join(sys.argv[1:]),
+        asked=asked,
+        program=program,
+        set_up=set_up or default_set_up(program),
+        gate=gate,
+    )
+    write_atomically(WORKFLOW, text)
+    both = f"it and {file}" if file else "it"
+    click.echo(f"wrote {WORKFLOW}: commit {both}, and every pull request is judged")
+
+
+def check_place(cases: Path | None) -> None:
+    """Raise `Error` if CI would not find the workflow or the cases in the repository."""
+    here = Path.cwd()
+    try:
+        top = Path(git(here, "rev-parse", "--show-toplevel").decode())
+    except Error as error:
+        raise Error(f"init-ci: {here} is not in a git repository ({error})") from None
+    if top != here.resolve():
+        raise Error(f"init-ci: run it in the top folder of the repository, {top}")
+    try:
+        git(here, "rev-parse", "--verify", "HEAD")
+    except Error:
+        raise Error(f"init-ci: {here} has no commit yet: commit the package first") from None
+    if cases is None:
+        return
+    if not cases.resolve().is_relative_to(top):
+        raise Error(f"--cases {cases}: CI has only files of the repository: move the file there")
+    if git(here, "ls-files", "--others", "--ignored", "--exclude-standard", "--", str(cases)):
+        raise Error(f"--cases {cases}: git ignores this file, so CI would not have it")
+
+
+def address_of_program(given: str | None) -> str:
+    """Return the address that CI installs this program from, as pip takes it.
+
+    Raises:
+        Error: No address is known, or git cannot read the repository.
+    """
+    if given is None:
+        try:
+            address = own_address()
+        except Error as error:
+            raise Error(
+                f"init-ci: {error}, so name the git repository that CI installs it from, as in "
+                f"--from {ADDRESS}"
+            ) from None
+    else:
+        if not re.fullmatch(r"[\w.:/@~+%-]+", given):
+            raise click.BadParameter(f"{given}: give {ADDRESS}", param_hint="--from")
+        address = pip_address(given)
+    try:
+        check_repository(address)
+    except Error as error:
+        raise Error(f"--from {address}: pip could not install from there: {error}") from None
+    return address
+
+
+def try_cases(project: Any) -> None:
+    """Run each case once; raise `Error` if one does not run."""
+    from reproduce.regression.timed import load
+    from reproduce.regression.trial import unable
+
+    cases = load(project.cases)
+    click.echo(f"trying {', '.join(cases)}", err=True)
+    broken = unable(project, cases)
+    if broken:
+        reasons = [f"{case} does not run ({why})" for case, why in broken.items()]
+        raise Error(f"--cases {shown(project.cases)}: {'; '.join(reasons)}; nothing is written")
+
+
+def default_set_up(program: str | None) -> str:
+    """Return the command with which CI installs this program and what the package needs."""
+    if program is None:
+        return f"{INSTALL} '.[reproduce]'"
+    can_install = any(Path(name).exists() for name in ("pyproject.toml", "setup.py"))
+    return f"{INSTALL} {OF_PROGRAM}{' .' if can_install else ''}"

@@ -1,0 +1,94 @@
+"""Find out from which git repository this program can be installed elsewhere."""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+from reproduce.error import Error
+from reproduce.machine.description import ROOT
+from reproduce.machine.git import checkout, git
+
+PACKAGE = "torchgpipe-today"
+"""The name of this program's package. No package index has it, so it is installed from git."""
+REMOTE = "origin"
+
+
+def own_address() -> str:
+    """Return an address from which pip installs this version of the program.
+
+    It is the address from which pip installed this program, or that of the remote repository of
+    this checkout. An example is `git+https://HOST/OWNER/REPOSITORY@v0.1.0`.
+
+    Raises:
+        Error: There is no such address, or the checked out commit was not pushed to it.
+    """
+    installed = _installed_from()
+    if installed is not None:
+        return installed
+    here = checkout()
+    if here is None:
+        raise Error("this program was not installed from a git repository")
+    try:
+        remote = git(ROOT, "remote", "get-url", REMOTE).decode()
+    except Error:
+        raise Error(f"the checkout {ROOT} has no remote repository {REMOTE}") from None
+    if Path(remote).exists() or remote.startswith("file:"):
+        raise Error(f"{REMOTE} of the checkout {ROOT} is a folder of this machine")
+    if not git(ROOT, "branch", "--remotes", "--contains", here.revision):
+        raise Error(f"the commit {here.name(9)} of this program was not pushed to {REMOTE}")
+    tags = git(ROOT, "tag", "--points-at", here.revision).decode().split()
+    return f"{pip_address(remote)}@{tags[0] if tags else here.revision}"
+
+
+def pip_address(address: str) -> str:
+    """Return the address of a git repository as pip takes it, without a user's password.
+
+    Examples are `git+https://HOST/OWNER/REPOSITORY` and `git+ssh://git@HOST/OWNER/REPOSITORY`. A
+    revision at the end, such as `@v0.1.0`, is kept.
+    """
+    address = address.removeprefix("git+")
+    address = re.sub(r"^(https?://)[^/@]*@", r"\1", address)
+    address = re.sub(r"^file:///", "file://localhost/", address)  # pip 23 refuses the short form
+    if "://" not in address:  # git's short form of an address for ssh, such as git@HOST:OWNER/NAME
+        address = "ssh://" + address.replace(":", "/", 1)
+    return f"git+{address}"
+
+
+def check_repository(address: str) -> None:
+    """Raise `Error` if git cannot read the repository at `address`, or lacks its revision.
+
+    `address` is as `pip_address` returns it. A revision that is a commit's hash is not looked up,
+    because git lists branches and tags only.
+    """
+    url, revision = split_revision(address)
+    try:
+        listed = git(Path(), "ls-remote", "--heads", "--tags", url).decode()
+    except Error as error:
+        raise Error(f"'git ls-remote {url}' fails") from error
+    names = re.findall(r"\trefs/(?:heads|tags)/(.+)", listed)
+    is_hash = re.fullmatch(r"[0-9a-f]{7,40}", revision or "")
+    if revision and not is_hash and revision not in names:
+        raise Error(f"{url} has no branch and no tag {revision}")
+
+
+def split_revision(address: str) -> tuple[str, str | None]:
+    """Return the URL of the repository, and the revision at the end of the address, if any."""
+    url = address.removeprefix("git+")
+    path = url.partition("://")[2].partition("/")[2]  # the host may have a user before an @
+    if "@" not in path:
+        return url, None
+    url, _, revision = url.rpartition("@")
+    return url, revision
+
+
+def _installed_from() -> str | None:
+    """Return the address from which pip installed this program; None if it was no git address."""
+    try:
+        written = metadata.distribution(PACKAGE).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    source = json.loads(written or "{}")
+    if source.get("vcs_info", {}).get("vcs") != "git":
+        return None
+    return f"{pip_address(source['url'])}@{source['vcs_info']['commit_id']}"

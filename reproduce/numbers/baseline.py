@@ -1,0 +1,78 @@
+"""Choose the row by which others are divided, and notice when this row itself has changed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from reproduce.numbers.match import Line
+from reproduce.numbers.metrics import Reading
+from reproduce.numbers.significance import Decision, Rule, compare_samples
+
+Readings = Mapping[int, Reading]  # the number of a side -> the side's value (a reading) in one row
+Measured = tuple[Line, Readings]
+CHANGED = ("higher", "lower")  # the outcomes of a real difference
+
+
+def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
+    """Return the baseline line by which a line is divided, and the values of the baseline.
+
+    Each side that has a value in the line must also have a value in the baseline. If several lines
+    are possible, the choice is made in this order:
+
+    1. A line that is emulated or measured like this line, by the same engine
+    2. A line of the same scale
+    3. The row that `over` names
+    4. The first line
+    """
+    ours = line.first.result
+
+    def likeness(base: Measured) -> tuple[bool, ...]:
+        theirs = base[0].first.result
+        same_kind = theirs.emulated == ours.emulated and theirs.engine == ours.engine
+        return same_kind, theirs.scale == ours.scale, theirs.row == ours.over
+
+    possible = [base for base in bases if own.keys() <= base[1].keys()]
+    return max(possible, key=likeness)
+
+
+def differing_baseline(
+    base: Measured, side: int, rows: Sequence[Decision | None], rule: Rule
+) -> Decision | None:
+    """Return the decision about the baseline itself if it has changed, otherwise None.
+
+    A baseline that is slower would make all rows that are divided by it look faster. So a baseline
+    has changed if its absolute numbers differ, unless most rows kept their ratio to it. If they
+    did, the machine has another speed, and not the baseline.
+
+    The ratios of a published or predicted table are what was published or predicted, so its
+    baseline counts as unchanged.
+
+    Args:
+        base: The baseline, and its values on each side.
+        side: The number of the side that is compared with the first side.
+        rows: For each row that is divided by the baseline, the decision about its ratio.
+        rule: What counts as a difference.
+    """
+    line, readings = base
+    for each in (0, side):
+        if each not in readings or line.entries[each].record.run is None:
+            return None
+    itself = decide(readings[0], readings[side], rule)
+    if itself is None or itself.outcome not in CHANGED:
+        return None
+    outcomes = [decision.outcome for decision in rows if decision is not None]
+    changed = sum(outcome in CHANGED for outcome in outcomes)
+    kept = outcomes.count("~")
+    return None if changed < kept or not changed else itself
+
+
+def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
+    """Compare the value `head` with the value `base`; return None if they have no ratio."""
+    if base is None or head is None or base.unit != head.unit:
+        return None
+    try:
+        found = compare_samples(base.measurement, head.measurement, rule)
+    except ValueError:  # zeros have no ratios
+        return None
+    if base.disturbed or head.disturbed:
+        return replace(found, outcome="disturbed")
+    return found

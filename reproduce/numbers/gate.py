@@ -1,0 +1,140 @@
+"""Decide whether a comparison may pass as a check that nothing has become worse.
+
+A row of the first side (A) that cannot be judged, for example because another side lacks it, could
+hide a regression. So the check does not pass without a word about such rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reproduce.error import Error, Worse
+from reproduce.numbers.compare import ComparedRow, Comparison, verdict
+from reproduce.numbers.match import Line
+from reproduce.numbers.metrics import read
+from reproduce.numbers.notes import count, once, problem_of
+from reproduce.numbers.sources import Side
+from reproduce.numbers.unmatched import unmatched
+from reproduce.records.record import SUCCESS
+
+# Why a decision is no verdict. B stands for the side that is compared.
+UNJUDGED = {
+    "too few": "too few samples (B/A; needs {needed})",
+    "untested": "no samples (B/A)",
+    "disturbed": "disturbed (B/A)",
+    "base differs": "divided by a row that itself differs in B",
+}
+ACCEPT = "--allow-missing accepts this"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a comparison shows about regressions.
+
+    Attributes:
+        worse: The names of the rows that are worse than in A.
+        judged: Whether at least one row could be judged.
+        unjudged: For each reason why rows of A could not be judged, the names of these rows.
+        unfair: Why absolute numbers were not compared, one reason for each experiment at most.
+    """
+
+    worse: list[str]
+    judged: bool
+    unjudged: dict[str, list[str]]
+    unfair: list[str]
+
+    def check(self, *, allow_missing: bool) -> str:
+        """Return what has to be said although nothing is worse; empty if there is nothing to say.
+
+        Args:
+            allow_missing: Accept rows that could not be judged, if others could.
+
+        Raises:
+            Worse: A row is worse than in A.
+            Error: A row of A could not be judged.
+        """
+        left = set().union(*self.unjudged.values())
+        reasons = [f"{reason}: {once(names)}" for reason, names in self.unjudged.items()]
+        said = list(dict.fromkeys(self.unfair))
+        if self.worse:
+            more = f"; {count(left)} of A could not be judged" if left else ""
+            raise Worse(f"{count(self.worse)} worse than in A: {once(self.worse)}{more}")
+        if not self.judged:
+            because = "; ".join(["", *said, *reasons]).replace("; ", ": ", 1)
+            raise Error(
+                f"no row could be judged, so nothing shows that there is no regression{because}"
+            )
+        if left:
+            said.append(f"{count(left)} of A could not be judged: {'; '.join(reasons)}")
+        if left and not allow_missing:
+            raise Error("; ".join([*said, ACCEPT]))
+        return "; ".join(said)
+
+
+def gate(sides: Sequence[Side], lines: Sequence[Line], comparisons: Sequence[Comparison]) -> Gate:
+    """Return what a comparison shows about regressions.
+
+    Args:
+        sides: The sides that were compared.
+        lines: The lines that were compared, of which some may be in no table.
+        comparisons: The tables.
+    """
+    tables = {comparison.experiment: comparison for comparison in comparisons}
+    rows = {}
+    for comparison in comparisons:
+        for row in comparison.rows:
+            rows[id(row.line)] = row
+    fields = {}
+    for pair in unmatched(lines, len(sides)):
+        fields[id(pair.line), pair.side] = pair.text
+    worse: dict[str, None] = {}
+    judged = False
+    unjudged: dict[str, list[str]] = {}
+    for line in lines:
+        name = f"{line.label} ({line.experiment})"
+        for number, side in enumerate(sides[1:], 1):
+            found = rows.get(id(line))
+            decision = None if found is None else found.decisions[number]
+            table = tables.get(line.experiment)
+            if table is not None and decision is not None and decision.outcome not in UNJUDGED:
+                judged = True
+                if verdict(decision, table.metric) == "worse":
+                    worse[name] = None
+                continue
+            field = fields.get((id(line), number))
+            reason = _reason(line, number, side.letter, table, found)
+            if reason is not None and field is not None:
+                reason = f"A and {side.letter} differ in {field}"
+            if reason is not None:
+                unjudged.setdefault(reason, []).append(name)
+    unfair = [comparison.unfair for comparison in comparisons if comparison.unfair]
+    return Gate(list(worse), judged, unjudged, unfair)
+
+
+def _reason(
+    line: Line, side: int, letter: str, table: Comparison | None, row: ComparedRow | None
+) -> str | None:
+    """Return why a side could not be judged in a line, or None if there was nothing to judge.
+
+    Args:
+        line: The line.
+        side: The number of the side.
+        letter: The letter of the side.
+        table: The table of the line's experiment, if there is one.
+        row: The line's row in this table, if there is one.
+    """
+    ours = line.entries.get(0)
+    if ours is None or ours.result.status not in SUCCESS:
+        return None
+    decision = None if row is None else row.decisions[side]
+    if decision is not None:
+        reason = UNJUDGED[decision.outcome].format(needed=decision.needed)
+        return reason.replace("B", letter)
+    theirs = line.entries.get(side)
+    if theirs is None or theirs.result.status not in SUCCESS:
+        return f"{problem_of(theirs)} in {letter}"
+    if table is None:
+        return f"no number of the same metric in {letter}"
+    if read(ours, table.metric) is None or (row is not None and row.is_base):
+        return None
+    has_number = row is not None and row.readings[side] is not None
+    return f"no ratio ({letter}/A)" if has_number else f"no number in {letter}"

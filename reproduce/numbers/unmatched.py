@@ -1,0 +1,99 @@
+"""Find rows that two sides both have, but with different values of a field such as `link`.
+
+Such rows do not match, so each of them has a line of its own. Without this module, each of them
+would be called missing on the other side.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reproduce.numbers.match import Line, differing, likeness
+from reproduce.numbers.sources import Entry
+
+LONGEST_VALUE = 20  # characters of a value in a note
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A row of the first side, and the row of another side that has the same name.
+
+    Attributes:
+        line: The line of the first side's row.
+        other: The line of the other side's row.
+        side: The number of the other side.
+    """
+
+    line: Line
+    other: Line
+    side: int
+
+    @property
+    def fields(self) -> list[str]:
+        """Return the names of the fields in which the two rows differ."""
+        ours, theirs = self._entries
+        names = differing(ours, theirs)
+        if ours.result.scale != theirs.result.scale:
+            names.insert(0, "scale")
+        return names
+
+    @property
+    def text(self) -> str:
+        """Return the fields as a text, such as `link ("p40x8" / "h100x8")`.
+
+        The values of several fields, or long values, are left out.
+        """
+        names = self.fields
+        if len(names) == 1 and names != ["scale"]:
+            (name,) = names
+            both = [json.dumps(entry.result.config[name]) for entry in self._entries]
+            if max(map(len, both)) <= LONGEST_VALUE:
+                return f"{name} ({' / '.join(both)})"
+        return ", ".join(names)
+
+    @property
+    def _entries(self) -> tuple[Entry, Entry]:
+        return self.line.entries[0], self.other.entries[self.side]
+
+
+def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
+    """Pair each row that only the first side has with a row of the same name on another side.
+
+    Of several such rows, the one is taken whose scale, device and fields differ least.
+
+    Args:
+        lines: The lines of the table.
+        sides: The number of sides.
+    """
+    pairs = []
+    for side in range(1, sides):
+        alone = [line for line in lines if side in line.entries and 0 not in line.entries]
+        for line in lines:
+            if 0 not in line.entries or side in line.entries:
+                continue
+            found = _same_name(line, alone, side)
+            if found is not None:
+                alone.remove(found)
+                pairs.append(Unmatched(line, found, side))
+    return pairs
+
+
+def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
+    """Return the line in `others` that is named and was run like `line`, or None if there is none.
+
+    If there are several such lines, the most similar one is returned.
+    """
+    ours = line.entries[0]
+
+    def likeness_to_ours(other: Line) -> tuple[int, int]:
+        theirs = other.entries[side]
+        return likeness(ours, theirs), -len(differing(ours, theirs))
+
+    possible = [other for other in others if _name(other, side) == _name(line, 0)]
+    return max(possible, key=likeness_to_ours, default=None)
+
+
+def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
+    """Return what two rows have in common that a user takes for the same row."""
+    result = line.entries[side].result
+    return line.experiment, result.row, result.emulated, result.engine

@@ -1,0 +1,49 @@
+"""Write JSON as people and `diff` can read it."""
+
+import json
+
+from reproduce.records.places import Json
+
+WIDTH = 120  # the number of columns of a line in a record's file
+
+
+def rounded(value: Json, digits: int) -> Json:
+    """Round all floats in a JSON value to `digits` significant digits."""
+    if isinstance(value, dict):
+        return {name: rounded(item, digits) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item, digits) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    return value
+
+
+def format_json(value: Json, indent: str = "") -> str:
+    """Format JSON: a flat list, and a value that fits in a line, is one line.
+
+    Any other value has a line per item.
+
+    Raises:
+        ValueError: A number is NaN or infinite, which JSON cannot express.
+    """
+    line = json.dumps(value, allow_nan=False)
+    if not _nested(value) or len(indent + line) <= WIDTH:
+        return line
+    deeper = indent + " "
+    lines = []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            lines.append(f"{deeper}{json.dumps(key)}: {format_json(item, deeper)}")
+        opening, closing = "{", "}"
+    else:
+        lines += [deeper + format_json(item, deeper) for item in value]
+        opening, closing = "[", "]"
+    content = ",\n".join(lines)
+    return f"{opening}\n{content}\n{indent}{closing}"
+
+
+def _nested(value: Json) -> bool:
+    """Return whether a value is an object, or a list that contains objects or lists."""
+    if isinstance(value, list):
+        return any(isinstance(item, (dict, list)) for item in value)
+    return isinstance(value, dict)

@@ -1,0 +1,40 @@
+"""Run each case of a package once, to see whether `regression` can measure it."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from reproduce.regression.job import in_turn
+from reproduce.regression.trees import Project, snapshot
+
+
+def unable(project: Project, cases: Iterable[str]) -> dict[str, str]:
+    """Return why cases cannot run, by the names of these cases.
+
+    As for a measurement, the package is copied from the working tree, without files that git
+    ignores, and is imported from the copy.
+
+    Raises:
+        Error: The package cannot be copied or built, or the process that runs the cases ends.
+    """
+    ways = {}
+    for case in cases:
+        ways[case] = {"head": (0, (str(project.cases), case, None, 0.0))}
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="regression-") as name:
+        tree = snapshot(project, Path(name) / "head")
+        job = {
+            "folders": [str(tree.folder)],
+            "package": project.package,
+            "maker": "reproduce.regression.timed:Timed",
+            "cases": ways,
+            "restarts": 1,
+            "rounds": 1,
+            "least": 1,
+        }
+        with contextlib.closing(in_turn(job, {})) as lines:
+            for line in lines:
+                if "unable" in line:
+                    found[line["case"]] = line["unable"]["head"]
+    return found

@@ -1,0 +1,199 @@
+"""Tests of the command `init-ci`, which writes a CI workflow that runs `regression`."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from reproduce.cli.init_ci import WORKFLOW
+from reproduce.error import Error
+from reproduce.machine.description import ROOT
+from reproduce.machine.origin import PACKAGE
+
+from ..made import commit, git
+
+CASES = """
+from reproduce.regression.timed import Case
+
+def runs():
+    import mine
+    return mine.step
+
+def fails():
+    import mine
+    return mine.no_such_step
+
+CASES = [Case("runs", runs), Case("fails", fails)]
+"""
+MINE = ["--package", "mine", "--cases", "bench/cases.py"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change into a repository with a package and its cases; return an address of a repository."""
+    root = tmp_path / "own"
+    (root / "mine").mkdir(parents=True)
+    (root / "bench").mkdir()
+    (root / "mine" / "__init__.py").write_text("def step(): pass\n")
+    (root / "bench" / "cases.py").write_text(CASES)
+    (root / ".gitignore").write_text("ignored.py\n")
+    (root / "ignored.py").write_text(CASES)
+    (tmp_path / "outside.py").write_text(CASES)
+    commit(root, "v1")
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Do not run any case; return a dictionary with the reasons why cases do not run."""
+    reasons: dict[str, str] = {}
+
+    def unable(project: object, cases: Mapping[str, object]) -> dict[str, str]:
+        return {case: reasons[case] for case in cases if case in reasons}
+
+    monkeypatch.setattr("reproduce.regression.trial.unable", unable)
+    return reasons
+
+
+@pytest.mark.usefixtures("tried")
+def test_the_workflow_of_this_repository(
+    monkeypatch: pytest.MonkeyPatch, own: Path, command: Any
+) -> None:
+    text = (ROOT / WORKFLOW).read_text()
+    first, *_ = text.splitlines()
+    asked = shlex.split(first.removeprefix("# Written by: reproduce "))
+    monkeypatch.setattr("sys.argv", ["reproduce", *asked])
+
+    command(*asked)
+
+    assert WORKFLOW.read_text() == text
+    assert "Check before" in text
+    _, err = command(*asked, code=2)
+    assert "exists already: change it by hand" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "installs", "file"),
+    [
+        ([], f"python -m pip install '{PACKAGE}[reproduce] @ '\"$REPRODUCE\"", None),
+        ([], f"python -m pip install '{PACKAGE}[reproduce] @ '\"$REPRODUCE\" .", "pyproject.toml"),
+        (
+            ["--build", "make it"],
+            f"pip install '{PACKAGE}[reproduce] @ '\"$REPRODUCE\" .",
+            "setup.py",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("tried")
+def test_the_workflow_of_another_package(
+    options: list[str], installs: str, file: str | None, own: Path, command: Any
+) -> None:
+    """The address of this program is in one place, and no index is asked for its name."""
+    if file is not None:
+        Path(file).touch()
+
+    out, err = command("init-ci", *MINE, *options, "--from", f"file://{own}@v1")
+
+    assert (
+        out == f"wrote {WORKFLOW}: commit it and bench/cases.py, and every pull request is judged\n"
+    )
+    assert err == "trying runs, fails\n"
+    text = WORKFLOW.read_text()
+    assert f"  REPRODUCE: git+file://localhost{own}@v1\n" in text
+    body = text.partition("\n")[2]
+    assert body.count(str(own)) == 1
+    assert body.count(PACKAGE) == 1
+    assert f"{installs}\n" in body
+    Requirement(f"{PACKAGE}[reproduce] @ git+file://localhost{own}@v1")  # as pip reads it
+    built = f" --build '{options[1]}'" if options else ""
+    assert f"regression.md --package mine --cases bench/cases.py{built}\n" in body
+    assert "Check before" not in body
+
+
+@pytest.mark.usefixtures("tried")
+def test_a_command_of_ones_own_installs_everything(own: Path, command: Any) -> None:
+    command("init-ci", *MINE, "--set-up", "make all")
+
+    text = WORKFLOW.read_text()
+    assert "        run: |\n          make all\n" in text
+    assert "REPRODUCE:" not in text
+
+
+NO_ADDRESS = "no way, so name the git repository that CI installs it from, as in --from https://"
+BOTH = "--from goes with --package and without --set-up"
+REFUSED: list[tuple[list[str], str]] = [
+    (MINE, NO_ADDRESS),
+    ([*MINE, "--from", "a b"], "a b: give https://HOST/OWNER/REPOSITORY@TAG"),
+    ([*MINE, "--from", "file:///nowhere@v1"], "'git ls-remote file://localhost/nowhere' fails"),
+    ([*MINE, "--from", "file://OWN@v2"], "has no branch and no tag v2"),
+    ([*MINE, "--from", "file://OWN", "--set-up", "make"], BOTH),
+    (["--from", "file://OWN"], BOTH),
+    (["--package", "mine", "--cases", "ignored.py"], "git ignores this file"),
+    (["--package", "mine", "--cases", "../outside.py"], "CI has only files of the repository"),
+    (["--package", "mine", "--cases", "none.py"], "none.py: there is no such file"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+@pytest.mark.usefixtures("tried")
+def test_what_would_not_run_is_refused(
+    options: list[str], said: str, own: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    def unknown() -> str:
+        raise Error("no way")
+
+    monkeypatch.setattr("reproduce.cli.init_ci.own_address", unknown)
+
+    _, err = command("init-ci", *(word.replace("OWN", str(own)) for word in options), code=2)
+
+    assert said in err
+    assert err.count("\n") == 1
+    assert not WORKFLOW.exists()
+
+
+def test_a_case_that_does_not_run_is_refused(
+    own: Path, tried: dict[str, str], command: Any
+) -> None:
+    tried["fails"] = "AttributeError: gone"
+
+    _, err = command("init-ci", *MINE, "--set-up", "make", code=2)
+
+    *_, last = err.splitlines()
+    reason = "fails does not run (AttributeError: gone); nothing is written"
+    assert last == f"reproduce: --cases bench/cases.py: {reason}"
+    assert not WORKFLOW.exists()
+
+
+@pytest.mark.usefixtures("tried")
+def test_where_there_is_nothing_to_judge(
+    own: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    asked = ["init-ci", "--package", "mine", "--cases"]
+    monkeypatch.chdir(own / "bench")
+    _, err = command(*asked, "cases.py", code=2)
+    assert f"run it in the top folder of the repository, {own}\n" in err
+
+    monkeypatch.chdir(own.parent)
+    _, err = command(*asked, "outside.py", code=2)
+    assert "is not in a git repository" in err
+
+    git(own.parent, "init", "--quiet")
+    _, err = command(*asked, "outside.py", code=2)
+    assert "has no commit yet: commit the package first" in err
+
+
+@pytest.mark.slow  # PyTorch is imported in another process
+def test_each_case_is_tried(own: Path, command: Any) -> None:
+    _, err = command("init-ci", *MINE, "--set-up", "make", code=2)
+    *_, last = err.splitlines()
+    assert "fails does not run (AttributeError: module 'mine' has no attribute" in last
+    assert "runs does" not in last
+
+    cases = own / "bench" / "cases.py"
+    cases.write_text(cases.read_text().replace(', Case("fails", fails)', ""))
+    command("init-ci", *MINE, "--set-up", "make")
+    assert WORKFLOW.exists()
