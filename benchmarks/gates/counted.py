@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, Sequential, Tanh
 
-from benchmarks.gates.ranks import Ranks
+from reproduce.run.engines.ranks import Ranks
 from benchmarks.gates.tally import Tally, tallied
 from benchmarks.pipelines import ENGINES, evenly, on_cpu
 from reproduce.models.built import unet

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def meet() -> tuple[list[str], str]:
     """Run all scenes; return a line for each engine whose tasks do not meet, and what was run."""
     from benchmarks.gates import overlap, scenes
-    from benchmarks.gates.ranks import Ranks
+    from reproduce.run.engines.ranks import Ranks
 
     with closing(Ranks(scenes.N)) as ranks:
         lost = overlap.every(ranks)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.gates.ranks import Ranks
+from reproduce.run.engines.ranks import Ranks
 from benchmarks.gates.scenes import (
     ON_RANKS,
     SCENES,

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a distributed pipeline, for the gates."""
+"""Processes that run functions as the ranks of a process group."""
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -63,7 +63,10 @@ def _serve(k: int, link: Connection, n: int) -> None:
     ranks = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=ranks, rank=k, world_size=n)
     while True:
-        run, do, given = link.recv()
+        try:
+            run, do, given = link.recv()
+        except EOFError:  # the process that has started this one has ended
+            return
         shared = dist.PrefixStore(run, store)  # type: ignore[attr-defined]
         try:
             answer = do(shared, *given)
