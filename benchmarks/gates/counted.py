@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, Sequential, Tanh
 
-from reproduce.run.engines.ranks import Ranks
 from benchmarks.gates.tally import Tally, tallied
 from benchmarks.pipelines import ENGINES, evenly, on_cpu
 from reproduce.models.built import unet
+from reproduce.run.engines.ranks import Ranks
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from reproduce.run.engines.ranks import Ranks
 from benchmarks.gates.scenes import (
     ON_RANKS,
     SCENES,
@@ -25,6 +24,7 @@ from benchmarks.gates.scenes import (
     step,
 )
 from benchmarks.simulated import Streams
+from reproduce.run.engines.ranks import Ranks
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules import Action
 from torchgpipe.tensors.observe import Kind, Task

@@ -32,6 +32,7 @@ from reproduce.tables.layout import many
 METRIC, TOGETHER, WALL_TOGETHER = "time", "all together", "all by wall clock"
 Old = Literal["base", "also"]
 """The old versions with which head is compared."""
+OLDS: tuple[Old, ...] = ("base", "also")
 
 ALSO = 0.1
 """The threshold of the comparison with the second old version.
@@ -115,9 +116,8 @@ def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] =
     """
     ratios: dict[tuple[Old, str], dict[str, list[float]]] = {}
     clocks = {case: samples.clock for case, samples in found.items()}
-    olds: tuple[Old, ...] = ("base", "also")
     tests = 0
-    for old in olds:
+    for old in OLDS:
         for together, cases in families(clocks).items():
             own = {case: _ratios(found[case], old) for case in cases}
             own = {case: numbers for case, numbers in own.items() if numbers}
@@ -201,8 +201,8 @@ def complaint(judged: Judgement, base: str, head: str, also: str | None) -> Erro
         cases = f"{many(len(broken), 'case')} cannot run in {head}: {', '.join(broken)}"
         reason = next(iter(broken.values()))
         return Error(f"{cases}: {reason}")
-    for old, name in (("base", base), ("also", also)):
-        if name is not None and judged.samples and not judged.decisions[old]:  # type: ignore[index]
+    for old, name in zip(OLDS, (base, also), strict=True):
+        if name is not None and judged.samples and not judged.decisions[old]:
             return Error(f"no case runs in {name}, so nothing shows that there is no regression")
     disturbed = judged.called("disturbed", "base") or judged.called("disturbed", "also")
     if disturbed:

@@ -10,7 +10,16 @@ from reproduce.numbers.compare import verdict
 from reproduce.numbers.metrics import Reading
 from reproduce.numbers.significance import Decision
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.judge import METRIC, WALL, WALL_TOGETHER, Judgement, Limits, Old, families
+from reproduce.regression.judge import (
+    METRIC,
+    OLDS,
+    WALL,
+    WALL_TOGETHER,
+    Judgement,
+    Limits,
+    Old,
+    families,
+)
 from reproduce.regression.trees import Tree, Trees
 from reproduce.tables.layout import Table, bullets, by_value, many, number
 from reproduce.tables.output import Number, of_reading, written
@@ -69,19 +78,17 @@ class Report:
         if self.versions.also is not None:
             headings += ["B/C", "verdict"]
         width = len(headings)
-        rows = []
-        for gate in self.judged.gates:
-            rows.append([gate.name, *[""] * 4, gate.verdict, *[""] * (width - 6)])
+        gaps = [""] * (width - 6)
+        rows = [[gate.name, *[""] * 4, gate.verdict, *gaps] for gate in self.judged.gates]
         clocks = {case: samples.clock for case, samples in self.judged.samples.items()}
         for together, cases in families(clocks).items():
             group = GROUPS[together == WALL_TOGETHER]
             rows.append([group, *[""] * (width - 1)])
-            for case in cases:
-                rows.append(self._line(case, self.judged.samples[case]))
-            if together in self.judged.decisions["base"]:
-                ran = [case for case in cases if case in self.judged.decisions["base"]]
-                label = f"geometric mean of {len(ran)}"
-                rows.append(self._cells(label, together, ["", ""]))
+            rows += [self._line(case, self.judged.samples[case]) for case in cases]
+            decided = self.judged.decisions["base"]
+            if together in decided:
+                count = len(decided.keys() & set(cases))
+                rows.append(self._cells(f"geometric mean of {count}", together, ["", ""]))
         title = "regression: time in ms; lower is better"
         if self.settings.slow_down:
             title += f", WITH A PLANTED DELAY of {self.settings.slow_down:.0%} in each step of B"
@@ -90,9 +97,8 @@ class Report:
     def _line(self, case: str, samples: Samples) -> list[str]:
         """Return the cells of a case: a pair of samples, and the decisions about their ratio."""
         decision = self.judged.decisions["base"].get(case)
-        numbers = []
-        for which in ("base", "head"):
-            numbers.append("missing" if which in samples.unable else "")
+        unable = samples.unable
+        numbers = ["missing" if which in unable else "" for which in ("base", "head")]
         if decision is not None:
             pair = nearest(samples.base, samples.head, decision.ratio)
             numbers = [number(1000 * seconds) for seconds in pair]
@@ -115,32 +121,43 @@ class Report:
         for letter, tree in self._sides():
             commit = "" if tree.commit is None else f" (git {tree.commit[:7]}{'+' * tree.dirty})"
             yield f"{letter}: {tree.name}{commit}"
-        if not self.judged.samples:
-            return
-        settings, limits = self.settings, self.limits
-        restarts = many(settings.restarts, "restart")
-        pairs = many(settings.rounds, "pair")
-        yield (
+        if self.judged.samples:
+            yield self._measured()
+            yield self._clocks()
+            yield self._rule()
+            yield from self._exceptions()
+
+    def _measured(self) -> str:
+        restarts = many(self.settings.restarts, "restart")
+        pairs = many(self.settings.rounds, "pair")
+        return (
             f"measured on {self.machine}: {restarts} of all sides; in each, {pairs} of samples of "
             "every case, in turn; a restart counts as one number, the median ratio of its pairs; A "
             "and B: the pair that is nearest to the ratio"
         )
+
+    def _clocks(self) -> str:
         cpu, wall = "CPU time on one core, which sees no waiting", "wall-clock times on two cores"
-        if settings.clock is None:
-            yield f"times are {cpu}; by wall clock, they are {wall}"
-        else:
-            yield f"times are {wall if settings.clock == 'wall' else cpu}"
-        tests = round(limits.alpha / self.judged.alpha)
-        since = ""
+        if self.settings.clock is None:
+            return f"times are {cpu}; by wall clock, they are {wall}"
+        return f"times are {wall if self.settings.clock == 'wall' else cpu}"
+
+    def _rule(self) -> str:
+        limits = self.limits
+        tests = many(round(limits.alpha / self.judged.alpha), "test")
+        beside_c = ""
         if self.versions.also is not None:
-            since = f" (beside C {_percent(limits.also)}, and {_percent(WALL * limits.also)})"
-        yield (
+            beside_c = f" (beside C {_percent(limits.also)}, and {_percent(WALL * limits.also)})"
+        return (
             f"better, worse: significant (rank test) and more than {_percent(limits.threshold)} "
-            f"apart, by wall clock {_percent(WALL * limits.threshold)}{since}; ~: not both; the "
-            f"risk of calling noise significant, {limits.alpha:g}, is shared by "
-            f"{many(tests, 'test')}; interval: the ratio's, at {1 - self.judged.alpha:.4%}"
+            f"apart, by wall clock {_percent(WALL * limits.threshold)}{beside_c}; ~: not both; the "
+            f"risk of calling noise significant, {limits.alpha:g}, is shared by {tests}; interval: "
+            f"the ratio's, at {_percent(1 - self.judged.alpha)}"
         )
-        if any(self.judged.called("disturbed", old) for old in _OLDS):
+
+    def _exceptions(self) -> Iterator[str]:
+        """Yield notes about cases that were disturbed, or that a version cannot run."""
+        if any(self.judged.called("disturbed", old) for old in OLDS):
             yield "disturbed: other programs used the cores, which may have hidden a loss"
         for which, letter in LETTERS.items():
             reasons = {}
@@ -179,9 +196,6 @@ class Report:
                 if name not in self.judged.samples:
                     own = {"row": name, "side": letter, "name": sides[letter]}
                     yield {**about, **own, **_decided(decision)}
-
-
-_OLDS: tuple[Old, ...] = ("base", "also")
 
 
 def nearest(
@@ -228,4 +242,4 @@ def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.4g} %"
