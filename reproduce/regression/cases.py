@@ -155,8 +155,8 @@ OVERLAP = tuple(
 )
 WAITING = (
     # The steps over ranks come first, because they fork: no other case has started threads yet.
-    Case("ranks GPipe", partial(over_ranks, "GPipe"), steps=4, clock="wall"),
-    Case("ranks 1F1B", partial(over_ranks, "1F1B"), steps=4, clock="wall"),
+    Case("ranks GPipe", partial(over_ranks, "GPipe"), steps=2, clock="wall"),
+    Case("ranks 1F1B", partial(over_ranks, "1F1B"), steps=2, clock="wall"),
     Case("waiting always", machinery(checkpoint="always"), steps=4, clock="wall"),
     Case("waiting ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=4, clock="wall"),
 )

@@ -11,19 +11,21 @@ from reproduce.run.engines.ranks import Ranks
 
 N, M = 2, 8
 """The numbers of ranks and of micro-batches."""
-_STEPS: list[Callable[[], object]] = []
+_STEPS: list[Callable[[], float]] = []
 """In a process that is a rank: the function that runs a step, once it is made."""
 
 
-def over_ranks(schedule: str) -> Callable[[], object]:
-    """Start processes that are the ranks of a pipeline; return a function that runs a step.
+def over_ranks(schedule: str) -> Callable[[], float]:
+    """Start processes that are the ranks of a pipeline.
+
+    Return a function that runs a training step and returns the loss.
 
     The layers compute next to nothing. Call this function before this process starts threads,
     because it forks.
     """
     ranks = Ranks(N)
     ranks.run(_make, schedule)
-    return lambda: ranks.run(_step)
+    return lambda: ranks.run(_step)[0]
 
 
 def _make(_: object, schedule: str) -> None:
@@ -36,13 +38,14 @@ def _make(_: object, schedule: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, target = torch.randn(2, M, 8)
 
-    def step() -> None:
-        model.step(F.mse_loss, x, target)
+    def step() -> float:
+        loss = float(model.step(F.mse_loss, x, target))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss
 
     _STEPS.append(step)
 
 
-def _step(_: object) -> None:
-    _STEPS[-1]()
+def _step(_: object) -> float:
+    return _STEPS[-1]()

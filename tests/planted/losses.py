@@ -95,7 +95,9 @@ def main() -> int:
             wanted = 0 if asked.unchanged else asked.runs
             missed += runs != wanted
             each = ", ".join(f"{name} {count}" for name, count in sorted(by.items()))
-            print(f"found in {runs} of {asked.runs}  {loss.kind}  ({each or 'by none'})", flush=True)
+            print(
+                f"found in {runs} of {asked.runs}  {loss.kind}  ({each or 'by none'})", flush=True
+            )
     return int(missed > 0)
 
 

@@ -18,11 +18,12 @@ import pytest
 from reproduce.cli.regression import WORKFLOW
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.regression import bisect
+from reproduce.regression import bisect, gates
 from reproduce.regression import main as asked
-from reproduce.regression.cases import CASES, OVERLAP
+from reproduce.regression.cases import CASES
+from reproduce.regression.gates import Found
 from reproduce.regression.job import Settings
-from reproduce.regression.trees import Project, Tree
+from reproduce.regression.trees import Project, Tree, Trees
 
 from ..made import commit, one_line
 
@@ -35,23 +36,34 @@ def made_up(
     monkeypatch: pytest.MonkeyPatch,
     slower: dict[str, float] | None = None,
     ends: BaseException | None = None,
+    since: float = 1.0,
+    busy: bool = False,
+    lost: str | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace the measuring of two revisions, the base and the head, by made-up samples.
+    """Replace the gates, and the measuring of the revisions, by made-up lines and samples.
 
     Args:
         monkeypatch: The fixture that replaces the functions.
         slower: For each case in which the head is slower, the factor.
         ends: The error that ends the measuring.
+        since: By which factor all cases are slower than in the revision of `--also`.
+        busy: Whether other programs use the cores.
+        lost: The gate that finds a loss.
         unable: For each revision (`base` or `head`), the cases that it cannot run.
     """
 
     @contextlib.contextmanager
-    def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
+    def trees(base: str, head: str | None, project: Project, also: str | None) -> Iterator[Trees]:
         ours = head or "the working tree"
-        yield Tree(ROOT, base, "0" * 40), Tree(ROOT, ours, "1" * 40, dirty=True)
+        second = None if also is None else Tree(ROOT, also, "2" * 40)
+        yield Trees(Tree(ROOT, base, "0" * 40), Tree(ROOT, ours, "1" * 40, dirty=True), second)
 
-    def interleaved(base: Tree, head: Tree, settings: Settings) -> Iterator[dict[str, object]]:
+    def judged_by(module: str, base: Tree, head: Tree) -> Found:
+        name = module.rpartition(".")[2]
+        return Found(name, "worse" if name == lost else "~", [f"{name} says so"])
+
+    def interleaved(versions: Trees, settings: Settings) -> Iterator[dict[str, object]]:
         for case in settings.cases:
             sides = {side: "ImportError: gone" for side, cases in unable.items() if case in cases}
             if sides:
@@ -66,42 +78,52 @@ def made_up(
                     steady.append(seconds)
                     changed.append(factor * noise * seconds)
                 samples = {"base": steady, "head": changed}
-                yield {"case": case, "restart": i, "samples": samples}
+                if versions.also is not None:
+                    samples["also"] = [seconds / since for seconds in changed]
+                yield {"case": case, "restart": i, "samples": samples, "busy": busy}
                 if ends is not None:
                     raise ends
 
     monkeypatch.setattr(asked, "trees", trees)
     monkeypatch.setattr(asked, "interleaved", interleaved)
+    monkeypatch.setattr(asked, "judged_by", judged_by)
     monkeypatch.setattr(bisect, "bisected", lambda *asked: "12ab it")
 
 
 def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     made_up(monkeypatch)
 
-    out, err = command("regression", "--base", "v1")
+    out, err = command("regression", "--base", "v1", "--also", "v0")
 
-    assert err == "restart 1 of 20 done\n"
+    assert err.endswith("restart 1 of 20 done\n")
     assert out.startswith("regression: time in ms; lower is better\n")
-    for name in NAMES:
-        assert name in out
-    table, _, _ = out.partition("\n- ")
-    assert "worse" not in table
-    (mean,) = [line for line in out.splitlines() if line.startswith("geometric mean of 8")]
-    assert mean.split()[4] == "1.00"
-    assert mean.endswith("~"), "the mean is judged, too"
     flat = one_line(out)
+    for name in NAMES:
+        assert name in flat
+    table, _, notes = out.partition("\n- ")
+    assert "worse" not in table
+    lines = table.splitlines()
+    _, _, heading, _, *rows = lines
+    assert heading.split() == ["row", "A", "B", "B/A", "interval", "verdict", "B/C", "verdict"]
+    assert [row.split() for row in rows[:3]] == [
+        ["counts", "~"],
+        ["meeting", "~"],
+        ["by", "wall", "clock"],
+    ]
+    means = [line.split() for line in rows if line.startswith("geometric mean of")]
+    assert [cells[-5:] for cells in means] == [["1.00", "1.00-1.00", "~", "1.00", "~"]] * 2
     for said in (
-        "A: v1 (",
-        "git 0000000",
-        "B: the working tree (",
-        "git 1111111+",
-        "20 restarts of both sides; in each, 8 pairs",
-        "0.01, is shared by 9 tests",
+        "A: v1 (git 0000000)",
+        "B: the working tree (git 1111111+)",
+        "C: v0 (git 2222222)",
+        "counts: counts says so",
+        "20 restarts of all sides; in each, 8 pairs",
+        f"0.01, is shared by {2 * (len(NAMES) + 2)} tests",
         "wall-clock times on two",
-        f"geometric mean of {len(OVERLAP)} ",
+        "more than 2 % apart, by wall clock 5 % (beside C 10 %, and 25 %)",
     ):
-        assert said in flat
-    assert "\nregression by wall clock: time in ms; lower is better\n" in out
+        assert said in one_line(notes)
+    assert out.endswith("\n\nnot worse than v1, nor than v0\n"), "the text ends with the verdict"
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -110,8 +132,9 @@ def slower(factor: float, *cases: str) -> dict[str, Any]:
 
 
 FIRST, SECOND, *_ = NAMES
-WORSE = f"slower than v1: {CASE}"
-NEITHER = "give either --base REV, or --bisect GOOD BAD without --head"
+ALWAYS = "machinery always"
+WORSE = f"worse than v1: {CASE}"
+NEITHER = "give either --base REV, or --bisect GOOD BAD without --head, --also, --gate"
 NO_CASES = "as in --package mypackage --cases bench/cases.py; got "
 # The made-up samples, the options, the exit code, the verdict on a case, and the message.
 ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
@@ -119,28 +142,28 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     (slower(1.015), "--base v1", 0, "~", ""),
     (slower(1.015), "--base v1 --threshold 0.01", 1, "worse", WORSE),
     (slower(0.8), "--base v1", 0, "better", ""),
-    (slower(1.2, *NAMES), "--base v1", 1, "worse", f"{FIRST}, {SECOND}, "),
+    (slower(1.2, *NAMES), "--base v1", 1, "worse", f"worse than v1: {FIRST}, {SECOND}, "),
     (slower(1.1), "--base v1 --head v2 --case naive --case MACHINERY", 0, None, ""),
     (
-        slower(1.1, SECOND),
-        "--base v1 --restarts 8 --case always",
+        slower(1.1, ALWAYS),
+        "--base v1 --restarts 11 --case always",
         1,
         None,
-        f"slower than v1: {SECOND}",
+        f"worse than v1: {ALWAYS}",
     ),
     (
         {},
         "--base v1 --case gpipe --case x",
         2,
         None,
-        "--case x: no case has this text in its name; the cases are machinery",
+        "--case x: no case has this text in its name; the cases are ranks",
     ),
     (
         {},
         "--base v1 --restarts 5",
         2,
         None,
-        "with 8 cases and --alpha 0.01, nothing could be called significant",
+        f"with {len(NAMES)} cases and --alpha 0.01, nothing could be called significant",
     ),
     ({"base": ["machinery never"]}, "--base v1", 0, "~", ""),
     (
@@ -157,12 +180,26 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
         "missing",
         "no case runs in v1, so nothing shows that there is no regression",
     ),
+    ({"since": 1.05}, "--base v1 --also v0", 0, "~", "not worse than v1, nor than v0"),
+    ({"since": 1.15}, "--base v1 --also v0", 1, "worse", "worse than v0: "),
+    ({"since": 1.15}, "--base v1 --also v0 --also-threshold 0.2", 0, "~", ""),
+    ({"busy": True}, "--base v1", 2, "~", "other programs used the cores, which may have hidden"),
+    ({"busy": True}, "--base v1 --case U-Net", 0, "~", "not worse than v1"),
+    ({"busy": True} | slower(1.1), "--base v1", 1, "worse", WORSE),
+    ({"lost": "counts"}, "--base v1", 1, "~", "worse than v1: counts"),
+    ({"lost": "meeting"}, "--base v1 --gate meeting", 1, None, "worse than v1: meeting"),
+    ({"lost": "meeting"}, "--base v1 --gate counts", 0, None, "not worse than v1"),
+    ({"lost": "meeting"}, "--base v1 --gate times", 0, "~", "not worse than v1"),
+    ({}, "--base v1 --gate size", 2, None, "no such gate; it has counts, meeting, times"),
+    ({}, "--base v1 --gate counts --case U-Net", 2, None, "--case chooses what is timed"),
     ({"ends": Error("it broke")}, "--base v1", 2, None, "it broke"),
     ({"ends": KeyboardInterrupt()}, "--base v1", 130, None, "interrupted"),
     ({}, "--bisect v1 v2", 0, None, "the first commit that is slower than v1: 12ab it"),
     ({}, "", 2, None, NEITHER),
     ({}, "--bisect v1 v2 --base v1", 2, None, NEITHER),
     ({}, "--bisect v1 v2 --head v1", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --also v1", 2, None, NEITHER),
+    ({}, "--bisect v1 v2 --gate times", 2, None, NEITHER),
     ({}, "--bisect v1 v2 --markdown FILE", 2, None, NEITHER),
     ({}, "--base v1 --build make", 2, None, NO_CASES),
     ({}, "--base v1 --package mine", 2, None, NO_CASES),
@@ -186,8 +223,11 @@ def test_exit_code_and_verdict(
     out, err = command("regression", *shlex.split(options), code=code)
 
     complaints = [line for line in err.splitlines() if line.startswith("reproduce: ")]
-    if code == 0:
-        assert complaints == []
+    if out and "--bisect" not in options:
+        assert complaints == [], "the verdict is at the end of the text"
+        *_, conclusion = out.split("\n\n")
+        assert said in one_line(conclusion)
+    elif code == 0:
         assert said in out
     else:
         (complaint,) = complaints
@@ -210,20 +250,71 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
     out, err = command("regression", "--base", "v1", *options, code=1)
 
     said = one_line(out)
-    assert "WITH A PLANTED DELAY of 10%" in said
-    assert err.endswith("all by wall clock\n")
-    verdict, table = file.read_text().split("\n\n", 1)
-    assert verdict.startswith("**slower than v1: ")
-    assert table.startswith("## regression")
-    assert (style == "markdown") == (table == out)
+    conclusion = f"worse than v1: {FIRST}, "
+    written = file.read_text()
+    assert written.startswith("## regression")
+    assert written.splitlines()[-1].startswith(f"**{conclusion}")
+    assert (style == "markdown") == (written == out)
     if style in ("text", "markdown"):
+        assert "WITH A PLANTED DELAY of 10%" in said
         assert f"not in base (A): machinery never, {CASE}: ImportError: gone" in said
+    else:
+        assert f"reproduce: {conclusion}" in err
     if style == "json":
-        *_, last = json.loads(out)["numbers"]
-        assert last["row"] == "geometric mean"
+        found = json.loads(out)
+        assert found["conclusion"].startswith(conclusion)
+        *_, last = found["numbers"]
+        assert last["row"] == "all together"
         assert last["side"] == "B"
         assert last["verdict"] == "worse"
         assert last["ratio"] == pytest.approx(1.2, rel=0.01)
+
+
+GATE = """
+import sys
+from package import lines, code
+print("\\n".join(lines))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict", "said"),
+    [
+        ((0, ["well"]), (0, ["all well"]), "~", ["all well"]),
+        ((0, ["well"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
+        ((1, ["lost"]), (1, ["lost"]), "~", ["what it finds is the same in old", "lost"]),
+        ((1, ["lost"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
+        ((2, ["broken"]), (1, ["lost"]), "worse", ["lost"]),
+    ],
+)
+def test_a_gate_judges_the_new_version_beside_the_old_one(
+    base: Any, head: Any, verdict: str, said: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    found = gates.judged("a.gate", *versions(base, head, tmp_path, monkeypatch))
+    assert found == ("gate", verdict, said)
+
+
+def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
+    """If the package does not run, nothing is timed: it could wait for ever."""
+    made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
+    with pytest.raises(Error, match=r"^gate: the package does not run$"):
+        gates.judged("a.gate", *made)
+
+
+def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
+    """Make two versions of a package, for which a gate prints lines and has an exit code."""
+    monkeypatch.setattr(gates, "ROOT", folder)
+    (folder / "a").mkdir()
+    (folder / "a" / "gate.py").write_text(GATE)
+    made = []
+    for name, (code, lines) in (("old", base), ("new", head)):
+        (folder / name).mkdir()
+        text = f"code = {code}\nlines = {lines}\n"
+        (folder / name / "package.py").write_text(text)
+        made.append(Tree(folder / name, name, None))
+    old, new = made
+    return old, new
 
 
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
@@ -266,7 +357,7 @@ FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/m
 @pytest.mark.parametrize(
     ("asked", "ends", "code", "said"),
     [
-        ("--base HEAD --restarts 8 --rounds 1", None, 0, "reproduce: "),
+        ("--base HEAD --also HEAD~1 --restarts 9 --rounds 1", None, 0, "reproduce: "),
         ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
         ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
         ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
@@ -297,7 +388,15 @@ def test_for_real(
         if tag:
             commit(root, tag)
     # No difference exceeds this threshold, so the machine's noise cannot make the test fail.
-    options = ["--case", "machinery never", "--threshold", "1000", *shlex.split(asked)]
+    options = [
+        "--case",
+        "machinery never",
+        "--threshold",
+        "1000",
+        "--also-threshold",
+        "1000",
+        *shlex.split(asked),
+    ]
 
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
