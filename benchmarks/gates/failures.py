@@ -35,8 +35,8 @@ def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except Error:
-        raise
+    except Error as error:  # of a rank, which has raised an exception
+        raise Error(f"{gate}: the pipeline does not run: {error}") from None
     except Exception as error:
         said, *_ = str(error).splitlines() or [""]
         raise Error(f"{gate}: the pipeline does not run: {type(error).__name__}: {said}") from None

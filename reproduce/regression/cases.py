@@ -145,9 +145,9 @@ def machinery(**options: Any) -> Training:
 
 MACHINERY = (
     *[Case(f"machinery {mode}", machinery(checkpoint=mode), steps=4) for mode in MODES],
-    Case("machinery graph", machinery(checkpoint="always", engine="graph"), steps=4),
-    Case("machinery 1F1B", machinery(checkpoint="never", schedule="1F1B"), steps=4),
-    Case("machinery ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=4),
+    Case("machinery graph", machinery(checkpoint="always", engine="graph"), steps=2),
+    Case("machinery 1F1B", machinery(checkpoint="never", schedule="1F1B"), steps=2),
+    Case("machinery ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=2),
 )
 OVERLAP = tuple(
     Case(f"overlap {mode}", Training("matrices", (2, 2), 8, mode, 512), clock="wall")
@@ -157,7 +157,7 @@ WAITING = (
     # The steps over ranks come first, because they fork: no other case has started threads yet.
     Case("ranks GPipe", partial(over_ranks, "GPipe"), steps=2, clock="wall"),
     Case("ranks 1F1B", partial(over_ranks, "1F1B"), steps=2, clock="wall"),
-    Case("waiting always", machinery(checkpoint="always"), steps=4, clock="wall"),
-    Case("waiting ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=4, clock="wall"),
+    Case("waiting always", machinery(checkpoint="always"), steps=2, clock="wall"),
+    Case("waiting ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=2, clock="wall"),
 )
 CASES = (*WAITING, *MACHINERY, *TRAINING, *OVERLAP)

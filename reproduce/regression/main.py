@@ -60,7 +60,7 @@ def answer(
     with trees(asked.base, asked.head, settings.project, asked.also) as versions:
         found = []
         for module in gates:
-            tell(f"{module} runs")
+            tell(f"the gate {module.rpartition('.')[2]} runs")
             found.append(judged_by(module, versions.base, versions.head))
         judged = judge(measure(versions, settings, tell), limits, found)
     wrong = complaint(judged, asked.base, versions.head.name, asked.also)

@@ -105,7 +105,7 @@ class Report:
         return self._cells(case, case, numbers)
 
     def _cells(self, label: str, name: str, numbers: Sequence[str]) -> list[str]:
-        label = "\n".join(textwrap.wrap(label, LABEL_WIDTH))
+        label = "\n".join(textwrap.wrap(label, LABEL_WIDTH, break_on_hyphens=False))
         decisions = self.judged.decisions
         cells = [label, *numbers, *_ratio(decisions["base"].get(name))]
         if self.versions.also is not None:

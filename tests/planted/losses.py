@@ -42,9 +42,7 @@ def found_by(tree: Path, arguments: list[str]) -> set[str]:
     """
     command = [sys.executable, "-m", "reproduce", "regression", "--base", "HEAD", "--json"]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = subprocess.run(
-        [*command, *arguments], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    ended = subprocess.run([*command, *arguments], cwd=tree, env=env, capture_output=True)
     found = set[str]()
     for number in json.loads(ended.stdout)["numbers"] if ended.stdout else ():
         if number["verdict"] == "worse":
@@ -94,10 +92,9 @@ def main() -> int:
                 path.write_text(before)
             wanted = 0 if asked.unchanged else asked.runs
             missed += runs != wanted
-            each = ", ".join(f"{name} {count}" for name, count in sorted(by.items()))
-            print(
-                f"found in {runs} of {asked.runs}  {loss.kind}  ({each or 'by none'})", flush=True
-            )
+            each = [f"{name} {count}" for name, count in sorted(by.items())]
+            names = ", ".join(each) or "by none"
+            print(f"found in {runs} of {asked.runs}  {loss.kind}  ({names})", flush=True)
     return int(missed > 0)
 
 

@@ -48,7 +48,7 @@ class Ranks:
                 if isinstance(answer, Ended):
                     raise Error(f"rank {k} ended {answer.how}")
                 if isinstance(answer, _Failed):
-                    raise Error(f"rank {k}: {answer}")
+                    raise Error(answer)
                 answers[k] = answer
         return [answers[k] for k in range(self._n)]
 

@@ -95,21 +95,17 @@ def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any)
 
     out, err = command("regression", "--base", "v1", "--also", "v0")
 
-    assert err.endswith("restart 1 of 20 done\n")
+    assert err == "the gate counts runs\n"
     assert out.startswith("regression: time in ms; lower is better\n")
-    flat = one_line(out)
     for name in NAMES:
-        assert name in flat
+        assert f"\n{name.split()[0]}" in out
     table, _, notes = out.partition("\n- ")
     assert "worse" not in table
     lines = table.splitlines()
     _, _, heading, _, *rows = lines
     assert heading.split() == ["row", "A", "B", "B/A", "interval", "verdict", "B/C", "verdict"]
-    assert [row.split() for row in rows[:3]] == [
-        ["counts", "~"],
-        ["meeting", "~"],
-        ["by", "wall", "clock"],
-    ]
+    first = [" ".join(row.split()) for row in rows[:3]]
+    assert first == ["counts ~", "meeting ~", "by wall clock"]
     means = [line.split() for line in rows if line.startswith("geometric mean of")]
     assert [cells[-5:] for cells in means] == [["1.00", "1.00-1.00", "~", "1.00", "~"]] * 2
     for said in (
@@ -388,15 +384,8 @@ def test_for_real(
         if tag:
             commit(root, tag)
     # No difference exceeds this threshold, so the machine's noise cannot make the test fail.
-    options = [
-        "--case",
-        "machinery never",
-        "--threshold",
-        "1000",
-        "--also-threshold",
-        "1000",
-        *shlex.split(asked),
-    ]
+    wide = ["--threshold", "1000", "--also-threshold", "1000"]
+    options = ["--case", "machinery never", *wide, *shlex.split(asked)]
 
     process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
     if ends is not None:
