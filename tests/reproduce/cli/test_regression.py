@@ -314,17 +314,16 @@ def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree
 
 
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """`init-ci` writes the CI workflow of this repository, and a workflow for another package."""
-    own = (ROOT / WORKFLOW).read_text()
-    first, *_ = own.splitlines()
-    asked = shlex.split(first.removeprefix("# Written by: reproduce "))
+    """`init-ci` writes a CI workflow, in which a gate comes first and then `regression`."""
+    asked = ["init-ci", "--set-up", "make setup", "--gate", "make gate"]
     monkeypatch.setattr("sys.argv", ["reproduce", *asked])
     monkeypatch.chdir(tmp_path)
 
     command(*asked)
 
-    assert WORKFLOW.read_text() == own
-    assert "Check before" in own
+    text = WORKFLOW.read_text()
+    assert text.startswith("# Written by: reproduce init-ci --set-up 'make setup'")
+    assert text.index("make gate") < text.index("reproduce regression --base 'HEAD^1'")
     _, err = command(*asked, code=2)
     assert "exists already: change it by hand" in err
 
@@ -335,6 +334,11 @@ def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: 
     text = WORKFLOW.read_text()
     assert "regression.md --package mine --cases cases.py --build 'make it'\n" in text
     assert "Check before" not in text
+
+
+def test_the_workflow_of_this_repository_has_a_second_base() -> None:
+    own = (ROOT / WORKFLOW).read_text()
+    assert "reproduce regression --base 'HEAD^1' $ALSO --markdown regression.md" in own
 
 
 MINE = """
