@@ -95,8 +95,8 @@ _TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...], tuple[str, 
     ("linear", N, 4, ("always", "never"), (RANKS,), ("GPipe", "1F1B", "ZBH1")),
 ]
 CONFIGURATIONS: list[Configuration] = []
-for model, n, m, *several in _TABLE:
-    for mode, engine, schedule in product(*several):
+for model, n, m, modes, engines, schedules in _TABLE:
+    for mode, engine, schedule in product(modes, engines, schedules):
         CONFIGURATIONS.append(Configuration(model, n, m, mode, engine, schedule))
 
 
@@ -149,10 +149,11 @@ def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
     """
     if asked.engine == RANKS:
         assert ranks is not None
-        first, *others = ranks.run(_on_rank, asked)
-        for other in others:
-            first = first.plus(other)
-        return first.plus(_plain(asked), -1)
+        of_ranks: list[Counts] = ranks.run(_on_rank, asked)
+        total = of_ranks[0]
+        for other in of_ranks[1:]:
+            total = total.plus(other)
+        return total.plus(_plain(asked), -1)
     build, shape, options = MODELS[asked.model]
     x = torch.randn(asked.m * SAMPLES, *shape)
     layers = build()

@@ -162,8 +162,8 @@ def every(ranks: Ranks) -> list[str]:
     """Run all scenes on every engine; return a line about the first lost scene of each engine."""
 
     def on_ranks(scene: Scene, looks: int) -> str | None:
-        *_, answer = ranks.run(on_rank, scene, looks)
-        return answer
+        answers: list[str | None] = ranks.run(on_rank, scene, looks)
+        return answers[-1]
 
     lost = [
         first_lost("ranks", on_ranks, SCENES + ON_RANKS),

@@ -31,7 +31,7 @@ def test_rows(row: Row) -> None:
 
 @pytest.mark.parametrize("loss", losses.read(), ids=lambda loss: loss.kind)
 def test_losses(loss: losses.Loss) -> None:
-    """The old text occurs once, the new text changes the code, and gates of `regression` find it."""
+    """The old text occurs once, the new text changes the code, and the gates have names."""
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates
