@@ -5,6 +5,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from reproduce.numbers.compare import verdict
 from reproduce.numbers.metrics import Reading
@@ -206,8 +207,8 @@ def nearest(
     If several pairs are equally near, return the one whose time in base is nearest to the median
     time in base.
     """
-    old = [sample for samples in base for sample in samples]
-    new = [sample for samples in head for sample in samples]
+    old = list(chain.from_iterable(base))
+    new = list(chain.from_iterable(head))
     usual = statistics.median(old)
     apart = []
     for x, y in zip(old, new, strict=True):
@@ -235,10 +236,7 @@ def _decided(decision: Decision | None) -> Number:
 
 def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
     """Return the samples of all restarts, converted from seconds to milliseconds."""
-    found = []
-    for samples in restarts:
-        found += [1000 * seconds for seconds in samples]
-    return found
+    return [1000 * seconds for seconds in chain.from_iterable(restarts)]
 
 
 def _percent(share: float) -> str:

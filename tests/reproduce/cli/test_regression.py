@@ -1,15 +1,13 @@
 """Tests of the command `regression`, which measures two revisions in turn, and of `init-ci`.
 
-Most tests check exit codes and tables for made-up samples. A few tests run the command for real, in
-a repository that is made from this working tree.
+They check exit codes and tables for made-up samples. `test_regression_for_real.py` runs the command
+for real.
 """
 
 import contextlib
 import json
 import shlex
-import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,14 @@ import pytest
 from reproduce.cli.regression import WORKFLOW
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.regression import bisect, gates
+from reproduce.regression import bisect
 from reproduce.regression import main as asked
 from reproduce.regression.cases import CASES
 from reproduce.regression.gates import Found
 from reproduce.regression.job import Settings
 from reproduce.regression.trees import Project, Tree, Trees
 
-from ..made import commit, one_line
+from ..made import one_line
 
 NAMES = [case.name for case in CASES]
 CASE = "U-Net GPipe"
@@ -107,7 +105,7 @@ def test_an_unchanged_tree_passes(monkeypatch: pytest.MonkeyPatch, command: Any)
     first = [" ".join(row.split()) for row in rows[:3]]
     assert first == ["counts ~", "meeting ~", "by wall clock"]
     means = [line.split() for line in rows if line.startswith("geometric mean of")]
-    assert [cells[-5:] for cells in means] == [["1.00", "1.00-1.00", "~", "1.00", "~"]] * 2
+    assert [[cells[-5], *cells[-3:]] for cells in means] == [["1.00", "~", "1.00", "~"]] * 2
     for said in (
         "A: v1 (git 0000000)",
         "B: the working tree (git 1111111+)",
@@ -266,53 +264,6 @@ def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, co
         assert last["ratio"] == pytest.approx(1.2, rel=0.01)
 
 
-GATE = """
-import sys
-from package import lines, code
-print("\\n".join(lines))
-sys.exit(code)
-"""
-
-
-@pytest.mark.parametrize(
-    ("base", "head", "verdict", "said"),
-    [
-        ((0, ["well"]), (0, ["all well"]), "~", ["all well"]),
-        ((0, ["well"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
-        ((1, ["lost"]), (1, ["lost"]), "~", ["what it finds is the same in old", "lost"]),
-        ((1, ["lost"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
-        ((2, ["broken"]), (1, ["lost"]), "worse", ["lost"]),
-    ],
-)
-def test_a_gate_judges_the_new_version_beside_the_old_one(
-    base: Any, head: Any, verdict: str, said: list[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    found = gates.judged("a.gate", *versions(base, head, tmp_path, monkeypatch))
-    assert found == ("gate", verdict, said)
-
-
-def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
-    """If the package does not run, nothing is timed: it could wait for ever."""
-    made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
-    with pytest.raises(Error, match=r"^gate: the package does not run$"):
-        gates.judged("a.gate", *made)
-
-
-def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
-    """Make two versions of a package, for which a gate prints lines and has an exit code."""
-    monkeypatch.setattr(gates, "ROOT", folder)
-    (folder / "a").mkdir()
-    (folder / "a" / "gate.py").write_text(GATE)
-    made = []
-    for name, (code, lines) in (("old", base), ("new", head)):
-        (folder / name).mkdir()
-        text = f"code = {code}\nlines = {lines}\n"
-        (folder / name / "package.py").write_text(text)
-        made.append(Tree(folder / name, name, None))
-    old, new = made
-    return old, new
-
-
 def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """`init-ci` writes a CI workflow, in which a gate comes first and then `regression`."""
     asked = ["init-ci", "--set-up", "make setup", "--gate", "make gate"]
@@ -339,70 +290,3 @@ def test_the_workflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: 
 def test_the_workflow_of_this_repository_has_a_second_base() -> None:
     own = (ROOT / WORKFLOW).read_text()
     assert "reproduce regression --base 'HEAD^1' $ALSO --markdown regression.md" in own
-
-
-MINE = """
-from reproduce.regression.timed import Case
-
-def prepare():
-    import mine
-    return lambda: sum(range(mine.prepare.__code__.co_firstlineno))
-
-CASES = [Case("machinery never", prepare)]
-"""
-FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/mine.py'"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "ends", "code", "said"),
-    [
-        ("--base HEAD --also HEAD~1 --restarts 9 --rounds 1", None, 0, "reproduce: "),
-        ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        ("--base HEAD --restarts 100000", signal.SIGTERM, 143, ""),
-        ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
-        (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: "),
-    ],
-)
-def test_for_real(
-    asked: str,
-    ends: signal.Signals | None,
-    code: int,
-    said: str,
-    start: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
-    """Run `regression` in a repository with two commits and an uncommitted edit.
-
-    The command leaves no files, even if an error or a signal ends the command.
-    """
-    root, copies = tmp_path / "repository", tmp_path / "tmp"
-    copies.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("reproduce", "torchgpipe"):
-        shutil.copytree(ROOT / package, root / package, ignore=ignore)
-    (root / "mine.txt").write_text(MINE)
-    for tag in ("1", "2", ""):
-        with (root / "torchgpipe" / "__init__.py").open("a") as file:
-            file.write("# changed\n")
-        if tag:
-            commit(root, tag)
-    # No difference exceeds this threshold, so the machine's noise cannot make the test fail.
-    wide = ["--threshold", "1000", "--also-threshold", "1000"]
-    options = ["--case", "machinery never", *wide, *shlex.split(asked)]
-
-    process = start("-m", "reproduce", "regression", *options, root=root, TMPDIR=str(copies))
-    if ends is not None:
-        assert process.stderr.readline(), "a restart is done"
-        process.send_signal(ends)
-    out, err = process.communicate()  # waits for all processes that write to stderr, and children
-
-    assert process.returncode == code, err
-    assert "Traceback" not in err, err
-    if ends is None:
-        assert said not in err
-        assert "B: the working tree (" in out
-    else:
-        assert err.endswith(said)
-        assert not out
-    assert not list(copies.glob("regression-*"))

@@ -171,23 +171,12 @@ def test_what_is_called_real(name: str) -> None:
             assert verdicts == {expected} or TOGETHER in found.worse, seed
 
 
-def overlapping(
-    ratio: Ratio, noise: float = 0.01, busy: int = 0, also: Ratio | None = None
-) -> dict[str, Samples]:
-    """Make samples of the overlap cases; others use the cores in `busy` of 20 restarts.
-
-    If `also` is given, it is the ratio of the head to the second old version.
-    """
+def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, Samples]:
+    """Make samples of the overlap cases; others use the cores in `busy` of 20 restarts."""
     found = {}
     for k, case in enumerate(OVERLAP):
         samples = made(ratio, noise, seed=9 + k)
-        since = []
-        if also is not None:
-            assert isinstance(also, float)
-            since = [[head / also for head in of_restart] for of_restart in samples.head]
-        found[case.name] = replace(
-            samples, clock="wall", busy=[i < busy for i in range(20)], also=since
-        )
+        found[case.name] = replace(samples, clock="wall", busy=[i < busy for i in range(20)])
     return found
 
 
@@ -243,7 +232,10 @@ def test_cpu_time_is_judged_on_a_busy_machine() -> None:
 )
 def test_many_small_losses_add_up(since: float, said: str | None) -> None:
     """The second old version has a threshold of its own, which is wider."""
-    found = judge(overlapping(SAME, 0.001, also=since), Limits())
+    samples = {}
+    for case, each in overlapping(since, 0.001).items():
+        samples[case] = replace(each, base=each.head, also=each.base)
+    found = judge(samples, Limits())
     wrong = complaint(found, "main", "new", "v1")
     assert found.worse == []
     if said is None:
