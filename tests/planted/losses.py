@@ -18,6 +18,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reproduce.error import WORSE
+
 from .__main__ import Row, copied
 
 LOSSES = Path(__file__).with_name("losses.json")
@@ -47,7 +49,7 @@ def found_by(tree: Path, arguments: list[str]) -> set[str]:
     for number in json.loads(ended.stdout)["numbers"] if ended.stdout else ():
         if number["verdict"] == "worse":
             found.add(number["row"] if number["row"] in GATES else "times")
-    if bool(found) != (ended.returncode == 1):
+    if ended.returncode not in (0, WORSE):
         found.add("cannot tell")
     return found
 
