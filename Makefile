@@ -26,7 +26,7 @@ help:
 	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
 	@echo "make benchmark            time the balancer, the planner and the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
-	@echo "make regression BASE=REV  is the working tree slower than that revision?"
+	@echo "make regression BASE=REV  is the working tree worse than that revision, by counts, overlap or time?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"
 	@echo "                          do tasks still run at once: $(BIN)/python -m benchmarks.gates.meeting"
 	@echo "                          what a task costs beside it: $(BIN)/python -m benchmarks.gates.machinery --base REV"

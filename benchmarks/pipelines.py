@@ -23,7 +23,7 @@ def evenly(layers: nn.Sequential, n: int) -> list[int]:
 def on_cpu(
     layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any
 ) -> GPipe:
-    """Return a pipeline on CPU devices.
+    """Return a pipeline on CPU devices, as many as there are partitions if `options` has none.
 
     Args:
         layers: The layers of the pipeline.
@@ -35,7 +35,8 @@ def on_cpu(
     """
     if engine is not None:
         options["engine"] = "graph" if engine == "across" else engine
-    model = GPipe(layers, balance, devices=["cpu"] * len(balance), **options)
+    options.setdefault("devices", ["cpu"] * len(balance))
+    model = GPipe(layers, balance, **options)
     if engine == "across":
         used: Any = model.__dict__["_engine"]
         used.tied = True

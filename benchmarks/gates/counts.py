@@ -3,159 +3,48 @@
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
-Unlike times, counts are the same in each run. The class `Counts` says what is counted, and
+Unlike times, counts are the same in each run. `benchmarks.gates.counted` says what is counted, and
 `benchmarks.gates.tally` says how. If a count becomes lower, it also has to be written to the file:
 otherwise, nobody would notice if it became as high as before.
+
+The orders in which stages run their tasks are compared in the same way, with `orders.json`.
 """
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping
-from itertools import product
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn import BatchNorm1d, Linear, Module, Sequential, Tanh
-
-from benchmarks.gates.tally import Tally, tallied
+from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
-from benchmarks.pipelines import ENGINES, evenly, on_cpu
-from reproduce.error import Error
-from reproduce.models.built import unet
+from reproduce.error import Error, Worse
 from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
-from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 
-FILE = Path(__file__).with_name("counts.json")
+if TYPE_CHECKING:
+    from benchmarks.gates.counted import Counts
 
+FOLDER = Path(__file__).parent
+COUNTS = "counts.json"
+ORDERS = "orders.json"
 ADVICE = (
     "If this is meant, run python -m benchmarks.gates.counts --update, "
-    f"and commit benchmarks/gates/{FILE.name}."
+    f"and commit benchmarks/gates/{COUNTS} and {ORDERS}."
 )
 
-
-class Model(NamedTuple):
-    """A model whose operations are counted.
-
-    It is given by a function that builds its layers, a sample's shape, and options of `GPipe`.
-    """
-
-    build: Callable[[], Sequential]
-    shape: tuple[int, ...]
-    options: Mapping[str, Any] = {}
-
-
-def _linear(activation: Callable[[], Module]) -> Sequential:
-    layers = Sequential()
-    for _ in range(4):
-        layers.append(Linear(8, 8))
-        layers.append(activation())
-    return layers
-
-
-def _norm() -> Module:
-    return BatchNorm1d(8)
-
-
-MODELS = {
-    "linear": Model(lambda: _linear(Tanh), (8,)),
-    # The U-Net has skips across partitions, and dropout.
-    "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
-    "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
-}
-SAMPLES = 2
-"""The number of samples in each micro-batch."""
-STEPS = 2
-"""How many steps run. The first step starts the worker threads, and the last step is counted."""
-
-
-# Each line: model, n partitions on CPU devices, m micro-batches, checkpoint modes, engines.
-_TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...]]] = [
-    ("linear", 1, 4, ("except_last",), ("graph",)),
-    ("linear", 2, 4, MODES, ENGINES),
-    ("linear", 4, 1, ("never",), ENGINES),
-    ("U-Net", 4, 4, ("except_last",), ENGINES),
-    ("batch norm", 2, 4, ("except_last",), ENGINES),
-]
-# The arguments of `count`, by the name of the configuration.
-CONFIGURATIONS: dict[str, tuple[str, int, int, Mode, str]] = {}
-for model, n, m, modes, engines in _TABLE:
-    for mode, engine in product(modes, engines):
-        name = f"{model} n{n}m{m} {mode} {engine}"
-        CONFIGURATIONS[name] = model, n, m, mode, engine
-
-
 Totals = dict[str, int]
+Orders = Mapping[str, list[str]]
+"""The tasks of each stage in the order in which they run, by the name of the configuration."""
 
 
-class Counts(NamedTuple):
-    """The operations that a pipeline adds in one training step (a forward and a backward).
-
-    `operators` (counts by name) and `nodes` (of autograd graphs) are differences: the counts of the
-    pipeline minus the counts of a plain loop over the same layers and micro-batches. The loop runs
-    two forwards of each checkpointed micro-batch. So operators inside layers, which differ between
-    PyTorch versions, cancel out. `waits` are calls that may wait for another thread. Before the
-    step, each `.grad` is None.
-    """
-
-    operators: Counter[str]
-    nodes: int
-    waits: int
-
-    def totals(self) -> Totals:
-        """Return one number for each kind of count."""
-        return {"operators": self.operators.total(), "nodes": self.nodes, "waits": self.waits}
-
-
-def count(model: str, n: int, m: int, checkpoint: Mode, engine: str) -> Counts:
-    """Count the last of `STEPS` steps of a pipeline, and subtract the counts of the plain loop."""
-    build, shape, options = MODELS[model]
-    x = torch.randn(m * SAMPLES, *shape)
-    layers = build()
-    recomputed = checkpointed(checkpoint, m)
-
-    def plain(x: Tensor) -> Tensor:
-        micro_batches = x.chunk(m) if m > 1 else [x]
-        outputs = []
-        for i, micro_batch in enumerate(micro_batches):
-            if i < recomputed:
-                with torch.no_grad():
-                    layers(micro_batch)
-            outputs.append(layers(micro_batch))
-        return torch.cat(outputs) if m > 1 else outputs[0]
-
-    with tallied() as tally:
-        expected = _step(plain, layers, x, tally)
-        balance = evenly(layers, n)
-        pipeline = on_cpu(layers, balance, engine, chunks=m, checkpoint=checkpoint, **options)
-        counts = _step(pipeline, pipeline, x, tally)
-    counts.operators.subtract(expected.operators)
-    return counts._replace(nodes=counts.nodes - expected.nodes)
-
-
-def _step(model: Callable[[Tensor], Tensor], layers: Module, x: Tensor, tally: Tally) -> Counts:
-    for _ in range(STEPS):
-        layers.zero_grad()
-        tally.clear()
-        loss = model(x).square().mean()
-        loss.backward()
-    operators = Counter(tally.operators)
-    return Counts(operators, sum(tally.nodes), len(tally.waits))
-
-
-def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> list[str]:
+def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:
     """Return a line for each count that differs from the file's count.
 
     A configuration that is missing on one side (in the file or in `counted`) also gets a line.
     """
-    gone = [name for name in file if name not in counted]
-    new = [name for name in counted if name not in file]
-    lines = [f"{name}: in {FILE.name}, but no longer counted" for name in gone]
-    lines += [f"{name}: counted, but not in {FILE.name}" for name in new]
+    lines = _missing(COUNTS, file, counted)
     for name, counts in counted.items():
-        if name in new:
+        if name not in file:
             continue
         for what, now in counts.totals().items():
             before = file[name].get(what, 0)
@@ -168,35 +57,80 @@ def differences(file: Mapping[str, Totals], counted: Mapping[str, Counts]) -> li
     return lines
 
 
-def _listed(operators: Counter[str]) -> str:
+def other_orders(file: Orders, noted: Orders) -> list[str]:
+    """Return a line for each order that differs from the file's, with the first other task."""
+    lines = _missing(ORDERS, file, noted)
+    for name in noted.keys() & file.keys():
+        for device, (before, now) in enumerate(zip(file[name], noted[name], strict=True)):
+            old, new = before.split(), now.split()
+            if old != new:
+                place = 0
+                while old[place : place + 1] == new[place : place + 1]:
+                    place += 1
+                was, comes = " ".join(old[place:]), " ".join(new[place:])
+                lines.append(
+                    f"{name}: device {device} runs {comes or 'nothing'} after its first {place} "
+                    f"tasks, which was {was or 'nothing'}"
+                )
+    return sorted(lines)
+
+
+def _missing(file_name: str, file: Iterable[str], now: Iterable[str]) -> list[str]:
+    gone = [name for name in file if name not in now]
+    new = [name for name in now if name not in file]
+    lines = [f"{name}: in {file_name}, but no longer counted" for name in gone]
+    return lines + [f"{name}: counted, but not in {file_name}" for name in new]
+
+
+def _listed(operators: Mapping[str, int]) -> str:
     counts = [f"{n:+} {operator}" for operator, n in sorted(operators.items()) if n]
     return ", ".join(counts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count every configuration and print the counts; compare them with the file, or write it."""
+    """Count every configuration, and compare the counts with the files, or write the files."""
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
-    file: dict[str, Totals] = {}
-    if not options.update:
-        try:
-            file = decode(dict[str, Totals], read_json(FILE), str(FILE))
-        except Error as error:
+    counts: dict[str, Totals] = {}
+    orders: dict[str, list[str]] = {}
+    try:
+        counts = decode(dict[str, Totals], read_json(FOLDER / COUNTS), COUNTS)
+        orders = decode(dict[str, list[str]], read_json(FOLDER / ORDERS), ORDERS)
+    except Error as error:
+        if not options.update:
             update = "write it by python -m benchmarks.gates.counts --update"
             raise Error(f"counts: {error}; {update}") from None
-    counted: dict[str, Counts] = {}
-    lines = []
-    for name, configuration in CONFIGURATIONS.items():
-        counted[name] = count(*configuration)
-        totals = counted[name].totals()
-        lines.append(f"{json.dumps(name)}: {json.dumps(totals)}")
-    rows = ",\n".join(lines)
-    print(rows)
+    with in_one_line("counts"):
+        counted, noted = count_all()
+    changes = differences(counts, counted) + other_orders(orders, noted)
     if options.update:
-        write_atomically(FILE, f"{{\n{rows}\n}}\n")
-    elif changes := differences(file, counted):
-        raise SystemExit("\n".join(["", *changes, ADVICE]))
+        _write(COUNTS, {name: each.totals() for name, each in counted.items()})
+        _write(ORDERS, noted)
+    elif changes:
+        raise Worse("\n".join([*changes, ADVICE]))
+    for change in changes:
+        print(change)
+    files = f"{len(counted)} counts and {len(noted)} orders"
+    print(f"{files}: {'written' if changes else 'as committed'}")
+
+
+def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
+    """Return the counts and the orders of all configurations."""
+    import torch
+
+    from benchmarks.gates import counted, orders
+
+    # With more threads, those that wait for work would take the cores.
+    torch.set_num_threads(1)
+    return dict(counted.counted()), dict(orders.orders())
+
+
+def _write(name: str, rows: Mapping[str, object]) -> None:
+    """Write a file of rows, a line for each."""
+    lines = [f"{json.dumps(row)}: {json.dumps(found)}" for row, found in rows.items()]
+    text = ",\n".join(lines)
+    write_atomically(FOLDER / name, f"{{\n{text}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -4,17 +4,23 @@
     nodes       nodes of autograd graphs that calls of backward traverse
     waits       calls by which threads may wait for each other: to put an item into a queue, to take
                 a lock, to wait for an event, or to start a thread
+    idles       calls by which a thread passes time: to sleep, to read a clock, or to look whether a
+                queue has an item instead of waiting for it; a step has none of them
 
-The number of these calls is the same in each run. (Reads from a queue are not counted, because
-their number varies from run to run.)
+The number of these calls is the same in each run. (Reads from a queue that wait for an item are not
+counted, because their number varies from run to run.)
 
 The calls of the current thread count, and of all threads that it starts while the tally runs. The
 calls of a queue (`SimpleQueue`), lock or event count if one of the library's modules created it
 while the tally ran. Locks that are global variables of these modules also count.
+
+Ranks have threads that tell each other now and then that they are alive, so the number of their
+waits varies. There, only the waits of the thread that runs the tasks count.
 """
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
@@ -33,13 +39,18 @@ Patch = tuple[Any, str, Any]
 
 
 class Tally:
-    """The operators, nodes and waits of all `threads` since the last call of `clear`.
+    """The operators, nodes, waits and idles of all `threads` since the last call of `clear`.
 
     They are kept in lists, because a thread can append to a list without a lock.
+
+    Args:
+        alone: Whether only the waits of the current thread count.
     """
 
-    def __init__(self) -> None:
-        self.threads = {threading.current_thread()}
+    def __init__(self, alone: bool = False) -> None:
+        self._own = threading.current_thread()
+        self.alone = alone
+        self.threads = {self._own}
         self.clear()
 
     def clear(self) -> None:
@@ -47,6 +58,7 @@ class Tally:
         self.operators: list[str] = []
         self.nodes: list[int] = []
         self.waits: list[str] = []
+        self.idles: list[str] = []
 
     def watches(self) -> bool:
         """Return whether the calls of the current thread are counted."""
@@ -54,16 +66,25 @@ class Tally:
 
     def wait(self, what: str) -> None:
         """Count a call by which the current thread may wait for another thread, or wake it."""
-        if self.watches():
+        thread = threading.current_thread()
+        if thread is self._own or (thread in self.threads and not self.alone):
             self.waits.append(what)
+
+    def idle(self, what: str) -> None:
+        """Count a call by which the current thread passes time."""
+        if self.watches():
+            self.idles.append(what)
 
 
 @contextmanager
-def tallied() -> Iterator[Tally]:
-    """Count the calls of this thread, and of threads that are started in the `with` block."""
-    tally = Tally()
+def tallied(*, alone: bool = False) -> Iterator[Tally]:
+    """Count the calls of this thread, and of threads that are started in the `with` block.
+
+    If `alone` is true, the other threads' waits do not count.
+    """
+    tally = Tally(alone)
     with ExitStack() as stack:
-        for replacements in (_starts, _backwards, _queues_and_locks):
+        for replacements in (_starts, _clocks, _backwards, _queues_and_locks):
             for owner, name, value in replacements(tally):
                 stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_Operators(tally))
@@ -98,6 +119,23 @@ def _starts(tally: Tally) -> Iterator[Patch]:
         start(thread)
 
     yield threading.Thread, "start", noted_start
+
+
+def _clocks(tally: Tally) -> Iterator[Patch]:
+    """Yield the patches that count calls of the functions of the module `time`.
+
+    The threads by which ranks tell each other that they are alive read a clock, so if `alone` is
+    true, only sleeps count.
+    """
+    names = ["sleep"] if tally.alone else ["sleep", "time", "monotonic", "perf_counter"]
+    for name in names:
+        function = getattr(time, name)
+
+        def noted(*given: Any, name: str = name, function: Any = function) -> Any:
+            tally.idle(name)
+            return function(*given)
+
+        yield time, name, noted
 
 
 def _backwards(tally: Tally) -> Iterator[Patch]:
@@ -154,7 +192,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A wrapper of a queue, lock or event that counts its calls of `put`, `acquire` and `wait`."""
+    """A wrapper of a queue, lock or event that counts the calls that wait, and those that look."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally
@@ -162,6 +200,15 @@ class _Noted:
     def put(self, item: Any) -> None:
         self._tally.wait("put")
         self._other.put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not block or timeout is not None:
+            self._tally.idle("get")
+        return self._other.get(block, timeout)
+
+    def empty(self) -> Any:
+        self._tally.idle("empty")
+        return self._other.empty()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> Any:
         if blocking:

@@ -41,10 +41,16 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 
 
 @command(
-    "regression --base HEAD --case U-Net --restarts 10",
+    "regression --base HEAD --also v0.1.0",
+    "regression --base HEAD --case U-Net --restarts 16",
     "regression --base main --package mine --cases mine.py",
 )
 @click.option("--base", metavar="REV", help="The git revision to compare with.")
+@click.option(
+    "--also",
+    metavar="REV",
+    help="A second revision to compare with, such as the last release: many small losses add up.",
+)
 @click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree.")
 @click.option(
     "--bisect",
@@ -60,7 +66,14 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     "wanted",
     multiple=True,
     metavar="TEXT",
-    help="Only cases with TEXT in their names; may be repeated.",
+    help="Only times, of cases with TEXT in their names; may be repeated.",
+)
+@click.option(
+    "--gate",
+    "gates",
+    multiple=True,
+    metavar="NAME",
+    help="Only this gate: counts, meeting or times; may be repeated.",
 )
 @click.option(
     "--restarts",
@@ -86,6 +99,14 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 )
 @seed
 @threshold(0.02)
+@click.option(
+    "--also-threshold",
+    type=click.FloatRange(min=0),
+    metavar="SHARE",
+    default=0.1,
+    show_default=True,
+    help="The same, beside the revision of --also.",
+)
 @alpha("in any of the cases")
 @style
 @click.option(
@@ -105,56 +126,67 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 def regression(  # noqa: PLR0913 - click passes each option
     base: str | None,
     head: str | None,
+    also: str | None,
     bisect: tuple[str, str] | None,
     package: str | None,
     cases: Path | None,
     build: str | None,
     wanted: Sequence[str],
+    gates: Sequence[str],
     threshold: float,
+    also_threshold: float,
     alpha: float,
     style: str,
     markdown: Path | None,
     **measured: Any,
 ) -> None:
-    """Say whether a change slowed training down.
+    """Say whether a change made the code worse: by counts, by overlap, or by time.
 
-    Several cases (such as a training step of U-Net) are timed with the code of two git revisions,
-    alternately. The exit code is 0 if no case is slower, 1 if a case is significantly slower, by
-    more than the threshold, and 2 if the measurements cannot tell. With --bisect, the exit code is
-    0 if a slower commit was found.
+    The gate "counts" compares what a training step does, the gate "meeting" checks whether tasks
+    run at the same time, and the gate "times" times several cases (such as a training step of
+    U-Net) with the code of two git revisions, alternately. Another package has times only.
+
+    The exit code is 0 if nothing is worse, 1 if a gate finds a loss (of time: significant, and more
+    than the threshold), and 2 if the measurements cannot tell. With --bisect, the exit code is 0 if
+    a slower commit was found.
     """
     project = project_of(package, cases, build)
-    if bool(base) == bool(bisect) or (bisect and (head or markdown)):
+    if bool(base) == bool(bisect) or (bisect and (head or also or gates or markdown)):
         raise click.UsageError(
-            "give either --base REV, or --bisect GOOD BAD without --head and --out"
+            "give either --base REV, or --bisect GOOD BAD without --head, --also, --gate and --out"
         )
-    from reproduce.numbers.significance import Rule
     from reproduce.records.record import write_atomically
     from reproduce.regression.bisect import bisected
     from reproduce.regression.job import Settings
-    from reproduce.regression.main import answer, choose_cases
+    from reproduce.regression.judge import Limits
+    from reproduce.regression.main import Asked, answer, choose_cases, choose_gates
     from reproduce.run.progress import Progress
     from reproduce.run.recorder import prepare_folder
 
     if markdown is not None:
         prepare_folder(markdown.absolute().parent, "--out")
-    settings = Settings(choose_cases(project, wanted), project=project, **measured)
-    rule = Rule(alpha, threshold)
+    modules, timed = choose_gates(project, gates, wanted)
+    chosen = choose_cases(project, wanted) if timed else {}
+    settings = Settings(chosen, project=project, **measured)
+    limits = Limits(alpha, threshold, also_threshold)
     progress = Progress()
     try:
         if bisect is not None:
-            culprit = bisected(bisect, settings, rule, progress.show, progress.say)
+            culprit = bisected(bisect, settings, limits, progress.show, progress.say)
         else:
-            assert base is not None
-            text, complaint = answer(base, head, settings, rule, progress.show)
+            asked = Asked(str(base), head, also)
+            report, wrong = answer(asked, settings, limits, progress.show, modules)
     finally:
         progress.clear()
     if bisect is not None:
         click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
         return
-    click.echo(text(style), nl=False)
+    click.echo(report.text(style), nl=False)
     if markdown is not None:
-        conclusion = complaint or f"not slower than {base}"
-        write_atomically(markdown, f"**{conclusion}**\n\n{text('markdown')}")
-    if complaint is not None:
-        raise complaint
+        write_atomically(markdown, report.text("markdown"))
+    if wrong is None:
+        return
+    if style in ("csv", "json"):
+        raise wrong
+    # The text ends with the verdict, so that it is not repeated on stderr.
+    click.get_current_context().exit(wrong.exit_code)

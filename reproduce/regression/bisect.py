@@ -10,14 +10,18 @@ from dataclasses import replace
 
 from reproduce.error import Error
 from reproduce.machine.git import commit_of, git
-from reproduce.numbers.significance import Rule
 from reproduce.regression.job import Settings
+from reproduce.regression.judge import Limits, judge
 from reproduce.regression.main import Tell, check_restarts, measure
 from reproduce.regression.trees import Project, trees
 
 
 def bisected(
-    ends: tuple[str, str], settings: Settings, rule: Rule, tell: Tell, say: Callable[[str], None]
+    ends: tuple[str, str],
+    settings: Settings,
+    limits: Limits,
+    tell: Tell,
+    say: Callable[[str], None],
 ) -> str:
     """Find the first commit that is slower than a good commit; return its hash and subject.
 
@@ -28,7 +32,7 @@ def bisected(
     Args:
         ends: The commits `good` and `bad`.
         settings: The cases, and how they are timed.
-        rule: What counts as slower.
+        limits: What counts as slower.
         tell: Shows how far the timing of a commit is.
         say: A function that is called with a line about each commit that was timed.
 
@@ -37,12 +41,12 @@ def bisected(
             `between`, `trees` or `measure` fails.
     """
     good, bad = ends
-    check_restarts(settings, rule)
+    check_restarts(settings, limits)
     commits = between(settings.project, good, bad)
 
     def slower(commit: str, settings: Settings) -> list[str]:
-        with trees(good, commit, settings.project) as both:
-            judged = measure(*both, settings, rule, tell)
+        with trees(good, commit, settings.project) as versions:
+            judged = judge(measure(versions, settings, tell), limits)
         name = commit[:9]
         for case, samples in judged.samples.items():
             if "head" in samples.unable:

@@ -1,10 +1,11 @@
 """Define the cases that `python -m reproduce regression` times for torchgpipe.
 
-Each case is a training step on CPU devices with one thread each. There are three kinds of cases:
+Each case is a training step on CPU devices with one thread each. There are four kinds of cases:
 
 - `MACHINERY`: the layers compute next to nothing, so the time is the pipeline's own overhead;
 - `TRAINING`: small versions of AmoebaNet-D and U-Net;
-- `OVERLAP`: large matrix products, which show whether devices work at the same time.
+- `OVERLAP`: large matrix products, which show whether devices work at the same time;
+- `WAITING`: steps of the machinery by wall clock, in which a task that is woken late shows.
 
 torchgpipe, and the models that use it, are imported only when a case is prepared. By then, the
 caller has put the version of torchgpipe that is to be timed on `sys.path`.
@@ -12,13 +13,18 @@ caller has put the version of torchgpipe that is to be timed on `sys.path`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reproduce.regression.ranks import over_ranks
 from reproduce.regression.timed import Case
+
+if TYPE_CHECKING:
+    from torchgpipe import GPipe
 
 Model = Literal["linear", "AmoebaNet-D", "U-Net", "matrices"]
 Mode = Literal["always", "except_last", "never"]
@@ -35,6 +41,8 @@ class Training:
         m: The number of micro-batches.
         checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
         batch: The number of samples in the mini-batch.
+        engine: An engine of `GPipe`, or None for the one that it chooses.
+        schedule: The schedule of `model.step`, or None for `model(x)` and `loss.backward()`.
     """
 
     model: Model
@@ -42,6 +50,8 @@ class Training:
     m: int
     checkpoint: Mode
     batch: int
+    engine: str | None = None
+    schedule: str | None = None
 
     def __call__(self) -> Callable[[], Tensor]:
         """Build the model, and return a function that runs a training step and returns the loss.
@@ -52,20 +62,33 @@ class Training:
 
         torch.manual_seed(0)
         layers, x, loss = self._build()
-        devices = ["cpu"] * len(self.balance)
+        # Older versions have fewer options, so only those that the case needs are given.
+        options: dict[str, Any] = {"engine": self.engine, "schedule": self.schedule}
         model = GPipe(
-            layers, self.balance, devices=devices, chunks=self.m, checkpoint=self.checkpoint
+            layers,
+            self.balance,
+            devices=["cpu"] * len(self.balance),
+            chunks=self.m,
+            checkpoint=self.checkpoint,
+            **{name: value for name, value in options.items() if value is not None},
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> Tensor:
-            value = loss(model(x))
-            value.backward()
+            value = self._train(model, x, loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             return value.detach()
 
         return step
+
+    def _train(self, model: "GPipe", x: Tensor, loss: Loss) -> Tensor:
+        """Run a forward pass, the loss and a backward pass; return the loss."""
+        if self.schedule is not None:
+            return model.step(lambda y, _: loss(y), x, None)
+        value = loss(model(x))
+        value.backward()
+        return value
 
     def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
         """Return the layers, an input mini-batch, and a function from the output to the loss."""
@@ -113,11 +136,28 @@ def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tupl
 
 TRAINING = (*training("AmoebaNet-D", 2, 2, (4, 5)), *training("U-Net", 8, 2, (20, 21)))
 MODES: tuple[Mode, ...] = ("never", "always")
-MACHINERY = tuple(
-    Case(f"machinery {mode}", Training("linear", (1, 1), 8, mode, 8), steps=4) for mode in MODES
+
+
+def machinery(**options: Any) -> Training:
+    """Return a step whose layers compute next to nothing."""
+    return Training("linear", (1, 1), 8, batch=8, **options)
+
+
+MACHINERY = (
+    *[Case(f"machinery {mode}", machinery(checkpoint=mode), steps=4) for mode in MODES],
+    Case("machinery graph", machinery(checkpoint="always", engine="graph"), steps=2),
+    Case("machinery 1F1B", machinery(checkpoint="never", schedule="1F1B"), steps=2),
+    Case("machinery ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=2),
 )
 OVERLAP = tuple(
     Case(f"overlap {mode}", Training("matrices", (2, 2), 8, mode, 512), clock="wall")
     for mode in MODES
 )
-CASES = (*MACHINERY, *TRAINING, *OVERLAP)
+WAITING = (
+    # The steps over ranks come first, because they fork: no other case has started threads yet.
+    Case("ranks GPipe", partial(over_ranks, "GPipe"), steps=2, clock="wall"),
+    Case("ranks 1F1B", partial(over_ranks, "1F1B"), steps=2, clock="wall"),
+    Case("waiting always", machinery(checkpoint="always"), steps=2, clock="wall"),
+    Case("waiting ZBH1", machinery(checkpoint="never", schedule="ZBH1"), steps=2, clock="wall"),
+)
+CASES = (*WAITING, *MACHINERY, *TRAINING, *OVERLAP)

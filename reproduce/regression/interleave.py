@@ -9,7 +9,8 @@
 - At a *restart*, all sides are started again.
 
 For each case of each restart, the program prints a line of JSON. It contains the list of samples of
-each way. The i-th samples of all ways were taken one after another.
+each way, and whether other programs used the cores meanwhile. The i-th samples of all ways were
+taken one after another.
 
 To keep noise from favouring one of the ways, the program does the following:
 
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reproduce.error import Error
+from reproduce.machine.load import Load, too_busy
 from reproduce.run.engines.launch import Launched
 from reproduce.run.turns import turns
 
@@ -86,7 +88,10 @@ def interleave(
     rounds, restarts, seed, first, least = sampling
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
+    load = Load()
+    load.begin()
     for restart in range(first, first + restarts):
+        busy: dict[str, bool] = {}
         samples: dict[str, dict[str, list[Any]]] = {}
         with contextlib.ExitStack() as stack:
             sides: dict[int, Connection] = {}
@@ -108,8 +113,9 @@ def interleave(
                 for way, (side, asked) in ways.items():
                     steps[way] = partial(_ask, sides[side], asked, case, way)
                 *_, samples[case] = turns(steps, rounds, draw)
+                busy[case] = too_busy(load.round())
         for case, found in samples.items():
-            yield {"case": case, "restart": restart, "samples": found}
+            yield {"case": case, "restart": restart, "samples": found, "busy": busy[case]}
 
 
 def _sides_of(cases: Cases) -> set[int]:
@@ -161,7 +167,8 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
       result.
     - If a call fails, it sends the reason, a string.
     """
-    process = Launched("fork", 1, _serve, folder, package, maker)
+    # A daemon could not have processes of its own, and some cases run over several ranks.
+    process = Launched("fork", 1, _serve, folder, package, maker, daemon=False)
     try:
         yield process.links[0]
     except (EOFError, OSError) as error:

@@ -20,7 +20,7 @@ from reproduce.error import Error
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT
 from reproduce.regression.timed import Clock
-from reproduce.regression.trees import TORCHGPIPE, Project, Tree
+from reproduce.regression.trees import TORCHGPIPE, Project, Trees
 
 RESTARTS_OF_A_PARENT = 7  # few, but a parent takes seconds to import torch
 Lines = Generator[dict[str, Any], None, None]
@@ -53,22 +53,26 @@ class Settings:
 
 @dataclass
 class Samples:
-    """The samples of a case from the old version (`base`) and the new version (`head`).
+    """The samples of a case from the new version (`head`) and the old versions (`base`, `also`).
 
     Attributes:
         base: The seconds per step of the old version: for each restart, a list of samples.
         head: The same of the new version. The i-th samples of a restart are a pair.
-        unable: Why a version cannot run the case, by "base" or "head"; empty if both can.
+        also: The same of the second old version.
+        unable: Why a version cannot run the case, by "base", "head" or "also"; empty if all can.
         clock: The clock that the case chooses.
+        busy: For each restart, whether other programs used the cores meanwhile.
     """
 
     base: list[list[float]] = field(default_factory=list)
     head: list[list[float]] = field(default_factory=list)
+    also: list[list[float]] = field(default_factory=list)
     unable: dict[str, str] = field(default_factory=dict)
     clock: Clock = "cpu"
+    busy: list[bool] = field(default_factory=list)
 
 
-def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
+def interleaved(versions: Trees, settings: Settings) -> Lines:
     """Run the jobs one after another, and yield the results that they print.
 
     A job is a process that times a few restarts of all cases. When this generator is closed, the
@@ -86,12 +90,14 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
             "base": (0, (file, case, clock, 0.0)),
             "head": (1, (file, case, clock, settings.slow_down)),
         }
+        if versions.also is not None:
+            ways["also"] = (2, (file, case, clock, 0.0))
         cases[case] = ways
     for first in range(0, settings.restarts, RESTARTS_OF_A_PARENT):
         if not cases:
             return
         job = {
-            "folders": [str(base.folder), str(head.folder)],
+            "folders": [str(tree.folder) for tree in versions if tree is not None],
             "package": project.package,
             "maker": "reproduce.regression.timed:Timed",
             "cases": cases,
@@ -103,8 +109,16 @@ def interleaved(base: Tree, head: Tree, settings: Settings) -> Lines:
         with contextlib.closing(in_turn(job, KEEP_FREED)) as lines:
             for line in lines:
                 if "unable" in line:
-                    del cases[line["case"]]
+                    _leave_out(cases, line["case"], line["unable"])
                 yield line
+
+
+def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> None:
+    """Remove versions that cannot run a case, and the case itself if nothing is left to compare."""
+    left = {way: asked for way, asked in cases[case].items() if way not in unable}
+    cases[case] = left
+    if len(left) < 2:
+        del cases[case]
 
 
 def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:

@@ -81,6 +81,7 @@ class Timed:
         self.now = CLOCKS[clock]
         # The first core serves most interrupts, so CPU time is measured on the last core.
         self.cores = CORES[-1:] if clock == "cpu" else CORES[:1] + CORES[-1:]
+        self._pin()
         self.step = self.case.prepare()
         self.slow_down = slow_down
         self.own: list[float] = []  # seconds of each sample, without the delay
@@ -90,10 +91,7 @@ class Timed:
 
     def __call__(self) -> float:
         """Run the steps of a sample, and return their mean time in seconds."""
-        if self.cores:
-            # Pin the current thread to these cores (CPU affinity). Threads that the first step
-            # starts inherit the affinity.
-            os.sched_setaffinity(0, self.cores)
+        self._pin()
         began = self.now()
         for _ in range(self.case.steps):
             self.step()
@@ -104,3 +102,11 @@ class Timed:
             while self.now() < until:  # `sleep` uses no CPU time, and may take longer
                 pass
         return (self.now() - began) / self.case.steps
+
+    def _pin(self) -> None:
+        """Pin this thread to the case's cores (CPU affinity).
+
+        Threads and processes that this thread starts inherit the affinity.
+        """
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
@@ -23,12 +24,14 @@ class Project:
         cases: The Python file that defines what is timed.
         root: The top folder of the git repository.
         build: A shell command that builds the package in a copy of the repository, or None.
+        gates: The modules of gates that judge the package without measuring time.
     """
 
     package: str
     cases: Path
     root: Path
     build: str | None = None
+    gates: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -43,7 +46,12 @@ class Project:
         return [path, f"{path}.py", f"src/{path}", f"src/{path}.py"]
 
 
-TORCHGPIPE = Project("torchgpipe", ROOT / "reproduce" / "regression" / "cases.py", ROOT)
+TORCHGPIPE = Project(
+    "torchgpipe",
+    ROOT / "reproduce" / "regression" / "cases.py",
+    ROOT,
+    gates=("benchmarks.gates.counts", "benchmarks.gates.meeting"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,27 @@ class Tree:
     dirty: bool = False
 
 
-@contextlib.contextmanager
-def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree, Tree]]:
-    """Copy two versions of the package into a temporary folder, and yield both copies.
+class Trees(NamedTuple):
+    """The versions that are compared: the new version (`head`) with one or two old versions."""
 
-    `base` is a git revision. `head` is a git revision, or None for the working tree. The folder is
-    removed at the end, also if SIGTERM or SIGHUP ends this program.
+    base: Tree
+    head: Tree
+    also: Tree | None = None
+
+
+@contextlib.contextmanager
+def trees(
+    base: str, head: str | None, project: Project, also: str | None = None
+) -> Iterator[Trees]:
+    """Copy two or three versions of the package into a temporary folder, and yield the copies.
+
+    The folder is removed at the end, also if SIGTERM or SIGHUP ends this program.
+
+    Args:
+        base: A git revision.
+        head: A git revision, or None for the working tree.
+        project: The package.
+        also: A second git revision with which `head` is compared, or None.
     """
     with tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
@@ -77,7 +100,8 @@ def trees(base: str, head: str | None, project: Project) -> Iterator[tuple[Tree,
             new = snapshot(project, folder / "head")
         else:
             new = committed(project, head, folder / "head")
-        yield old, new
+        second = None if also is None else committed(project, also, folder / "also")
+        yield Trees(old, new, second)
 
 
 def committed(project: Project, revision: str, folder: Path) -> Tree:

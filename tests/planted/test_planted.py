@@ -12,6 +12,7 @@ import torch
 
 from ..behaviours.compare import differences
 from ..behaviours.guarded import GUARDS
+from . import losses
 from .__main__ import ROOT, Row, copied, read, try_fault
 
 ROWS = read()
@@ -26,6 +27,15 @@ def test_rows(row: Row) -> None:
     function, _, _ = test.partition("[")
     if test:
         assert f"def {function}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize("loss", losses.read(), ids=lambda loss: loss.kind)
+def test_losses(loss: losses.Loss) -> None:
+    """The old text occurs once, the new text changes the code, and the gates have names."""
+    program, changed = (ROOT / loss.file).read_text(), loss.planted()
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
+    assert loss.gates
+    assert set(loss.gates) <= set(losses.GATES)
 
 
 def test_each_guard_has_a_fault_that_its_rows_have_to_find() -> None:

@@ -1,9 +1,15 @@
 """Tests of the gate of counts, which checks that the counts of a training step have not changed.
 
-The counts are, for example, how many operators run. The expected counts are in a committed file.
+The counts are, for example, how many operators run. The expected counts are in a committed file,
+and so are the orders in which devices run their tasks.
 """
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,13 +17,20 @@ from typing import Any
 import pytest
 
 import torchgpipe.engine.relay
+import torchgpipe.schedules.named
 from benchmarks.gates import counts
-from benchmarks.gates.counts import ADVICE, CONFIGURATIONS, FILE, Counts, count, differences, main
-from reproduce.error import Error
+from benchmarks.gates.counted import Configuration, Counts, count
+from benchmarks.gates.counts import ADVICE, COUNTS, FOLDER, differences, main, other_orders
+from benchmarks.gates.orders import order
+from reproduce.error import Error, Worse
+from reproduce.machine.description import ROOT
+from torchgpipe.engine.arrangement import orders as cached
 from torchgpipe.task.task import TaskGraph
 
 relay: Any = torchgpipe.engine.relay
-HERE = "linear n2m4 always workers"
+named: Any = torchgpipe.schedules.named
+WORKERS = Configuration("linear", 2, 4, "always", "workers")
+HERE = str(WORKERS)
 TASKS = 2 * 4  # backward tasks of this configuration
 FOUND = Counts(
     Counter({"aten.detach.default": 16, "aten.empty.default": 0, "aten.add.Tensor": -2}),
@@ -28,10 +41,11 @@ ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    file = json.loads(FILE.read_text())
-    counted = {name: count(*each) for name, each in CONFIGURATIONS.items()}
-    lines = differences(file, counted)
-    assert not lines, "\n".join(["", *lines, ADVICE])
+    """The gate passes. It runs in another process, because it forks."""
+    command = [sys.executable, "-m", "benchmarks.gates.counts"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith(" orders: as committed\n")
 
 
 def test_what_differs_is_told() -> None:
@@ -47,27 +61,40 @@ def test_what_differs_is_told() -> None:
     ]
 
 
+def test_another_order_is_told_from_the_first_other_task_on() -> None:
+    file = {"a": ["0 1 B0 B1", "0 B0 1 B1"], "gone": [""], "the same": ["0"]}
+    noted = {"a": ["0 1 B0 B1", "0 1 B0 B1"], "the same": ["0"]}
+    assert other_orders(file, noted) == [
+        "a: device 1 runs 1 B0 B1 after its first 1 tasks, which was B0 1 B1",
+        "gone: in orders.json, but no longer counted",
+    ]
+    shorter = {"a": ["0 1 B0", "0 B0 1 B1"], "gone": [""], "the same": ["0"]}
+    assert other_orders(file, shorter) == [
+        "a: device 0 runs nothing after its first 3 tasks, which was B1"
+    ]
+
+
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the gate use a new file, and a single configuration with made-up counts."""
-    path = tmp_path / "counts.json"
-    monkeypatch.setattr(counts, "FILE", path)
-    monkeypatch.setattr(counts, "CONFIGURATIONS", {HERE: ()})
-    monkeypatch.setattr(counts, "count", lambda: FOUND)
-    return path
+    """Let the gate use new files, and a single configuration with made-up counts."""
+    monkeypatch.setattr(counts, "FOLDER", tmp_path)
+    monkeypatch.setattr(counts, "count_all", lambda: ({HERE: FOUND}, {HERE: ["0 B0"]}))
+    return tmp_path / COUNTS
 
 
 def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--update"])
     text = file.read_text()
     assert len(text.splitlines()) == 3, "a line for each configuration, between braces"
+    new = f"{HERE}: counted, but not in counts.json\n{HERE}: counted, but not in orders.json\n"
+    assert capsys.readouterr().out == f"{new}1 counts and 1 orders: written\n"
     main([])
-    printed = f'"{HERE}": {json.dumps(ROW)}\n'
-    assert capsys.readouterr().out == printed * 2
+    assert capsys.readouterr().out == "1 counts and 1 orders: as committed\n"
 
     file.write_text(text.replace('"waits": 4', '"waits": 3'))
-    with pytest.raises(SystemExit, match=f"^\n{HERE}: waits grew from 3 to 4\n{ADVICE}$"):
+    with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4\n{ADVICE}$"):
         main([])
+    assert capsys.readouterr().out == "", "only what has changed is said"
 
 
 @pytest.mark.parametrize("content", [None, "[1]"])
@@ -75,24 +102,107 @@ def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -
     if content is not None:
         file.write_text(content)
     advice = "write it by python -m benchmarks.gates.counts --update"
-    with pytest.raises(Error, match=f"^counts: {file}.*; {advice}$"):
+    with pytest.raises(Error, match=f"^counts: .*{COUNTS}.*; {advice}$"):
         main([])
 
 
-def test_an_event_counts_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a task waits for an event, the gate counts this wait.
+def waits_for_an_event() -> None:
+    relay.threading.Event().wait(0)
 
-    No task of the library waits for an event, so `test_the_gate` does not show this.
+
+def looks_into_a_queue() -> None:
+    relay.SimpleQueue().empty()
+
+
+def sleeps() -> None:
+    time.sleep(0)
+
+
+def reads_a_clock() -> None:
+    time.perf_counter()
+
+
+@pytest.mark.parametrize(
+    ("does", "waits", "idles"),
+    [(waits_for_an_event, 1, 0), (looks_into_a_queue, 0, 1), (sleeps, 0, 1), (reads_a_clock, 0, 1)],
+)
+def test_what_a_task_waits_for_counts(
+    does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a task waits or passes time, the gate counts it.
+
+    No task of the library does either, so `test_the_gate` does not show this.
     """
     backward = TaskGraph.backward
-    configuration = CONFIGURATIONS[HERE]
-    before = count(*configuration)
+    before = count(WORKERS)
 
-    def with_event(self: TaskGraph, grads: Any, **options: Any) -> Any:
-        event = relay.threading.Event()
-        event.wait(0)
+    def with_more(self: TaskGraph, grads: Any, **options: Any) -> Any:
+        does()
         return backward(self, grads, **options)
 
-    monkeypatch.setattr(TaskGraph, "backward", with_event)
-    after = count(*configuration)
-    assert after.waits == before.waits + TASKS
+    monkeypatch.setattr(TaskGraph, "backward", with_more)
+    after = count(WORKERS)
+    assert after.waits == before.waits + waits * TASKS
+    assert after.idles == idles * TASKS
+
+
+def test_a_forward_that_is_one_place_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = json.loads((FOLDER / "orders.json").read_text())
+    name = "1F1B never workers"
+    cached.cache_clear()
+    assert order("workers", "1F1B", "never") == committed[name]
+    cached.cache_clear()
+
+    def late(n: int, m: int, v: int) -> Any:
+        return named.looped(n, m, v, lambda d: max(0, n - 1 - d - (d == 0)))
+
+    monkeypatch.setitem(named.NAMED, "1F1B", (late, 1))
+    noted = {name: order("workers", "1F1B", "never")}
+    cached.cache_clear()
+    (line,) = other_orders({name: committed[name]}, noted)
+    assert line.startswith(f"{name}: device 0 runs B0a 2a B1a")
+
+
+BROKEN = {
+    "a syntax error": ("engine/program.py", "class Program:", "class Program", "SyntaxError"),
+    "a schedule that waits for ever": (
+        "schedules/named.py",
+        "per_device * (n - 1 - d))",
+        "per_device * d)",
+        "ValueError: device 0 waits for ever: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("gate", "fault"),
+    [
+        ("counts", "a schedule that waits for ever"),
+        ("meeting", "a syntax error"),
+        pytest.param("counts", "a syntax error", marks=pytest.mark.slow),
+        pytest.param("meeting", "a schedule that waits for ever", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_that_does_not_run_is_told_in_one_line(
+    gate: str, fault: str, tmp_path: Path
+) -> None:
+    path, old, new, said = BROKEN[fault]
+    shutil.copytree(ROOT / "torchgpipe", tmp_path / "torchgpipe")
+    file = tmp_path / "torchgpipe" / path
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+    found = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.gates.{gate}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert found.returncode == 2
+    assert found.stdout == ""
+    (line,) = found.stderr.splitlines()
+    assert line.startswith(f"{gate}: the pipeline does not run: ")
+    assert said in line

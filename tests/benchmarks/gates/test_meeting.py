@@ -14,8 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gates import meeting
-from benchmarks.gates.meeting import LOOKS, N, Scene, main, on_devices, on_rank, over_workers
+from benchmarks.gates import overlap
+from benchmarks.gates.failures import in_one_line
+from benchmarks.gates.meeting import main
+from benchmarks.gates.overlap import LOOKS, first_lost, on_devices, on_rank, over_workers
+from benchmarks.gates.scenes import N, Scene
+from reproduce.error import Error, Worse
 from reproduce.machine.description import ROOT
 from torchgpipe.engine import graph
 from torchgpipe.engine.program import Program
@@ -36,7 +40,7 @@ def test_the_gate() -> None:
 
 def on_ranks(scene: Scene, looks: int) -> str | None:
     default = dist.distributed_c10d._get_default_store()
-    return on_rank(scene, looks, dist.PrefixStore("meeting", default))  # type: ignore[attr-defined]
+    return on_rank(dist.PrefixStore("meeting", default), scene, looks)  # type: ignore[attr-defined]
 
 
 METHODS = {
@@ -134,6 +138,7 @@ LOSSES: dict[str, Row] = {
     "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
     "late recomputations": (over_workers, ALWAYS, late, LATE),
     "late recomputations of ranks": (on_ranks, ALWAYS, late, LATE),
+    "late recomputations of 1F1B over ranks": (on_ranks, RECOMPUTED_STEPS, late, "recompute"),
     "a send that waits": (over_workers, AHEAD, sends_wait, NEXT),
     "a copy that the host waits for": (on_devices, ALWAYS, synchronous, COPY),
     "a copy among the tasks": (on_devices, ALWAYS, without_streams, COPY),
@@ -157,21 +162,46 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert " did not begin while " in line
 
 
-def test_what_is_missed_once_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missed_once_is_no_loss() -> None:
     """An overlap that is missing once is ignored. One that is always missing is reported."""
 
-    class Slow:
-        def run(self, scene: Scene, looks: int) -> str | None:
-            return "a did not begin while b ran" if looks == LOOKS else None
+    def slow(scene: Scene, looks: int) -> str | None:
+        return "a did not begin while b ran" if looks == LOOKS else None
 
-        def close(self) -> None:
-            pass
-
-    def over_workers(scene: Scene, looks: int) -> str | None:
+    def lost(scene: Scene, looks: int) -> str | None:
         return "x" if scene.mode == "never" else None
 
-    monkeypatch.setattr(meeting, "Ranks", Slow)
-    monkeypatch.setattr(meeting, "over_workers", over_workers)
-    monkeypatch.setattr(meeting, "on_devices", lambda scene, looks: None)
-    with pytest.raises(SystemExit, match=r"^workers, never: x$"):
+    scenes = [ALWAYS, AHEAD]
+    assert first_lost("ranks", slow, scenes) is None
+    assert first_lost("workers", lost, scenes) == f"workers, {AHEAD}: x"
+
+
+def test_what_is_lost_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "every", lambda ranks: ["workers, never: x"])
+    with pytest.raises(Worse, match=r"^workers, never: x$"):
         main([])
+
+
+HANGS = """
+import threading
+from benchmarks.gates.failures import in_one_line
+
+with in_one_line("meeting", patience=0.2):
+    threading.Event().wait()
+"""
+
+
+def test_a_pipeline_that_hangs_is_told_in_one_line() -> None:
+    found = subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2
+    line = "meeting: the pipeline does not run: it has not ended after 0.2 seconds\n"
+    assert found.stderr == line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(Error("rank 1 ended"), "rank 1 ended"), (OSError("a\nb"), "OSError: a")]
+)
+def test_an_error_is_told_in_one_line(error: Exception, said: str) -> None:
+    line = f"^meeting: the pipeline does not run: {said}$"
+    with pytest.raises(Error, match=line), in_one_line("meeting"):
+        raise error

@@ -17,11 +17,12 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
+from reproduce.regression import interleave as interleave_module
 from reproduce.regression import job
 from reproduce.regression.interleave import Cases, Sampling, fork, interleave
 from reproduce.regression.job import Settings, interleaved
 from reproduce.regression.timed import Clock
-from reproduce.regression.trees import TORCHGPIPE, Tree
+from reproduce.regression.trees import TORCHGPIPE, Tree, Trees
 
 HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
@@ -63,7 +64,7 @@ for i in range(job["first"], job["first"] + job["restarts"]):
     restarts = list(range(12)) if "a" in cases else []
 
     unable, samples = [], []
-    for line in interleaved(OTHER, HERE, settings):
+    for line in interleaved(Trees(OTHER, HERE), settings):
         if "unable" in line:
             unable.append(line["case"])
         if "restart" in line:
@@ -83,9 +84,36 @@ for i in range(job["first"], job["first"] + job["restarts"]):
         assert job["seed"] == 4
 
 
+def test_a_second_old_version_is_a_third_side(stand_in: Callable[[str], None]) -> None:
+    """A version that cannot run a case is left out, and the other two are still compared."""
+    stand_in("""
+if job["first"] == 0:
+    print(json.dumps({"case": "a", "unable": {"base": "gone"}}))
+    print(json.dumps({"case": "b", "unable": {"base": "gone", "also": "gone"}}))
+print(json.dumps({"job": job}))
+""")
+    settings = Settings({"a": "cpu", "b": "cpu"}, restarts=8)
+    third = Tree(ROOT / "third", "third", None)
+
+    *_, first, last = interleaved(Trees(OTHER, HERE, third), settings)
+
+    folders = [str(tree.folder) for tree in (OTHER, HERE, third)]
+    assert first["job"]["folders"] == last["job"]["folders"] == folders
+    assert list(first["job"]["cases"]["a"]) == ["base", "head", "also"]
+    assert list(last["job"]["cases"]) == ["a"]
+    assert list(last["job"]["cases"]["a"]) == ["head", "also"]
+
+
+def test_other_programs_on_the_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter([True, False])
+    monkeypatch.setattr(interleave_module, "too_busy", lambda shares: next(busy))
+    lines = list(run([]))
+    assert [(line["case"], line["busy"]) for line in lines] == [("a", True), ("b", False)]
+
+
 def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None:
     stand_in("print(json.dumps({'case': 'a'}), flush=True)\nsys.exit('too bad\\nit broke')")
-    lines = interleaved(HERE, HERE, Settings({"a": "cpu"}))
+    lines = interleaved(Trees(HERE, HERE), Settings({"a": "cpu"}))
     assert next(lines) == {"case": "a"}
     with pytest.raises(Error, match=r"^the measuring job ended with exit code 1: it broke$"):
         next(lines)
@@ -99,7 +127,7 @@ if os.fork():
 time.sleep(1000)
 """)
     settings = Settings({"a": "cpu"})
-    with contextlib.closing(interleaved(HERE, HERE, settings)) as lines:
+    with contextlib.closing(interleaved(Trees(HERE, HERE), settings)) as lines:
         assert next(lines)["case"] == "a"
 
 
@@ -159,13 +187,15 @@ def run(
 
 
 @pytest.mark.parametrize("cases", [TWO, THREE], ids=["two", "three"])
-def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases) -> None:
+def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All cases are warmed up before the first sample, and only one case runs at a time."""
     expected = []
     for restart in (5, 6):
         for case, ways in cases.items():
             samples = {way: [float(side)] * 4 for way, (side, _) in ways.items()}
-            expected.append({"case": case, "restart": restart, "samples": samples})
+            expected.append({"case": case, "restart": restart, "samples": samples, "busy": False})
     asks, answers = [], []
     for ways in cases.values():
         for side, (argument,) in ways.values():
@@ -173,6 +203,7 @@ def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(cases: Cases
             answers.append(f"answer {side} {argument}")
 
     log: list[str] = []
+    monkeypatch.setattr(interleave_module, "too_busy", lambda shares: False)
     lines = list(run(log, cases=cases, restarts=2, first=5))
 
     assert lines == expected

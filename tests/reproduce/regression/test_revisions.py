@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from reproduce.error import Error
-from reproduce.numbers.significance import Decision, Rule
+from reproduce.numbers.significance import Decision
 from reproduce.regression import bisect
 from reproduce.regression.job import Samples, Settings
-from reproduce.regression.main import TOGETHER, Judgement
+from reproduce.regression.judge import TOGETHER, Judgement, Limits
 from reproduce.regression.timed import Clock
-from reproduce.regression.trees import Project, Tree, committed, snapshot, trees
+from reproduce.regression.trees import Project, Trees, committed, snapshot, trees
 
 from ..made import commit, git
 
@@ -100,7 +100,7 @@ def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path:
 
 
 def test_the_copies_are_removed(root: Path) -> None:
-    with trees("old", "new", of(root)) as (base, head):
+    with trees("old", "new", of(root)) as (base, head, _):
         assert version(base.folder) == "old"
         assert version(head.folder) == "new"
     assert not base.folder.parent.exists()
@@ -137,26 +137,28 @@ class History:
             commit(root, f"change-{number}")
             commit(root, f"v{number}")
         monkeypatch.setattr(bisect, "measure", self.measure)
+        monkeypatch.setattr(bisect, "judge", self.judge)
 
-    def measure(
-        self, base: Tree, head: Tree, settings: Settings, rule: Rule, progress: object
-    ) -> Judgement:
-        assert version(base.folder) == "0"
-        number = int(version(head.folder))
+    def measure(self, versions: Trees, settings: Settings, progress: object) -> dict[str, Samples]:
+        assert version(versions.base.folder) == "0"
+        number = int(version(versions.head.folder))
         self.asked.append((number, list(settings.cases)))
-        outcome = SLOWER if number >= self.culprit else SAME
         unable = {"head": "ImportError: gone"} if number in self.broken else {}
-        samples = {case: Samples(unable=unable) for case in settings.cases}
-        decisions = dict.fromkeys([*settings.cases, TOGETHER], SAME)
+        return {case: Samples(unable=unable) for case in settings.cases}
+
+    def judge(self, samples: dict[str, Samples], limits: Limits) -> Judgement:
+        number, _ = self.asked[-1]
+        outcome = SLOWER if number >= self.culprit else SAME
+        decisions = dict.fromkeys([*samples, TOGETHER], SAME)
         for case in decisions:
             if case in self.slower:
                 decisions[case] = outcome
-        return Judgement(samples, decisions, rule)
+        return Judgement(samples, {"base": decisions, "also": {}}, limits.alpha)
 
     def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
         settings = Settings(CASES, restarts, project=of(self.root))
         ends = (good, bad)
-        return bisect.bisected(ends, settings, Rule(), lambda restarts: None, self.said.append)
+        return bisect.bisected(ends, settings, Limits(), lambda restarts: None, self.said.append)
 
 
 @pytest.mark.parametrize("slower", [["b"], ["a", "b", TOGETHER], [TOGETHER]], ids=str)

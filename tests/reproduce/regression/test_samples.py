@@ -15,11 +15,20 @@ import pytest
 
 from reproduce.error import Error
 from reproduce.numbers.compare import verdict
-from reproduce.numbers.significance import Rule
 from reproduce.regression import timed
 from reproduce.regression.cases import CASES, OVERLAP
 from reproduce.regression.job import Samples
-from reproduce.regression.main import TOGETHER, WALL_TOGETHER, _row, judge, least_restarts
+from reproduce.regression.judge import (
+    ALSO,
+    TOGETHER,
+    WALL,
+    WALL_TOGETHER,
+    Limits,
+    complaint,
+    judge,
+    least_restarts,
+)
+from reproduce.regression.table import nearest
 from reproduce.regression.timed import CORES, WARM_UP, Case, Clock, Timed
 
 
@@ -129,6 +138,8 @@ def eight(ratio: Ratio, noise: float, seed: int = 0) -> dict[str, Samples]:
     return {str(k): made(ratio, noise, seed=100 * seed + k) for k in range(8)}
 
 
+FIVE = Limits(threshold=0.05)
+
 RATIOS: dict[str, tuple[Ratio, float, str]] = {
     "nothing changed": (SAME, 0.01, "~"),
     "nothing changed, some noise": (SAME, 0.1, "~"),
@@ -151,51 +162,107 @@ RATIOS: dict[str, tuple[Ratio, float, str]] = {
 def test_what_is_called_real(name: str) -> None:
     ratio, noise, expected = RATIOS[name]
     for seed in range(20):
-        found = judge(eight(ratio, noise, seed), Rule())
-        assert list(found.decisions) == [*"01234567", TOGETHER]
-        verdicts = {verdict(decision, "time") for decision in found.decisions.values()}
+        found = judge(eight(ratio, noise, seed), FIVE)
+        assert list(found.decisions["base"]) == [*"01234567", TOGETHER]
+        verdicts = {verdict(decision, "time") for decision in found.decisions["base"].values()}
         if noise < 0.2:
             assert verdicts == {expected}, seed
         else:
             assert verdicts == {expected} or TOGETHER in found.worse, seed
 
 
-def test_overlap_is_a_family_of_its_own() -> None:
-    """Overlap cases (which measure wall-clock time) do not change the verdicts on other cases.
+def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, Samples]:
+    """Make samples of the overlap cases; others use the cores in `busy` of 20 restarts."""
+    found = {}
+    for k, case in enumerate(OVERLAP):
+        samples = made(ratio, noise, seed=9 + k)
+        found[case.name] = replace(samples, clock="wall", busy=[i < busy for i in range(20)])
+    return found
 
-    Even if all overlap cases are slower, the mean and the significance level of the other cases
-    stay the same.
+
+def test_overlap_is_a_family_of_its_own() -> None:
+    """Overlap cases (which measure wall-clock time) do not change the mean of the other cases.
+
+    All tests of the table share the risk of a false alarm.
     """
     others = eight(SAME, 0.01)
-    overlap = {}
-    for k, case in enumerate(OVERLAP):
-        slower = made(SLOWER, 0.01, seed=9 + k)
-        overlap[case.name] = replace(slower, clock="wall")
+    overlap = overlapping(SLOWER)
 
-    alone = judge(others, Rule())
-    found = judge(others | overlap, Rule())
+    alone = judge(others, Limits())
+    found = judge(others | overlap, Limits())
 
     assert found.worse == [*overlap, WALL_TOGETHER]
-    assert found.rule.alpha == Rule().alpha / 9
-    assert found.decisions[TOGETHER] == alone.decisions[TOGETHER]
+    tests = len(others) + len(overlap) + 2
+    assert found.alpha == Limits().alpha / tests
+    ratio = found.decisions["base"][TOGETHER].ratio
+    assert ratio == alone.decisions["base"][TOGETHER].ratio
+
+
+def test_wall_clock_has_a_wider_threshold() -> None:
+    between = 1 + Limits().threshold * (1 + WALL) / 2
+    assert judge(overlapping(between, 0.001), Limits()).worse == []
+    cases = {case: replace(each, clock="cpu") for case, each in overlapping(between, 0.001).items()}
+    assert judge(cases, Limits()).worse == [*cases, TOGETHER]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "busy", "expected"),
+    [(SAME, 5, "~"), (SAME, 6, "disturbed"), (1 / 1.1, 6, "disturbed"), (SLOWER, 20, "worse")],
+)
+def test_a_busy_machine_may_hide_a_loss(ratio: float, busy: int, expected: str) -> None:
+    found = judge(overlapping(ratio, busy=busy), Limits())
+    assert {verdict(each, "time") for each in found.decisions["base"].values()} == {expected}
+    wrong = complaint(found, "old", "new", None)
+    if expected == "~":
+        assert wrong is None
+    else:
+        assert wrong is not None
+        assert wrong.exit_code == (1 if expected == "worse" else 2)
+        assert ("other programs used the cores" in str(wrong)) == (expected == "disturbed")
+
+
+def test_cpu_time_is_judged_on_a_busy_machine() -> None:
+    samples = {"a": replace(made(SAME, 0.01), busy=[True] * 20)}
+    assert complaint(judge(samples, Limits()), "old", "new", None) is None
+
+
+@pytest.mark.parametrize(
+    ("since", "said"),
+    [(1 + WALL * ALSO * 0.9, None), (1 + WALL * ALSO * 1.1, "worse than v1: overlap never, ")],
+)
+def test_many_small_losses_add_up(since: float, said: str | None) -> None:
+    """The second old version has a threshold of its own, which is wider."""
+    samples = {}
+    for case, each in overlapping(since, 0.001).items():
+        samples[case] = replace(each, base=each.head, also=each.base)
+    found = judge(samples, Limits())
+    wrong = complaint(found, "main", "new", "v1")
+    assert found.worse == []
+    if said is None:
+        assert wrong is None
+    else:
+        assert str(wrong).startswith(said)
 
 
 def test_a_restart_gives_the_median_of_its_pairs() -> None:
     samples = Samples(base=[[1.0, 2.0, 4.0, 1.0]], head=[[2.0, 16.0, 400.0, 0.1]])
-    decision = judge({"a": samples}, Rule()).decisions["a"]
+    decision = judge({"a": samples}, Limits()).decisions["base"]["a"]
     assert decision.ratio == pytest.approx(4.0)
-    row = _row("a", samples, decision)
-    shown = [reading and reading.middle for reading in row.readings]
-    assert shown == [1000, 2000], "of a pair near the ratio; the medians are 1500 and 9000"
+    shown = nearest(samples.base, samples.head, decision.ratio)
+    assert shown == (1.0, 2.0), "a pair near the ratio; the medians are 1.5 and 9"
 
 
 @pytest.mark.parametrize(
-    ("cases", "alpha", "restarts"), [(1, 0.01, 8), (8, 0.01, 11), (8, 0.05, 9), (2, 0.5, 4)]
+    ("cases", "alpha", "olds", "restarts"),
+    [(1, 0.01, 1, 8), (8, 0.01, 1, 11), (8, 0.05, 1, 9), (2, 0.5, 1, 4), (8, 0.01, 2, 12)],
 )
-def test_tests_share_alpha(cases: int, alpha: float, restarts: int) -> None:
-    assert least_restarts(Rule(alpha), cases) == restarts
+def test_tests_share_alpha(cases: int, alpha: float, olds: int, restarts: int) -> None:
+    names: dict[str, Clock] = {str(k): "cpu" for k in range(cases)}
+    assert least_restarts(Limits(alpha), names, olds) == restarts
     tests = cases + 1 if cases > 1 else 1  # the mean of all cases is a test, too
     samples = {str(k): made(SAME, 0.1) for k in range(cases)}
-    judged = judge(samples, Rule(alpha))
-    assert len(judged.decisions) == tests
-    assert judged.rule.alpha == alpha / tests
+    if olds == 2:
+        samples = {name: replace(each, also=each.base) for name, each in samples.items()}
+    judged = judge(samples, Limits(alpha))
+    assert len(judged.decisions["base"]) == tests
+    assert judged.alpha == alpha / (olds * tests)

@@ -1,0 +1,226 @@
+"""Count what the training steps of several configurations do.
+
+`Counts` says what is counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import BatchNorm1d, Linear, Module, Sequential, Tanh
+
+from benchmarks.gates.tally import Tally, tallied
+from benchmarks.pipelines import ENGINES, evenly, on_cpu
+from reproduce.models.built import unet
+from reproduce.run.engines.ranks import Ranks
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
+
+
+class Model(NamedTuple):
+    """A model whose operations are counted.
+
+    It is given by a function that builds its layers, a sample's shape, and options of `GPipe`.
+    """
+
+    build: Callable[[], Sequential]
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = {}
+
+
+def _linear(activation: Callable[[], Module]) -> Sequential:
+    layers = Sequential()
+    for _ in range(4):
+        layers.append(Linear(8, 8))
+        layers.append(activation())
+    return layers
+
+
+def _norm() -> Module:
+    return BatchNorm1d(8)
+
+
+MODELS = {
+    "linear": Model(lambda: _linear(Tanh), (8,)),
+    # The U-Net has skips across partitions, and dropout.
+    "U-Net": Model(lambda: unet(depth=2, num_convs=1, base_channels=2), (3, 8, 8)),
+    "batch norm": Model(lambda: _linear(_norm), (8,), {"deferred_batch_norm": True}),
+}
+SAMPLES = 2
+"""The number of samples in each micro-batch."""
+STEPS = 2
+"""How many steps run. The first step starts the worker threads, and the last step is counted."""
+RANKS = "ranks"
+N = 2
+"""The number of ranks."""
+
+
+class Configuration(NamedTuple):
+    """What is counted: a training step of a model.
+
+    Attributes:
+        model: The name of the model.
+        n: The number of partitions on CPU devices, or of ranks.
+        m: The number of micro-batches.
+        checkpoint: The checkpoint mode.
+        engine: An engine of `benchmarks.pipelines`, or `"ranks"`.
+        schedule: The schedule of `model.step`, or "" for `model(x)` and `loss.backward()`.
+    """
+
+    model: str
+    n: int
+    m: int
+    checkpoint: Mode
+    engine: str
+    schedule: str = ""
+
+    def __str__(self) -> str:
+        schedule = f"{self.schedule} " if self.schedule else ""
+        return f"{self.model} n{self.n}m{self.m} {schedule}{self.checkpoint} {self.engine}"
+
+
+# Each line: model, n, m, checkpoint modes, engines, schedules.
+_TABLE: list[tuple[str, int, int, tuple[Mode, ...], tuple[str, ...], tuple[str, ...]]] = [
+    ("linear", 1, 4, ("except_last",), ("graph",), ("",)),
+    ("linear", 2, 4, MODES, ENGINES, ("",)),
+    ("linear", 4, 1, ("never",), ENGINES, ("",)),
+    ("U-Net", 4, 4, ("except_last",), ENGINES, ("",)),
+    ("batch norm", 2, 4, ("except_last",), ENGINES, ("",)),
+    ("linear", 2, 4, ("always", "never"), ("graph", "workers"), ("1F1B",)),
+    ("linear", 2, 4, ("always", "never"), ("workers",), ("ZBH1",)),
+    ("linear", N, 4, ("always", "never"), (RANKS,), ("GPipe", "1F1B", "ZBH1")),
+]
+CONFIGURATIONS: list[Configuration] = []
+for model, n, m, modes, engines, schedules in _TABLE:
+    for mode, engine, schedule in product(modes, engines, schedules):
+        CONFIGURATIONS.append(Configuration(model, n, m, mode, engine, schedule))
+
+
+class Counts(NamedTuple):
+    """The operations that a pipeline adds in one training step (a forward and a backward).
+
+    `operators` (counts by name) and `nodes` (of autograd graphs) are differences: the counts of the
+    pipeline minus the counts of a plain loop over the same layers and micro-batches. The loop runs
+    two forwards of each checkpointed micro-batch. So operators inside layers, which differ between
+    PyTorch versions, cancel out. `waits` are calls that may wait for another thread, and `idles`
+    are calls that pass time. Before the step, each `.grad` is None. The counts of ranks are added.
+    """
+
+    operators: Counter[str]
+    nodes: int
+    waits: int
+    idles: int = 0
+
+    def totals(self) -> dict[str, int]:
+        """Return one number for each kind of count."""
+        return {
+            "operators": self.operators.total(),
+            "nodes": self.nodes,
+            "waits": self.waits,
+            "idles": self.idles,
+        }
+
+    def plus(self, other: "Counts", sign: int = 1) -> "Counts":
+        """Return the sums of the counts of both, or their differences if `sign` is -1."""
+        operators = Counter(self.operators)
+        for operator, number in other.operators.items():
+            operators[operator] += sign * number
+        pairs = zip(self[1:], other[1:], strict=True)
+        return Counts(operators, *[own + sign * theirs for own, theirs in pairs])
+
+
+def counted() -> Iterator[tuple[str, Counts]]:
+    """Yield the name and the counts of each configuration."""
+    with closing(Ranks(N)) as ranks:
+        for configuration in CONFIGURATIONS:
+            yield str(configuration), count(configuration, ranks)
+
+
+def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
+    """Count the last of `STEPS` steps of a pipeline, and subtract the counts of the plain loop.
+
+    Args:
+        asked: The configuration.
+        ranks: The processes that run it, if it is one of ranks.
+    """
+    if asked.engine == RANKS:
+        assert ranks is not None
+        of_ranks: list[Counts] = ranks.run(_on_rank, asked)
+        total = of_ranks[0]
+        for other in of_ranks[1:]:
+            total = total.plus(other)
+        return total.plus(_plain(asked), -1)
+    build, shape, options = MODELS[asked.model]
+    x = torch.randn(asked.m * SAMPLES, *shape)
+    layers = build()
+    if asked.schedule:
+        options = {**options, "schedule": asked.schedule}
+    with tallied() as tally:
+        balance = evenly(layers, asked.n)
+        pipeline = on_cpu(
+            layers, balance, asked.engine, chunks=asked.m, checkpoint=asked.checkpoint, **options
+        )
+        if asked.schedule:
+            found = _last(lambda: pipeline.step(criterion, x, x), layers, tally)
+        else:
+            found = _last(lambda: criterion(pipeline(x), x).backward(), layers, tally)
+    return found.plus(_plain(asked), -1)
+
+
+def _plain(asked: Configuration) -> Counts:
+    """Count a step of a plain loop over the same layers and micro-batches."""
+    build, shape, _ = MODELS[asked.model]
+    layers = build()
+    x = torch.randn(asked.m * SAMPLES, *shape)
+    recomputed = checkpointed(asked.checkpoint, asked.m)
+
+    def step() -> None:
+        outputs = []
+        for i, micro_batch in enumerate(x.chunk(asked.m) if asked.m > 1 else [x]):
+            if i < recomputed:
+                with torch.no_grad():
+                    layers(micro_batch)
+            output = layers(micro_batch)
+            if asked.schedule:
+                criterion(output, x).backward()
+            outputs.append(output)
+        if not asked.schedule:
+            output = torch.cat(outputs) if asked.m > 1 else outputs[0]
+            criterion(output, x).backward()
+
+    with tallied() as tally:
+        return _last(step, layers, tally)
+
+
+def _on_rank(_: object, asked: Configuration) -> Counts:
+    """Count the last step of a distributed pipeline, as one of its ranks."""
+    build, shape, _ = MODELS[asked.model]
+    layers = build()
+    x = torch.randn(asked.m * SAMPLES, *shape)
+    with tallied(alone=True) as tally:
+        model = DistributedGPipe(
+            layers,
+            evenly(layers, asked.n),
+            chunks=asked.m,
+            checkpoint=asked.checkpoint,
+            schedule=asked.schedule,
+        )
+        with closing(model):
+            return _last(lambda: model.step(criterion, x, x), model, tally)
+
+
+def criterion(output: Tensor, _: object) -> Tensor:
+    return output.square().mean()
+
+
+def _last(step: Callable[[], object], layers: Module, tally: Tally) -> Counts:
+    for _ in range(STEPS):
+        layers.zero_grad()
+        tally.clear()
+        step()
+    operators = Counter(tally.operators)
+    return Counts(operators, sum(tally.nodes), len(tally.waits), len(tally.idles))

@@ -1,0 +1,53 @@
+"""End a gate with one line and exit code 2 if the pipeline that it judges does not run.
+
+A gate imports the library within `in_one_line`, so that even an error in the library's syntax ends
+the gate in this way.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from reproduce.error import CANNOT_TELL, Error
+
+PATIENCE = 200.0
+"""Seconds after which a gate counts as hanging. It takes some seconds, or a minute if it waits for
+the cores.
+"""
+
+
+@contextmanager
+def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Turn every exception of the library into an `Error`; end the program if it hangs.
+
+    Args:
+        gate: The name of the gate, with which the line begins.
+        patience: After this many seconds in the `with` block, the program ends.
+
+    Raises:
+        Error: The block raised an exception.
+    """
+    watch = threading.Timer(patience, _give_up, (gate, patience))
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    except Error as error:  # of a rank, which has raised an exception
+        raise Error(f"{gate}: the pipeline does not run: {error}") from None
+    except Exception as error:
+        said, *_ = str(error).splitlines() or [""]
+        raise Error(f"{gate}: the pipeline does not run: {type(error).__name__}: {said}") from None
+    finally:
+        watch.cancel()
+
+
+def _give_up(gate: str, patience: float) -> None:
+    """End this program and its child processes. Its main thread may wait for ever."""
+    line = f"{gate}: the pipeline does not run: it has not ended after {patience:g} seconds"
+    print(line, file=sys.stderr, flush=True)
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(CANNOT_TELL)

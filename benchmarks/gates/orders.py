@@ -1,0 +1,65 @@
+"""Note the order in which the devices of a pipeline run their tasks in a training step."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+
+import torch
+from torch.nn import Linear, Sequential
+
+from benchmarks.gates.counted import criterion
+from benchmarks.pipelines import ENGINES, on_cpu
+from torchgpipe.schedules import make
+from torchgpipe.schedules.action import LETTERS
+from torchgpipe.schedules.named import NAMED
+from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.tensors.observe import Task
+
+N, M = 3, 5
+"""The numbers of devices and of micro-batches."""
+# Engines and schedules. The graph engine orders the tasks of GPipe by itself.
+NOTED = [*product(ENGINES, ["GPipe"]), *product(["workers"], list(NAMED)[1:])]
+_LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
+
+
+def orders() -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each configuration, and the order of the tasks of each device."""
+    for (engine, schedule), mode in product(NOTED, MODES):
+        yield f"{schedule} {mode} {engine}", order(engine, schedule, mode)
+
+
+def order(engine: str, schedule: str, mode: Mode) -> list[str]:
+    """Return for each device the order of its tasks in a training step, such as `0a 1a R0a B0a`.
+
+    `torchgpipe.schedules.texts` explains the texts. The letter of the stage is always there.
+    """
+    placement = make(schedule, N, M).placement
+    tasks: list[list[str]] = [[] for _ in range(N)]
+
+    def observe(task: Task) -> AbstractContextManager[object]:
+        if task.kind != "copy":
+            letter = "" if task.kind == "forward" else _LETTER[task.kind]
+            device = placement[task.partition]
+            stage = "ab"[task.partition >= N]
+            tasks[device].append(f"{letter}{task.micro_batch}{stage}")
+        return nullcontext()
+
+    layers = Sequential()
+    for _ in placement:
+        layers.append(Linear(2, 2))
+    pipeline = on_cpu(
+        layers,
+        [1] * len(placement),
+        engine,
+        devices=["cpu"] * N,
+        schedule=schedule,
+        chunks=M,
+        checkpoint=mode,
+    )
+    pipeline.observer = observe
+    x = torch.randn(M, 2)
+    if schedule == "GPipe":
+        criterion(pipeline(x), x).backward()
+    else:
+        pipeline.step(criterion, x, x)
+    return list(map(" ".join, tasks))

@@ -1,0 +1,186 @@
+"""Run scenes on all engines; find tasks that do not overlap."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.gates.scenes import (
+    ON_RANKS,
+    SCENES,
+    STEPS,
+    M,
+    N,
+    Scene,
+    Times,
+    mates,
+    pipeline,
+    spans,
+    step,
+)
+from benchmarks.simulated import Streams
+from reproduce.run.engines.ranks import Ranks
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.schedules import Action
+from torchgpipe.tensors.observe import Kind, Task
+
+LOOKS = 250
+"""How many times a waiting task looks which other tasks have begun."""
+MANY = 2500
+"""How many times a waiting task looks if the step is run again."""
+PAUSE = 0.002
+"""Seconds between two looks."""
+LOST = "lost"
+
+
+Run = Callable[[Scene, int], str | None]
+"""A function that runs a scene with a number of looks, and returns a line if tasks do not meet."""
+
+
+class Board:
+    """A store that threads or processes share, and in which each task notes that it has begun.
+
+    A task uses the store to wait for the tasks that overlap with it.
+    """
+
+    def __init__(self, scene: Scene, looks: int) -> None:
+        self.scene = scene
+        self.looks = looks
+        self.mates = mates(spans(scene))
+        self.store: Any = None
+
+    def begins(self, task: Task) -> AbstractContextManager[object]:
+        """Note that a task has begun, and wait until all tasks that overlap with it have begun.
+
+        The task gives up after `self.looks` looks into the store, or if another task gave up.
+        """
+        name = str(Action(*task))
+        self.store.set(name, "")
+        missing = self.mates[name]
+        for _ in range(self.looks):
+            missing = [mate for mate in missing if not self.store.check([mate])]
+            if not missing or self.store.check([LOST]):
+                return nullcontext()
+            time.sleep(PAUSE)
+        self.store.compare_set(LOST, "", f"{missing[0]} did not begin while {name} ran")
+        return nullcontext()
+
+    def twice(
+        self, store: Any, model: Any, after: Callable[[], object] = lambda: None
+    ) -> str | None:
+        """Run a step twice, because a pipeline handles its first mini-batch unlike later ones.
+
+        Return a line about a task that gave up waiting, or `None`.
+        """
+        model.observer = self.begins
+        for k in "12":
+            self.store = dist.PrefixStore(k, store)  # type: ignore[attr-defined]
+            step(self.scene, model)
+            after()
+            if self.store.check([LOST]):
+                line: bytes = self.store.get(LOST)
+                return line.decode()
+        return None
+
+
+def over_workers(scene: Scene, looks: int) -> str | None:
+    """Run the step of `scene` with an engine that has one thread for each partition.
+
+    Return a one-line message if tasks do not overlap, otherwise `None`.
+    """
+    model = pipeline(scene, ["cpu"] * N, "workers")
+    return Board(scene, looks).twice(dist.HashStore(), model)  # type: ignore[attr-defined]
+
+
+def on_rank(store: Any, scene: Scene, looks: int) -> str | None:
+    """Run the step of `scene` as one rank of a distributed pipeline.
+
+    All ranks share `store`, which has to be new. Return a one-line message if tasks do not overlap,
+    otherwise `None`.
+    """
+    layers = nn.Sequential(*[nn.Linear(1, 1) for _ in range(N)])
+    model = DistributedGPipe(
+        layers, [1] * N, chunks=M, checkpoint=scene.mode, schedule=scene.schedule
+    )
+    with closing(model):
+        return Board(scene, looks).twice(store, model, dist.barrier)
+
+
+def on_devices(scene: Scene, looks: int = 0) -> str | None:
+    """Run the step of `scene` with the graph engine on simulated devices.
+
+    A copy takes as long as a task. Return a one-line message if tasks do not overlap, otherwise
+    `None`.
+    """
+    found = _times_on_devices(scene)
+    expected = spans(scene, 1.0)
+    mates_of = mates(expected)
+    for work in sorted(mates_of, key=expected.__getitem__):
+        _, end = found[work]
+        for other in mates_of[work]:
+            begin, _ = found[other]
+            if begin >= end:
+                return f"{other} did not begin while {work} ran"
+    return None
+
+
+def _times_on_devices(scene: Scene) -> Times:
+    found: Times = {}
+    devices = [torch.device("cpu", j) for j in range(N)]
+    direction: Kind = "forward"
+
+    @contextmanager
+    def observe(task: Task) -> Iterator[None]:
+        nonlocal direction
+        action = Action(*task)
+        if task.kind == "copy":
+            yield
+            end = streams.current[-1].clock
+            copied = action._replace(kind=direction)
+            found[f"copy after {copied}"] = end - 1.0, end
+        else:
+            if task.kind.startswith("backward"):
+                direction = "backward"
+            stream: Any = streams.of(devices[task.partition])
+            found[str(action)] = stream.run(scene.seconds(action))
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        streams = Streams(patch, {(j, j + 1): 1.0 for j in range(N - 1)})
+        model = pipeline(scene, devices, "graph")
+        model.observer = observe
+        step(scene, model, streams.synchronize)  # a program that prints the loss waits here, too
+    return found
+
+
+def every(ranks: Ranks) -> list[str]:
+    """Run all scenes on every engine; return a line about the first lost scene of each engine."""
+
+    def on_ranks(scene: Scene, looks: int) -> str | None:
+        answers: list[str | None] = ranks.run(on_rank, scene, looks)
+        return answers[-1]
+
+    lost = [
+        first_lost("ranks", on_ranks, SCENES + ON_RANKS),
+        first_lost("workers", over_workers, SCENES + STEPS),
+        first_lost("simulated devices", on_devices, SCENES),
+    ]
+    return [line for line in lost if line is not None]
+
+
+def first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
+    """Return a message about the first scene whose tasks do not overlap, or `None`.
+
+    To be sure, such a scene is run a second time, with many more looks.
+    """
+    for scene in scenes:
+        if run(scene, LOOKS):
+            line = run(scene, MANY)
+            if line:
+                return f"{engine}, {scene}: {line}"
+    return None

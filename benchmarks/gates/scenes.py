@@ -1,0 +1,124 @@
+"""Training steps whose tasks have to overlap, and what the replay of a schedule says about them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.schedules import Action, make
+from torchgpipe.schedules.action import needs
+from torchgpipe.tensors.checkpoint import MODES, Mode
+
+N, M = 4, 6
+"""The numbers of devices and of micro-batches."""
+
+Times = dict[str, tuple[float, float]]
+"""When each action, or copy after an action, begins and ends."""
+
+
+class Scene(NamedTuple):
+    """A training step whose tasks are checked, or a forward without gradients.
+
+    With the schedule `GPipe`, a forward and then a backward run. With other schedules, `model.step`
+    runs. In the replay, an action takes one unit of time. If `ahead` is true, each stage's first
+    forward and first backward take two units. Then every stage gets ahead of the stage that
+    receives its results.
+    """
+
+    mode: Mode
+    ahead: bool = False
+    grad: bool = True
+    schedule: str = "GPipe"
+
+    def __str__(self) -> str:
+        parts: list[str] = [self.mode]
+        if self.schedule != "GPipe":
+            parts.insert(0, self.schedule)
+        if self.ahead:
+            parts.append("senders ahead")
+        if not self.grad:
+            parts.append("forward only")
+        return ", ".join(parts)
+
+    def seconds(self, action: Action) -> float:
+        """Return how many units of time an action takes in the schedule's replay."""
+        first = action[:2] in (("forward", 0), ("backward", M - 1))
+        return 2.0 if self.ahead and first else 1.0
+
+
+SCENES = [Scene(mode) for mode in MODES]
+SCENES += [Scene("never", ahead=True), Scene("never", ahead=True, grad=False)]
+STEPS: list[Scene] = []
+for name in ("1F1B", "Interleaved1F1B", "ZBH1"):
+    STEPS += [Scene(mode, schedule=name) for mode in MODES]
+ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
+"""The steps of ranks, which have one stage each."""
+
+
+def spans(scene: Scene, copy: float = 0.0) -> Times:
+    """Return when each action of a schedule begins and ends, and each copy if copies take time.
+
+    If `copy` (the units of time of a copy) is zero, the buffer between two stages has room for one
+    activation or gradient. If not, as on simulated devices, the buffer has no limit.
+    """
+    schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
+    sent: set[Action] = set()
+    for action in schedule.actions:
+        for other in needs(action, schedule.actions):
+            if other.stage != action.stage:
+                sent.add(other)
+    copies = [(s, s + 1, copy) for s in range(len(schedule.placement) - 1)]
+    room = None if copy else 1
+    loss = 0.0 if scene.schedule == "GPipe" else None
+    run = schedule.replay(scene.seconds, copies, room, loss=loss)
+    times: Times = {}
+    for kind, i, s, start, end in run.tasks:
+        action = Action(kind, i, s)
+        if scene.grad or action.kind == "forward":
+            times[str(action)] = start, end
+            if copy and action in sent:
+                times[f"copy after {action}"] = end, end + copy
+    return times
+
+
+def mates(times: Times) -> dict[str, list[str]]:
+    """Return, for each action or copy, the others that begin while it runs."""
+    found: dict[str, list[str]] = {}
+    for work, (start, end) in times.items():
+        found[work] = []
+        for other, (begins, _) in times.items():
+            if start <= begins < end and other != work:
+                found[work].append(other)
+    return found
+
+
+def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
+    """Run the step of `scene`. With the schedule `GPipe`, call `between` before the backward."""
+    gpipe = scene.schedule == "GPipe"
+    run = model.loss if gpipe else model.step
+    with torch.set_grad_enabled(scene.grad):
+        loss = run(lambda y, _: y.sum(), torch.ones(M, 1), None)
+    if gpipe and scene.grad:
+        between()
+        loss.backward()
+
+
+def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
+    """Return a pipeline for the step of `scene`, with one layer for each stage."""
+    n = len(make(scene.schedule, N, M).placement)
+    return GPipe(
+        _layers(n),
+        [1] * n,
+        devices=devices,
+        chunks=M,
+        checkpoint=scene.mode,
+        schedule=scene.schedule,
+        engine=engine,
+    )
+
+
+def _layers(n: int) -> nn.Sequential:
+    layers = [nn.Linear(1, 1) for _ in range(n)]
+    return nn.Sequential(*layers)

@@ -1,0 +1,64 @@
+"""Run the gates that measure no time: programs that judge one version of the package.
+
+A gate is a module that is run as a program, with the judged version first on Python's path. Its
+exit code says what it found (`reproduce.error`), and its output says why.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Literal, NamedTuple
+
+from reproduce.error import WORSE, Error
+from reproduce.machine.description import ROOT
+from reproduce.regression.trees import Tree
+
+
+class Found(NamedTuple):
+    """What a gate has found.
+
+    Attributes:
+        name: The last part of the module's name, such as `counts`.
+        verdict: "worse", or "~" if nothing is worse than in the old version.
+        lines: What the gate has printed.
+    """
+
+    name: str
+    verdict: Literal["worse", "~"]
+    lines: list[str]
+
+
+def judged(module: str, base: Tree, head: Tree) -> Found:
+    """Run a gate on the new version (`head`).
+
+    If something is worse there, the gate is run on the old version (`base`), too. What is the same
+    there is not worse than in the old version.
+
+    Raises:
+        Error: The gate cannot judge `head`, for example because the package does not run.
+    """
+    *_, name = module.split(".")
+    code, lines = _run(module, head)
+    if code not in (0, WORSE):
+        raise Error(lines[-1] if lines else f"{name} ended with exit code {code}")
+    if code == 0:
+        return Found(name, "~", lines)
+    old_code, old_lines = _run(module, base)
+    new = [line for line in lines if line not in old_lines]
+    if old_code == WORSE and not new:
+        return Found(name, "~", [f"what it finds is the same in {base.name}", *lines])
+    return Found(name, "worse", lines)
+
+
+def _run(module: str, tree: Tree) -> tuple[int, list[str]]:
+    """Run a gate on a version of the package; return its exit code, and the lines of its output."""
+    path = os.pathsep.join([str(tree.folder), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module],
+        cwd=tree.folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return ended.returncode, ended.stdout.splitlines()

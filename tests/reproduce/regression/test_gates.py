@@ -1,0 +1,56 @@
+"""Tests of the gates of `regression` that measure no time: programs that judge a version."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduce.error import Error
+from reproduce.regression import gates
+from reproduce.regression.trees import Tree
+
+GATE = """
+import sys
+from package import lines, code
+print("\\n".join(lines))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict", "said"),
+    [
+        ((0, ["well"]), (0, ["all well"]), "~", ["all well"]),
+        ((0, ["well"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
+        ((1, ["lost"]), (1, ["lost"]), "~", ["what it finds is the same in old", "lost"]),
+        ((1, ["lost"]), (1, ["lost", "more lost"]), "worse", ["lost", "more lost"]),
+        ((2, ["broken"]), (1, ["lost"]), "worse", ["lost"]),
+    ],
+)
+def test_a_gate_judges_the_new_version_beside_the_old_one(
+    base: Any, head: Any, verdict: str, said: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    found = gates.judged("a.gate", *versions(base, head, tmp_path, monkeypatch))
+    assert found == ("gate", verdict, said)
+
+
+def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
+    """If the package does not run, nothing is timed: it could wait for ever."""
+    made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
+    with pytest.raises(Error, match=r"^gate: the package does not run$"):
+        gates.judged("a.gate", *made)
+
+
+def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
+    """Make two versions of a package, for which a gate prints lines and has an exit code."""
+    monkeypatch.setattr(gates, "ROOT", folder)
+    (folder / "a").mkdir()
+    (folder / "a" / "gate.py").write_text(GATE)
+    made = []
+    for name, (code, lines) in (("old", base), ("new", head)):
+        (folder / name).mkdir()
+        text = f"code = {code}\nlines = {lines}\n"
+        (folder / name / "package.py").write_text(text)
+        made.append(Tree(folder / name, name, None))
+    old, new = made
+    return old, new
