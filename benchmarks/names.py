@@ -124,7 +124,7 @@ def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
 def pieces(text: str) -> Iterator[Code]:
     """Yield all code of a page: commands of a shell line by line, all other code in one piece.
 
-    Blocks of the language `text` are left out: they show what a program prints.
+    Blocks of the languages `text` and `output` are left out: pictures, and what programs print.
     """
     for match in CODE.finditer(text):
         number = text.count("\n", 0, match.start()) + 1
@@ -135,7 +135,7 @@ def pieces(text: str) -> Iterator[Code]:
             for offset, line in enumerate(match["block"].splitlines(), 1):
                 command = re.split(r"\s# ", line)[0]
                 yield Code(number + offset, command.strip())
-        elif match["language"] != "text":
+        elif match["language"] not in ("text", "output"):
             yield Code(number, match["block"])
 
 

@@ -33,7 +33,7 @@ RIGHT = [
     "`torchgpipe.schedules.draw`, `benchmarks/gates/*.py`, `results/report.html`, `tests/FILE`",
     "`make test ARGS=--slow`, `make regression BASE=main`, `python -m pytest --unheard-of`",
     "`python -m reproduce run NAME --row X`, `--nproc-per-node`, `examples/train.py --save`",
-    "```text\n--not-an-option of python -m what.is.printed\n```",
+    "```output\n--not-an-option of python -m what.is.printed\n```",
     "make do, reproduce it, benchmarks.overlap: words of a sentence",
 ]
 
