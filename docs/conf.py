@@ -56,7 +56,8 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
             return f"[{link[1]}](index.md{link[3] or ''})"
         if DOCS in path.parents or not path.exists():
             return link[0]
-        return f"{link[1]} (`{path.relative_to(DOCS.parent)}`)"
+        name = f"`{path.relative_to(DOCS.parent)}`"
+        return name if link[1] == name.strip("`") else f"{link[1]} ({name})"
 
     source[0] = LINK.sub(linked, source[0])
 

@@ -76,8 +76,8 @@ def counted(sizes: Sizes, dtype: str) -> Counts:
         dtype: The type of its parameters. "tf32" means float32, with matrix products in TF32.
     """
     products = torch.backends.cuda.matmul
-    before = products.fp32_precision  # type: ignore[attr-defined]
-    products.fp32_precision = "tf32" if dtype == "tf32" else "ieee"  # type: ignore[attr-defined]
+    before = products.fp32_precision
+    products.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     try:
         with torch.device("meta"):
             model = transformer(sizes)
@@ -85,7 +85,7 @@ def counted(sizes: Sizes, dtype: str) -> Counts:
         kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
         return count(model.to(kind), sample, alike=ALIKE)
     finally:
-        products.fp32_precision = before  # type: ignore[attr-defined]
+        products.fp32_precision = before
 
 
 def equal_balance(blocks: int, partitions: int) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ class Embedding(nn.Module):
         x: Tensor = self.words(tokens)
         if self.positions is not None:
             x = x + self.positions
-        return self.dropout(x)
+        dropped: Tensor = self.dropout(x)
+        return dropped
 
 
 class Block(nn.Module):
@@ -90,8 +91,8 @@ class Block(nn.Module):
         x = x + self.dropout(attended)
         y = self.between(x)
         inner = gelu(self.up(y)) if self.gate is None else silu(self.gate(y)) * self.up(y)
-        fed: Tensor = self.down(inner)
-        return x + self.dropout(fed)
+        fed: Tensor = x + self.dropout(self.down(inner))
+        return fed
 
     def attend(self, x: Tensor) -> Tensor:
         samples, tokens, width = x.shape
