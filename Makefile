@@ -22,7 +22,7 @@ help:
 	@echo "make test                 run the tests"
 	@echo "make test-oldest          run them with the oldest versions that setup.cfg allows"
 	@echo "make planted              plant each fault of tests/planted in a copy, and see whether tests find it (ARGS='--jobs 2')"
-	@echo "make lint                 ruff (its format, too), mypy, and whether tables are as their records say"
+	@echo "make lint                 ruff (its format, too), mypy, and whether pages are as records and code say"
 	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
 	@echo "make benchmark            time the balancer, the planner and the replay"
 	@echo "make suites               run each of these once, untimed, to see that they work"
@@ -58,6 +58,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m benchmarks.render --check
+	$(BIN)/python -m benchmarks.names
 
 docs: $(READY)
 	$(INSTALL) --quiet --editable '.[docs]'

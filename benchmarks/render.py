@@ -14,12 +14,14 @@ from pathlib import Path
 
 from benchmarks import any_model, schedules, works_with
 from benchmarks.gates import machinery
+from benchmarks.league.table import table as league_table
 from reproduce.cli.main import main
 from reproduce.error import Error
 from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Run, load
 from reproduce.tables.render import NOTHING, link
 
+LEAGUE = "league"  # the name of the block of the league's table, which has records of its own
 BENCHMARKS = ROOT / "results" / "benchmarks"
 TABLES = {
     "any_model": any_model.table,
@@ -41,6 +43,8 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     Raises:
         Error: The record is broken, or no benchmark has that name.
     """
+    if name == LEAGUE:
+        return league_table("pipe") + "\n\n"
     path = folder / f"{name}.json"
     try:
         table = TABLES[name.partition("-")[0]]

@@ -33,6 +33,7 @@ html_show_copyright = False
 nitpick_ignore_regex = [("py:.*", r"(?!torchgpipe).*"), ("py:class", r"torchgpipe\..*\..*")]
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
 LINK = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
@@ -40,19 +41,23 @@ SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 def read(app: Sphinx, name: str, source: list[str]) -> None:
     """Put the README before the index, and name files that are no pages of this site.
 
-    A link to such a file would lead nowhere.
+    A link to such a file would lead nowhere. A link to the README leads to the index.
     """
     if name == "index":
-        readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-        readme = re.sub(r"\]\((?!https?:|docs/)", "](../", readme)
+        app.env.note_dependency(str(README))
+        readme = README.read_text(encoding="utf-8")
+        readme = re.sub(r"\]\((?!https?:|docs/|#)", "](../", readme)
         readme = readme.replace("](docs/", "](")
         source[0] = readme + source[0]
 
     def linked(link: re.Match[str]) -> str:
         path = (DOCS / link[2]).resolve()
+        if path == README:
+            return f"[{link[1]}](index.md{link[3] or ''})"
         if DOCS in path.parents or not path.exists():
             return link[0]
-        return f"{link[1]} (`{path.relative_to(DOCS.parent)}`)"
+        name = f"`{path.relative_to(DOCS.parent)}`"
+        return name if link[1] == name.strip("`") else f"{link[1]} ({name})"
 
     source[0] = LINK.sub(linked, source[0])
 

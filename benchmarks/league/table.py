@@ -1,0 +1,88 @@
+"""The table of how far the league's predictions are from the published numbers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from reproduce.error import Error
+from reproduce.numbers.metrics import errors, speed_ups, throughputs
+from reproduce.records.places import RESULTS
+from reproduce.records.record import Record, load
+from reproduce.tables.layout import grid
+
+FOLDER = RESULTS / "league"
+PREDICTED = "-predicted"
+HEAD = [
+    "table",
+    "rows",
+    "samples/s: median error",
+    "largest",
+    "speed-ups",
+    "median error",
+    "within 10%",
+]
+
+
+def published_paths(folder: Path = FOLDER) -> list[Path]:
+    """Return the files of the published tables."""
+    return [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith(PREDICTED)]
+
+
+def predicted_path(published: Path) -> Path:
+    """Return the file with the predictions of a published table."""
+    return published.with_name(f"{published.stem}{PREDICTED}.json")
+
+
+def table(style: str, folder: Path = FOLDER) -> str:
+    """Return a table with a row for each published table, in a style of the package tabulate.
+
+    Raises:
+        Error: A table was not predicted, or its predictions have other rows.
+    """
+    rows = []
+    all_speeds: list[float] = []
+    all_ratios: list[float] = []
+    for path in published_paths(folder):
+        published = load(path)
+        speeds, ratios = differences(published, load(predicted_path(path)))
+        rows.append(row(published.title, speeds, ratios))
+        all_speeds += speeds
+        all_ratios += ratios
+    rows.append(row("all", all_speeds, all_ratios))
+    return grid(HEAD, rows, style, left=1)
+
+
+def differences(published: Record, predicted: Record) -> tuple[list[float], list[float]]:
+    """Return the sizes of the relative errors of predictions: of samples/s, and of speed-ups.
+
+    A speed-up is the speed of a row divided by the speed of the row that its field `over` names.
+    """
+    theirs = throughputs(published.results)
+    ours = throughputs(predicted.results)
+    if theirs.keys() != ours.keys():
+        raise Error(f"{predicted.name} has other rows: run 'python -m benchmarks.league'")
+    off = errors(ours, theirs)
+    off_speed_up = errors(speed_ups_over(predicted), speed_ups_over(published))
+    return sizes(off), sizes(off_speed_up)
+
+
+def sizes(numbers: dict[str, float]) -> list[float]:
+    return [abs(number) for number in numbers.values()]
+
+
+def speed_ups_over(record: Record) -> dict[str, float]:
+    """Return the speed-up of each row that names another row as its base."""
+    found: dict[str, float] = {}
+    for base in record.results:
+        others = [result for result in record.results if result.over == base.row]
+        found.update(speed_ups(others, base))
+    return found
+
+
+def row(title: str, speeds: Sequence[float], ratios: Sequence[float]) -> list[str]:
+    """Return the cells of a row, given the sizes of errors."""
+    cells = [title, str(len(speeds)), f"{median(speeds):.1%}", f"{max(speeds):.1%}"]
+    if not ratios:
+        return [*cells, "0", "", ""]
+    close = sum(ratio <= 0.1 for ratio in ratios)
+    return [*cells, str(len(ratios)), f"{median(ratios):.1%}", f"{close} of {len(ratios)}"]
