@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.league.transformer import Sizes, transformer
 from reproduce.predict.rows import DIGITS
-from reproduce.records.record import Record, Result, rounded
+from reproduce.records.record import Record, Result
+from reproduce.records.text import rounded
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.known import Alike
 from torchgpipe.plan.count.optimizer import optimizer_named
