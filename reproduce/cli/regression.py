@@ -13,7 +13,7 @@ OWN = "--package mypackage --cases bench/cases.py"
 
 
 of_package = click.option(
-    "--package", metavar="NAME", help="Measure this package of the current folder's repository."
+    "--package", metavar="NAME", help="Measure this package of the current repository."
 )
 by_cases = click.option(
     "--cases", metavar="FILE", type=FILE, help="The Python file with the package's cases."
@@ -42,21 +42,20 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 
 @command(
     "regression --base HEAD --also v0.1.0",
-    "regression --base HEAD --case U-Net --restarts 16",
     "regression --base main --package mine --cases mine.py",
 )
 @click.option("--base", metavar="REV", help="The git revision to compare with.")
 @click.option(
     "--also",
     metavar="REV",
-    help="A second revision to compare with, such as the last release: many small losses add up.",
+    help="A second revision to compare with, such as the last release.",
 )
-@click.option("--head", metavar="REV", help="The git revision to judge. Default: the working tree.")
+@click.option("--head", metavar="REV", help="The revision to judge. Default: the working tree.")
 @click.option(
     "--bisect",
     nargs=2,
     metavar="GOOD BAD",
-    help="Instead: name the first commit that is slower than GOOD.",
+    help="Instead: name the first commit slower than GOOD.",
 )
 @of_package
 @by_cases
@@ -66,14 +65,14 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     "wanted",
     multiple=True,
     metavar="TEXT",
-    help="Only times, of cases with TEXT in their names; may be repeated.",
+    help="Only times, of cases with TEXT in the name; repeatable.",
 )
 @click.option(
     "--gate",
     "gates",
     multiple=True,
     metavar="NAME",
-    help="Only this gate: counts, meeting or times; may be repeated.",
+    help="Only this gate: counts, meeting or times; repeatable.",
 )
 @click.option(
     "--restarts",
@@ -121,7 +120,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SHARE",
-    help="Delay the head's steps so much, to see whether it is noticed.",
+    help="Delay the head's steps, to see if it is noticed.",
 )
 def regression(  # noqa: PLR0913 - click passes each option
     base: str | None,
@@ -140,7 +139,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     markdown: Path | None,
     **measured: Any,
 ) -> None:
-    """Say whether a change made the code worse: by counts, by overlap, or by time.
+    """Say whether a change made the code worse.
 
     The gate "counts" compares what a training step does, the gate "meeting" checks whether tasks
     run at the same time, and the gate "times" times several cases (such as a training step of

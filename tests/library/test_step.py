@@ -159,7 +159,7 @@ models = [
     GPipe(layers, [1] * 4, devices=["cpu"] * 2, chunks=8, schedule="ZBVZeroBubble"),
 ]
 with torch.autograd.detect_anomaly():
-    for _ in range(60):
+    for _ in range(30):
         for model in models:
             model.step(nn.functional.mse_loss, x, x)
 print("done")

@@ -277,7 +277,12 @@ def test_the_gate(asked: str, code: int, said: str, shown: str, command: Any) ->
             "bytes",
             {"memory", "bubble", "balance"},
         ),
-        ("show results/benchmarks/schedules.json", "measured", "s", {"seconds", "ratio", "over"}),
+        (
+            "show results/benchmarks/machinery.json",
+            "measured",
+            "us/task",
+            {"forward", "backward", "both"},
+        ),
         ("show results/league/mpt.json", "published", "samples/s", {"throughput"}),
         ("schedule ZBVZeroBubble", None, "share of the step", {"step", "bubble", "kept"}),
         ("list", None, None, {"scale", "rows", "minutes"}),

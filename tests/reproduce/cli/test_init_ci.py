@@ -1,6 +1,5 @@
 """Tests of the command `init-ci`, which writes a CI workflow that runs `regression`."""
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from packaging.requirements import Requirement
 
 from reproduce.cli.init_ci import WORKFLOW
 from reproduce.error import Error
-from reproduce.machine.description import ROOT
 from reproduce.machine.origin import PACKAGE
 
 from ..made import commit, git
@@ -57,23 +55,6 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr("reproduce.regression.trial.unable", unable)
     return reasons
-
-
-@pytest.mark.usefixtures("tried")
-def test_the_workflow_of_this_repository(
-    monkeypatch: pytest.MonkeyPatch, own: Path, command: Any
-) -> None:
-    text = (ROOT / WORKFLOW).read_text()
-    first, *_ = text.splitlines()
-    asked = shlex.split(first.removeprefix("# Written by: reproduce "))
-    monkeypatch.setattr("sys.argv", ["reproduce", *asked])
-
-    command(*asked)
-
-    assert WORKFLOW.read_text() == text
-    assert "Check before" in text
-    _, err = command(*asked, code=2)
-    assert "exists already: change it by hand" in err
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_every_command_is_in_the_help(command: Any) -> None:
 def test_a_regression_draws_with_its_seed(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     seeds = []
 
-    def answer(base: str, head: str, settings: Settings, *_: Any) -> None:
+    def answer(asked: Any, settings: Settings, *_: Any) -> None:
         seeds.append(settings.seed)
         raise Error("enough")
 

@@ -123,7 +123,7 @@ def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(
         assert len(balance) == n
         assert sum(balance) == 65
         assert trained.balance == balance
-        assert trained.chunks == 4
+        assert trained.chunks == 2
     spy.assert_called_once()
     asked = spy.call_args.kwargs
     assert asked["batch_size"] == 8
