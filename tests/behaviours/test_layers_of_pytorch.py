@@ -19,7 +19,7 @@ from torchgpipe import GPipe
 from torchgpipe.schedules.named import NAMED
 
 from .compare import REORDERED, differences
-from .rows.buffers.parameters import SCRIPTED, frozen, scripted
+from .rows.tools.scripted import SCRIPTED, frozen, scripted
 from .test_rows import TWICE
 
 X = torch.linspace(-1, 1, 32).view(8, 4)

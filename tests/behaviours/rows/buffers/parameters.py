@@ -56,18 +56,7 @@ def squared() -> Any:
     return Squared.apply
 
 
-def scripted() -> Any:
-    """Return a layer that `torch.jit.script` has compiled."""
-    return torch.jit.script(nn.Sequential(linear(), nn.Tanh()))
-
-
-def frozen() -> Any:
-    """Return a scripted layer whose parameters and training mode `torch.jit.freeze` has removed."""
-    return torch.jit.freeze(scripted().eval())
-
-
 OTHER = "replaced, added, froze or hooked a parameter in its forward"
-SCRIPTED = r"a scripted layer \(Linear\).*use the layer that was scripted"
 SHAPELESS = r"LazyLinear has no shape for 'weight'.*run the layers once, then train"
 OWN_GRAPHS = but_graph_never(OTHER)
 
@@ -93,12 +82,4 @@ ROWS = [
         refused=but_graph_never(SHAPELESS),
     ),
     three("a custom function at the end", between_linears(squared), use=steps),
-    # TorchScript rearranges the operations of a function after its first calls.
-    three(
-        "a scripted layer",
-        between_linears(scripted),
-        refused=but_graph_never(SCRIPTED),
-        tolerance=REORDERED,
-    ),
-    three("a frozen scripted layer", between_linears(frozen), use=steps, tolerance=REORDERED),
 ]
