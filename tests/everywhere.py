@@ -287,9 +287,8 @@ def _state(layer: nn.Module) -> list[Any]:
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}
-        buffers = dict(
-            module._buffers.items()
-        )  # the dictionary of a scripted module is not picklable
+        # A scripted module has its buffers in an object that cannot be pickled.
+        buffers = dict(module._buffers.items())
         state.append((buffers, written_down))
     return state
 

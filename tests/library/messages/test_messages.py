@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import sequential
@@ -92,6 +93,23 @@ class Positions(nn.Module):
         return self.out(self.words(words) + self.places(places))
 
 
+class Packs(nn.Module):
+    """A submodule that returns packed sequences, all of length 3."""
+
+    def forward(self, x: Tensor) -> Any:
+        return pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packs, self.rnn = Packs(), nn.GRU(2, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        output, _ = self.rnn(self.packs(x))
+        return pad_packed_sequence(output, batch_first=True)[0]
+
+
 def one_row() -> object:
     places = torch.arange(3).unsqueeze(0)
     found = sequential(Positions(), (torch.zeros(1, 3, dtype=torch.long), places))
@@ -130,6 +148,10 @@ TRACED: dict[str, Mistake] = {
     "a name that no argument has, as shared": (
         lambda: traced(lambda net, x: net.a(x), shared=["y"]),
         ["shared names ['y']", "['x']"],
+    ),
+    "packed sequences between layers": (
+        lambda: sequential(Packed(), torch.zeros(4, 3, 2), whole=[Packs]),
+        ["Packs is kept whole and returns a PackedSequence", "pad_packed_sequence"],
     ),
     "a sample of one row": (one_row, ["words has 4 samples", "places has 1", "shared=['places']"]),
 }
