@@ -114,9 +114,9 @@ ROWS = [
         "`torch.compile` of the layers",
         compile_in_place,
         "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm "
-        'in training cannot be recomputed, which is refused: use `checkpoint="never"`. PyTorch 2.11 '
-        'can crash if one process compiles layers first on the engine "workers", and then others on '
-        'the engine "graph".',
+        'in training cannot be recomputed, which is refused: use `checkpoint="never"`. PyTorch '
+        '2.11 can crash if one process compiles layers first on the engine "workers", and then '
+        'others on the engine "graph".',
         use=partial(train_compiled, compiled=True),
     ),
     changed(
