@@ -84,9 +84,9 @@ def _column(schedule: "Schedule") -> Fraction:
     return Fraction(len(schedule.lists), len(schedule.placement))
 
 
-def _units(schedule: "Schedule") -> float:
-    """Return how many units a step takes."""
-    return schedule.replay().seconds * float(_column(schedule))
+def _units(schedule: "Schedule", seconds: float) -> float:
+    """Return how many units a step takes, whose replay takes `seconds`."""
+    return seconds * float(_column(schedule))
 
 
 def _facts(schedule: "Schedule") -> Iterator[str]:
@@ -95,7 +95,7 @@ def _facts(schedule: "Schedule") -> Iterator[str]:
     of_longest = f"{played.bubble_of_longest:.1%} of the longest device's span"
     of_step = f"{played.bubble:.1%} of the step"
     yield f"bubble: {of_longest}, {of_step}"
-    yield f"the step takes {_units(schedule):g} units"
+    yield f"the step takes {_units(schedule, played.seconds):g} units"
     column = _column(schedule)
     share = f"1/{len(schedule.lists)} of the model"
     columns = "a column is a unit" if column == 1 else f"a column is {column} of a unit"
@@ -110,7 +110,7 @@ def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":
     played = schedule.replay()
     about: Number = {"experiment": title, "row": schedule.name}
     unit = f"forwards of a micro-batch through 1/{len(schedule.lists)} of the model"
-    yield {**about, "metric": "step", "unit": unit, "value": _units(schedule)}
+    yield {**about, "metric": "step", "unit": unit, "value": _units(schedule, played.seconds)}
     yield {**about, "metric": "bubble", "unit": "share of the step", "value": played.bubble}
     yield {
         **about,

@@ -13,7 +13,6 @@ from reproduce.experiments.choose import suggestion
 from reproduce.experiments.row import CHANGED, EQUAL_LAYERS, PLANNED, Checkpoint, Row, Scale
 
 MODES = get_args(Checkpoint)
-ALIASES = {"partitions": "n", "chunks": "m"}
 
 
 def _positive(text: str) -> int:
@@ -57,6 +56,7 @@ SETTINGS = {
     ),
     "checkpoint": Setting("checkpoint", _mode, "always, except_last or never"),
 }
+NAMES = {setting.field: name for name, setting in SETTINGS.items()}  # by the field of `Row`
 SIZE = Setting("size", _positive, "a size of the model, a whole number from 1")
 
 
@@ -84,11 +84,15 @@ def change_rows(scale: Scale, texts: Sequence[str]) -> Scale:
 def change_row(row: Row, texts: Sequence[str]) -> Row:
     """Return the row with changed settings, under a name of its own."""
     fields: dict[str, Any] = {}
-    names = []
+    given = set()
+    different = []
     changes = {}
     sizes = _names_of_sizes(row)
     for text in texts:
         name, value = _parsed(text, row, sizes)
+        if name in given:
+            raise Error(f"--set {' '.join(texts)}: {name} is set twice")
+        given.add(name)
         setting = SETTINGS.get(name, SIZE)
         if setting is SIZE:
             size = list(fields.get("size", row.size))
@@ -99,15 +103,15 @@ def change_row(row: Row, texts: Sequence[str]) -> Row:
             before = getattr(row, setting.field)
             fields[setting.field] = value
         if value != before:
-            names.append(text)
+            different.append(text)
             changes[name] = list(value) if isinstance(value, tuple) else value
-    if not names:
+    if not different:
         raise Error(f"--set {' '.join(texts)}: {row.name} has these settings already")
     configuration = row.configuration if row.configuration in (PLANNED, EQUAL_LAYERS) else CHANGED
     made = replace(
         row,
         **_with_consequences(row, fields),
-        name=f"{row.name} {' '.join(names)}",
+        name=f"{row.name} {' '.join(different)}",
         configuration=configuration,
         changed_from=row.name,
         changed=changes,
@@ -131,7 +135,7 @@ def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise Error(f"--set {text}: give a field and its value, such as n=4")
-    name = ALIASES.get(name, name)
+    name = NAMES.get(name, name)
     known = [*SETTINGS, *sizes]
     if name not in known:
         raise Error(

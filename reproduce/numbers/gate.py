@@ -16,12 +16,12 @@ from reproduce.numbers.sources import Side
 from reproduce.numbers.unmatched import unmatched
 from reproduce.records.record import SUCCESS
 
-# Why a decision is no verdict. B stands for the side that is compared.
+# Why a decision is no verdict.
 UNJUDGED = {
-    "too few": "too few samples (B/A; needs {needed})",
-    "untested": "no samples (B/A)",
-    "disturbed": "disturbed (B/A)",
-    "base differs": "divided by a row that itself differs in B",
+    "too few": "too few samples ({side}/A; needs {needed})",
+    "untested": "no samples ({side}/A)",
+    "disturbed": "disturbed ({side}/A)",
+    "base differs": "divided by a row that itself differs in {side}",
 }
 ACCEPT = "--allow-missing accepts this"
 
@@ -127,8 +127,7 @@ def _reason(
         return None
     decision = None if row is None else row.decisions[side]
     if decision is not None:
-        reason = UNJUDGED[decision.outcome].format(needed=decision.needed)
-        return reason.replace("B", letter)
+        return UNJUDGED[decision.outcome].format(side=letter, needed=decision.needed)
     theirs = line.entries.get(side)
     if theirs is None or theirs.result.status not in SUCCESS:
         return f"{problem_of(theirs)} in {letter}"

@@ -23,7 +23,7 @@ from reproduce.report.side_by_side import side_by_side
 from reproduce.report.subjects import KINDS, RUN, Kind, Subject, find_subjects, unpublished
 from reproduce.tables.all import about_run, tables
 from reproduce.tables.history import Line
-from reproduce.tables.layout import WHOLE, GiB, Table, many
+from reproduce.tables.layout import GiB, Table, in_full, many
 from reproduce.tables.predicted import errors_table
 from torchgpipe.plan.predict.replay import Timeline
 
@@ -107,7 +107,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"many": many, "zip": zip, "whole": whole, "heading": heading}
+    environment.filters |= {"many": many, "zip": zip, "whole": whole, "heading": in_full}
     environment.globals["prose"] = PROSE
     return environment.get_template("page.html")
 
@@ -126,13 +126,6 @@ def whole(text: str) -> Markup:
         else:
             parts.append(escaped)
     return Markup("").join(parts)
-
-
-def heading(text: str) -> str:
-    """Return a heading of a table in one line, with words that a terminal has no room for."""
-    for short, long in WHOLE.items():
-        text = text.replace(short, long)
-    return text.replace("\n", " ")
 
 
 def _has_other_numbers(subject: Subject) -> bool:

@@ -49,6 +49,11 @@ class PlannedTask:
         return f"{self.row.name}, {how}"
 
     @property
+    def watching_steps(self) -> int:
+        """Return how many steps watch how busy the devices are, after the timed steps."""
+        return 0 if self.emulated else 1
+
+    @property
     def title(self) -> str:
         """Return the title of the row's timeline."""
         if self.emulated:
@@ -195,7 +200,7 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
     before = min((len(task.before.get("step_time", ())) for task in tasks), default=0)
     rounds = further_rounds(session, group, seconds, SoFar(before))
     for task, guess in guesses.items():
-        steps = 1 + warmup_steps(session, task) + rounds + (0 if task.emulated else 1)
+        steps = 1 + warmup_steps(session, task) + rounds + task.watching_steps
         if task in skipped:
             steps = 0
         session.progress.plan(session.job(task), steps, guess, session.job(group.name))

@@ -265,8 +265,7 @@ class _GroupRun:
             self.round_text += f" ({so_far.disturbed} disturbed)"
         self.row_number = 0
         for job, task in jobs.items():
-            watched = 0 if task.emulated else 1
-            session.progress.expect(job, further + watched)
+            session.progress.expect(job, further + task.watching_steps)
 
     def _judge_round(self, least: int) -> int:
         """Measure how much other programs used the machine in the round that ends now.

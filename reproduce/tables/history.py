@@ -28,8 +28,8 @@ KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
 # The metrics that a history has. It also has all numbers whose unit is "count".
 KEPT = ("time", "speedup", "memory", "reserved", "top1_error")
-# The fields that distinguish the numbers of a row.
 NAMES = 54  # the width of the names of numbers in a table, in characters
+# The fields that distinguish the numbers of a row.
 NAMING = ("metric", "kind", "name", "scale", "device", "engine")
 
 

@@ -147,15 +147,18 @@ class Table:
 
     def markdown(self, level: int = 2) -> str:
         """Return the table as Markdown, under a heading of the given level."""
-        headings = []
-        for heading in self.headings:
-            for short, long in WHOLE.items():
-                heading = heading.replace(short, long)
-            headings.append(heading)
+        headings = [in_full(heading) for heading in self.headings]
         rows = [_without_breaks(row) for row in self.rows]
         title = "#" * level + " " + self.title
-        body = grid(_without_breaks(headings), rows, "pipe", self.left)
+        body = grid(headings, rows, "pipe", self.left)
         return "\n".join([title, "", body, "", bullets(self.notes, wrap=False)])
+
+
+def in_full(heading: str) -> str:
+    """Return a heading in one line, with the words for which a terminal has no room."""
+    for short, long in WHOLE.items():
+        heading = heading.replace(short, long)
+    return heading.replace("\n", " ")
 
 
 def _without_breaks(cells: Cells) -> Cells:

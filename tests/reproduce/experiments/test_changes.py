@@ -104,6 +104,8 @@ M = ["m=8"]
         ("n2m4", "D=-1", "--set D=-1: D is a size of the model, a whole number from 1"),
         ("n2m4", "checkpoint=no", "checkpoint is always, except_last or never"),
         ("n2m4", "balance=3,x", "balance is the number of layers of each partition, such as 3,6"),
+        ("n2m4", "m=16 m=4", "--set m=16 m=4: m is set twice"),
+        ("n2m4", "n=4 partitions=2", "--set n=4 partitions=2: n is set twice"),
         ("n2m4", "n=2 m=4", "--set n=2 m=4: n2m4 has these settings already"),
         ("n2m4", "n=3 balance=12,12", "--set n=3 balance=12,12: balance has 2 partitions, and n"),
         ("n2m4", "balance=12,13", "balance has 25 layers, and AmoebaNet-D has 24"),
