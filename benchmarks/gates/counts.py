@@ -7,7 +7,7 @@ Unlike times, counts are the same in each run. `benchmarks.gates.counted` says w
 `benchmarks.gates.tally` says how. If a count becomes lower, it also has to be written to the file:
 otherwise, nobody would notice if it became as high as before.
 
-The orders in which stages run their tasks are compared in the same way, with `orders.json`.
+The orders in which devices run their tasks are compared in the same way, with `orders.json`.
 """
 
 import json
@@ -34,7 +34,7 @@ ADVICE = (
 
 Totals = dict[str, int]
 Orders = Mapping[str, list[str]]
-"""The tasks of each stage in the order in which they run, by the name of the configuration."""
+"""The tasks of each device in the order in which they run, by the name of the configuration."""
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:

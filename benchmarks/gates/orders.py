@@ -18,7 +18,8 @@ from torchgpipe.tensors.observe import Task
 N, M = 3, 5
 """The numbers of devices and of micro-batches."""
 # Engines and schedules. The graph engine orders the tasks of GPipe by itself.
-NOTED = [*product(ENGINES, ["GPipe"]), *product(["workers"], list(NAMED)[1:])]
+OTHERS = [name for name in NAMED if name != "GPipe"]
+NOTED = [*product(ENGINES, ["GPipe"]), *product(["workers"], OTHERS)]
 _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 

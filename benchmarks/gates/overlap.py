@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.gates.scenes import (
     ON_RANKS,
@@ -18,6 +17,7 @@ from benchmarks.gates.scenes import (
     N,
     Scene,
     Times,
+    layers,
     mates,
     pipeline,
     spans,
@@ -103,9 +103,8 @@ def on_rank(store: Any, scene: Scene, looks: int) -> str | None:
     All ranks share `store`, which has to be new. Return a one-line message if tasks do not overlap,
     otherwise `None`.
     """
-    layers = nn.Sequential(*[nn.Linear(1, 1) for _ in range(N)])
     model = DistributedGPipe(
-        layers, [1] * N, chunks=M, checkpoint=scene.mode, schedule=scene.schedule
+        layers(N), [1] * N, chunks=M, checkpoint=scene.mode, schedule=scene.schedule
     )
     with closing(model):
         return Board(scene, looks).twice(store, model, dist.barrier)

@@ -109,7 +109,7 @@ def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
     """Return a pipeline for the step of `scene`, with one layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     return GPipe(
-        _layers(n),
+        layers(n),
         [1] * n,
         devices=devices,
         chunks=M,
@@ -119,6 +119,6 @@ def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
     )
 
 
-def _layers(n: int) -> nn.Sequential:
-    layers = [nn.Linear(1, 1) for _ in range(n)]
-    return nn.Sequential(*layers)
+def layers(n: int) -> nn.Sequential:
+    """Return n small layers, one for each stage."""
+    return nn.Sequential(*[nn.Linear(1, 1) for _ in range(n)])

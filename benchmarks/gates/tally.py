@@ -15,7 +15,8 @@ calls of a queue (`SimpleQueue`), lock or event count if one of the library's mo
 while the tally ran. Locks that are global variables of these modules also count.
 
 Ranks have threads that tell each other now and then that they are alive, so the number of their
-waits varies. There, only the waits of the thread that runs the tasks count.
+waits varies. There, only the waits of the thread that runs the tasks count. Reads of a
+clock do not count there, because these threads read one.
 """
 
 import sys
@@ -44,7 +45,7 @@ class Tally:
     They are kept in lists, because a thread can append to a list without a lock.
 
     Args:
-        alone: Whether only the waits of the current thread count.
+        alone: Whether only the waits of the current thread count, and no reads of a clock.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -80,7 +81,7 @@ class Tally:
 def tallied(*, alone: bool = False) -> Iterator[Tally]:
     """Count the calls of this thread, and of threads that are started in the `with` block.
 
-    If `alone` is true, the other threads' waits do not count.
+    If `alone` is true, the other threads' waits and all reads of a clock do not count.
     """
     tally = Tally(alone)
     with ExitStack() as stack:

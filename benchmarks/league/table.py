@@ -23,9 +23,9 @@ HEAD = [
 ]
 
 
-def published_paths(folder: Path = FOLDER) -> list[Path]:
+def published_paths() -> list[Path]:
     """Return the files of the published tables."""
-    return [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith(PREDICTED)]
+    return [path for path in sorted(FOLDER.glob("*.json")) if not path.stem.endswith(PREDICTED)]
 
 
 def predicted_path(published: Path) -> Path:
@@ -33,7 +33,7 @@ def predicted_path(published: Path) -> Path:
     return published.with_name(f"{published.stem}{PREDICTED}.json")
 
 
-def table(style: str, folder: Path = FOLDER) -> str:
+def table(style: str) -> str:
     """Return a table with a row for each published table, in a style of the package tabulate.
 
     Raises:
@@ -42,7 +42,7 @@ def table(style: str, folder: Path = FOLDER) -> str:
     rows = []
     all_speeds: list[float] = []
     all_ratios: list[float] = []
-    for path in published_paths(folder):
+    for path in published_paths():
         published = load(path)
         speeds, ratios = differences(published, load(predicted_path(path)))
         rows.append(row(published.title, speeds, ratios))
@@ -63,10 +63,10 @@ def differences(published: Record, predicted: Record) -> tuple[list[float], list
         raise Error(f"{predicted.name} has other rows: run 'python -m benchmarks.league'")
     off = errors(ours, theirs)
     off_speed_up = errors(speed_ups_over(predicted), speed_ups_over(published))
-    return sizes(off), sizes(off_speed_up)
+    return absolute(off), absolute(off_speed_up)
 
 
-def sizes(numbers: dict[str, float]) -> list[float]:
+def absolute(numbers: dict[str, float]) -> list[float]:
     return [abs(number) for number in numbers.values()]
 
 

@@ -38,14 +38,12 @@ OF_PROGRAM = f"'{PACKAGE}[reproduce] @ '\"$REPRODUCE\""
     help="Installs this program, and what the package needs. Default: by pip, from ADDRESS and "
     "from the repository.",
 )
-@click.option("--before", metavar="COMMAND", help="A check of your own, to be run before.")
-def init_ci(  # noqa: PLR0913 - click passes each option
+def init_ci(
     package: str | None,
     cases: Path | None,
     build: str | None,
     address: str | None,
     set_up: str | None,
-    before: str | None,
 ) -> None:
     """Write a CI workflow that judges pull requests.
 
@@ -87,7 +85,6 @@ def init_ci(  # noqa: PLR0913 - click passes each option
         asked=asked,
         program=program,
         set_up=set_up or default_set_up(program),
-        before=before,
     )
     write_atomically(WORKFLOW, text)
     both = f"it and {file}" if file else "it"

@@ -110,7 +110,6 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 @style
 @click.option(
     "--out",
-    "markdown",
     type=FILE,
     metavar="FILE",
     help="Also write the verdict and the table to FILE, in Markdown.",
@@ -136,7 +135,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     also_threshold: float,
     alpha: float,
     style: str,
-    markdown: Path | None,
+    out: Path | None,
     **measured: Any,
 ) -> None:
     """Say whether a change made the code worse.
@@ -150,7 +149,7 @@ def regression(  # noqa: PLR0913 - click passes each option
     a slower commit was found.
     """
     project = project_of(package, cases, build)
-    if bool(base) == bool(bisect) or (bisect and (head or also or gates or markdown)):
+    if bool(base) == bool(bisect) or (bisect and (head or also or gates or out)):
         raise click.UsageError(
             "give either --base REV, or --bisect GOOD BAD without --head, --also, --gate and --out"
         )
@@ -162,8 +161,8 @@ def regression(  # noqa: PLR0913 - click passes each option
     from reproduce.run.progress import Progress
     from reproduce.run.recorder import prepare_folder
 
-    if markdown is not None:
-        prepare_folder(markdown.absolute().parent, "--out")
+    if out is not None:
+        prepare_folder(out.absolute().parent, "--out")
     modules, timed = choose_gates(project, gates, wanted)
     chosen = choose_cases(project, wanted) if timed else {}
     settings = Settings(chosen, project=project, **measured)
@@ -181,8 +180,8 @@ def regression(  # noqa: PLR0913 - click passes each option
         click.echo(f"the first commit that is slower than {bisect[0]}: {culprit}")
         return
     click.echo(report.text(style), nl=False)
-    if markdown is not None:
-        write_atomically(markdown, report.text("markdown"))
+    if out is not None:
+        write_atomically(out, report.text("markdown"))
     if wrong is None:
         return
     if style in ("csv", "json"):

@@ -28,7 +28,7 @@ class Found(NamedTuple):
     lines: list[str]
 
 
-def judged(module: str, base: Tree, head: Tree) -> Found:
+def judged_by(module: str, base: Tree, head: Tree) -> Found:
     """Run a gate on the new version (`head`).
 
     If something is worse there, the gate is run on the old version (`base`), too. What is the same

@@ -60,7 +60,7 @@ class Samples:
         head: The same of the new version. The i-th samples of a restart are a pair.
         also: The same of the second old version.
         unable: Why a version cannot run the case, by "base", "head" or "also"; empty if all can.
-        clock: The clock that the case chooses.
+        clock: The clock that times the case.
         busy: For each restart, whether other programs used the cores meanwhile.
     """
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reproduce.error import Error
 from reproduce.machine.description import machine
-from reproduce.regression.gates import judged as judged_by
+from reproduce.regression.gates import judged_by
 from reproduce.regression.job import Samples, Settings, interleaved
 from reproduce.regression.judge import Limits, complaint, judge, least_restarts
 from reproduce.regression.table import Report
@@ -88,7 +88,7 @@ def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Sample
 
     `tell` is called with a text that says how many restarts are finished.
     """
-    found = {case: Samples(clock=clock) for case, clock in settings.cases.items()}
+    found = {case: Samples(clock=settings.clock or clock) for case, clock in settings.cases.items()}
     with contextlib.closing(interleaved(versions, settings)) as lines:
         for line in lines:
             samples = found[line["case"]]

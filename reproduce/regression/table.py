@@ -14,6 +14,7 @@ from reproduce.regression.job import Samples, Settings
 from reproduce.regression.judge import (
     METRIC,
     OLDS,
+    TOGETHER,
     WALL,
     WALL_TOGETHER,
     Judgement,
@@ -22,12 +23,12 @@ from reproduce.regression.judge import (
     families,
 )
 from reproduce.regression.trees import Tree, Trees
-from reproduce.tables.layout import Table, bullets, by_value, many, number
+from reproduce.tables.layout import WIDTH, Table, by_value, many, number
 from reproduce.tables.output import Number, of_reading, written
 
 LABEL_WIDTH = 22  # longer names of cases are wrapped
 LETTERS: dict[str, str] = {"base": "A", "head": "B", "also": "C"}
-GROUPS = {False: "by CPU time", True: "by wall clock"}
+GROUPS = {TOGETHER: "by CPU time", WALL_TOGETHER: "by wall clock"}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,8 @@ class Report:
     def text(self, style: str) -> str:
         """Return the table as "text" or "markdown", or its numbers as "csv" or "json"."""
         table = self._table()
-        notes = list(self._notes())
-        text = f"{table.text()}\n\n{bullets(notes)}\n\n{textwrap.fill(self.conclusion, 80)}\n"
-        below = bullets(notes, wrap=False)
-        markdown = f"{table.markdown().rstrip()}\n\n{below}\n\n**{self.conclusion}**\n"
+        text = f"{table.text()}\n\n{textwrap.fill(self.conclusion, WIDTH)}\n"
+        markdown = f"{table.markdown()}\n\n**{self.conclusion}**\n"
         return written(
             style,
             self._numbers(),
@@ -65,7 +64,7 @@ class Report:
             sides={letter: tree.name for letter, tree in self._sides()},
             alpha=self.limits.alpha,
             threshold=self.limits.threshold,
-            notes=notes,
+            notes=list(table.notes),
             conclusion=self.conclusion,
         )
 
@@ -83,8 +82,7 @@ class Report:
         rows = [[gate.name, *[""] * 4, gate.verdict, *gaps] for gate in self.judged.gates]
         clocks = {case: samples.clock for case, samples in self.judged.samples.items()}
         for together, cases in families(clocks).items():
-            group = GROUPS[together == WALL_TOGETHER]
-            rows.append([group, *[""] * (width - 1)])
+            rows.append([GROUPS[together], *[""] * (width - 1)])
             rows += [self._line(case, self.judged.samples[case]) for case in cases]
             decided = self.judged.decisions["base"]
             if together in decided:
@@ -93,7 +91,7 @@ class Report:
         title = "regression: time in ms; lower is better"
         if self.settings.slow_down:
             title += f", WITH A PLANTED DELAY of {self.settings.slow_down:.0%} in each step of B"
-        return Table(title, headings, rows)
+        return Table(title, headings, rows, list(self._notes()))
 
     def _line(self, case: str, samples: Samples) -> list[str]:
         """Return the cells of a case: a pair of samples, and the decisions about their ratio."""

@@ -41,7 +41,7 @@ class Row:
             raise SystemExit(
                 "planted: the old text of a fault must occur once in its file, but "
                 f"{self.file} has it {text.count(self.old)} times: {self.old!r}. If the file has "
-                "moved or changed, correct `file` or `old` of this fault in tests/planted/rows.json"
+                "moved or changed, correct `file` or `old` of this fault in tests/planted/*.json"
             )
         return text.replace(self.old, self.new)
 

@@ -24,6 +24,7 @@ from .__main__ import Row, copied
 
 LOSSES = Path(__file__).with_name("losses.json")
 GATES = ("counts", "meeting", "times")
+ASKED = ["regression", "--base", "HEAD", "--format", "json"]
 
 
 @dataclass
@@ -42,7 +43,7 @@ def found_by(tree: Path, arguments: list[str]) -> set[str]:
 
     The result also has `cannot tell` if the exit code says so.
     """
-    command = [sys.executable, "-m", "reproduce", "regression", "--base", "HEAD", "--json"]
+    command = [sys.executable, "-m", "reproduce", *ASKED]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run([*command, *arguments], cwd=tree, env=env, capture_output=True)
     found = set[str]()
@@ -96,7 +97,9 @@ def main() -> int:
             missed += runs != wanted
             each = [f"{name} {count}" for name, count in sorted(by.items())]
             names = ", ".join(each) or "by none"
-            print(f"found in {runs} of {asked.runs}  {loss.kind}  ({names})", flush=True)
+            listed = ", ".join(loss.gates) or "none"
+            said = f"found in {runs} of {asked.runs}  {loss.kind}  ({names}; listed: {listed})"
+            print(said, flush=True)
     return int(missed > 0)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from reproduce.cli.main import COMMANDS
+
 from ..behaviours.compare import differences
 from ..behaviours.guarded import GUARDS
 from . import losses
@@ -36,6 +38,12 @@ def test_losses(loss: losses.Loss) -> None:
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates
     assert set(loss.gates) <= set(losses.GATES)
+
+
+def test_losses_are_looked_for_by_a_command_that_exists() -> None:
+    name, *options = losses.ASKED
+    (command,) = [each for each in COMMANDS if each.name == name]
+    command.make_context(name, options)  # raises if there is no such option or value
 
 
 def test_each_guard_has_a_fault_that_its_rows_have_to_find() -> None:

@@ -230,6 +230,20 @@ def test_exit_code_and_verdict(
     assert verdicts == ([verdict] if verdict else [])
 
 
+@pytest.mark.parametrize(
+    ("clock", "other"), [("CPU time", "wall clock"), ("wall clock", "CPU time")]
+)
+def test_a_clock_for_all_cases(
+    clock: str, other: str, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    made_up(monkeypatch)
+    option, *_ = clock.lower().split()
+    out, _ = command("regression", "--base", "v1", "--clock", option)
+    table, _, _ = out.partition("\n- ")
+    assert f"by {clock}" in table
+    assert f"by {other}" not in table
+
+
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """With `--slow-down`, the table in each output format says that a delay was planted.

@@ -30,7 +30,7 @@ sys.exit(code)
 def test_a_gate_judges_the_new_version_beside_the_old_one(
     base: Any, head: Any, verdict: str, said: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    found = gates.judged("a.gate", *versions(base, head, tmp_path, monkeypatch))
+    found = gates.judged_by("a.gate", *versions(base, head, tmp_path, monkeypatch))
     assert found == ("gate", verdict, said)
 
 
@@ -38,7 +38,7 @@ def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
     """If the package does not run, nothing is timed: it could wait for ever."""
     made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
     with pytest.raises(Error, match=r"^gate: the package does not run$"):
-        gates.judged("a.gate", *made)
+        gates.judged_by("a.gate", *made)
 
 
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
