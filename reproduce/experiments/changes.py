@@ -138,10 +138,7 @@ def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
     name = NAMES.get(name, name)
     known = [*SETTINGS, *sizes]
     if name not in known:
-        raise Error(
-            f"--set {text}: {row.name} has no {name} to set; there are {', '.join(known)} "
-            f"({suggestion(name, known)})"
-        )
+        raise Error(f"--set {text}: {row.name} has no {name} to set; {suggestion(name, known)}")
     setting = SETTINGS.get(name, SIZE)
     try:
         return name, setting.parse(value)

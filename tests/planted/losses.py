@@ -52,6 +52,8 @@ def found_by(tree: Path, arguments: list[str]) -> set[str]:
             found.add(number["row"] if number["row"] in GATES else "times")
     if ended.returncode not in (0, WORSE):
         found.add("cannot tell")
+        *_, why = ended.stderr.decode().splitlines() or [""]
+        print(why, file=sys.stderr)
     return found
 
 
@@ -87,14 +89,16 @@ def main() -> int:
                 path.write_text(loss.planted(tree))
             by = Counter[str]()
             runs = 0
+            untold = 0
             for _ in range(asked.runs):
                 found = found_by(tree, asked.arguments)
                 by.update(found)
                 runs += not found.isdisjoint(GATES)
+                untold += "cannot tell" in found
             if loss.file:
                 path.write_text(before)
             wanted = 0 if asked.unchanged else asked.runs
-            missed += runs != wanted
+            missed += runs != wanted or untold > 0
             each = [f"{name} {count}" for name, count in sorted(by.items())]
             names = ", ".join(each) or "by none"
             listed = ", ".join(loss.gates) or "none"
