@@ -12,6 +12,7 @@ from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import read
 from reproduce.numbers.notes import count, once, problem_of
+from reproduce.numbers.significance import Decision
 from reproduce.numbers.sources import Side
 from reproduce.numbers.unmatched import unmatched
 from reproduce.records.record import SUCCESS
@@ -70,13 +71,19 @@ class Gate:
         return "; ".join(said)
 
 
-def gate(sides: Sequence[Side], lines: Sequence[Line], comparisons: Sequence[Comparison]) -> Gate:
+def gate(
+    sides: Sequence[Side],
+    lines: Sequence[Line],
+    comparisons: Sequence[Comparison],
+    threshold: float,
+) -> Gate:
     """Return what a comparison shows about regressions.
 
     Args:
         sides: The sides that were compared.
         lines: The lines that were compared, of which some may be in no table.
         comparisons: The tables.
+        threshold: The smallest relative difference that matters.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
     rows = {}
@@ -95,7 +102,7 @@ def gate(sides: Sequence[Side], lines: Sequence[Line], comparisons: Sequence[Com
             found = rows.get(id(line))
             decision = None if found is None else found.decisions[number]
             table = tables.get(line.experiment)
-            if table is not None and decision is not None and decision.outcome not in UNJUDGED:
+            if table is not None and decision is not None and _is_judged(decision, threshold):
                 judged = True
                 if verdict(decision, table.metric) == "worse":
                     worse[name] = None
@@ -108,6 +115,16 @@ def gate(sides: Sequence[Side], lines: Sequence[Line], comparisons: Sequence[Com
                 unjudged.setdefault(reason, []).append(name)
     unfair = [comparison.unfair for comparison in comparisons if comparison.unfair]
     return Gate(list(worse), judged, unjudged, unfair)
+
+
+def _is_judged(decision: Decision, threshold: float) -> bool:
+    """Return whether a decision shows if there is a regression.
+
+    Two numbers without samples, such as counted bytes, show it if they differ too little to matter.
+    """
+    if decision.outcome == "untested":
+        return abs(decision.ratio - 1) <= threshold
+    return decision.outcome not in UNJUDGED
 
 
 def _reason(

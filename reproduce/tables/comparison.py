@@ -75,7 +75,7 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     every = options.every or options.style == "json"
     asked = Asked(sides, rule, options.force, every)
     comparisons, notes = compare(asked, lines, metric, among=matched)
-    found = gate(sides, lines, comparisons)
+    found = gate(sides, lines, comparisons, rule.threshold)
     first, *others = sides
     alike = [side.letter for side in others if side.records == first.records]
     if alike:

@@ -66,6 +66,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "c": [n10m1, n10m4, new],
         "few": [sized(2, 1, [1.0])],
         "none": [],
+        "counted": [row("n2m1", values={"peak_allocated": [1000]})],
+        "counted-again": [row("n2m1", values={"peak_allocated": [1010]})],
+        "counted-more": [row("n2m1", values={"peak_allocated": [1200]})],
         "busy": [sized(2, 1, list(STEADY), others=busy)],
         "fast": published(0.5),
         "slow": published(1.0),
@@ -214,6 +217,8 @@ GATE: list[tuple[str, int, str, str]] = [
         f"{NONE_JUDGED}: A and B hold the same records, of the same runs; {IN_TURN}",
         "A and B hold the same records",
     ),
+    ("counted counted-again", 0, "", "no samples"),
+    ("counted counted-more", 2, f"{NONE_JUDGED}: no samples (B/A): n2m1 (e)", "no samples"),
     ("a busy", 2, f"{NONE_JUDGED}: disturbed (B/A): n2m1 (e); {MISSING}", " disturbed\n"),
     (
         "a linked",

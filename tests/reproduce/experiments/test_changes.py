@@ -97,7 +97,7 @@ M = ["m=8"]
     ("row", "settings", "said"),
     [
         ("n2m4", "k=3", "n2m4 has no k to set; there are n, m, batch_size, balance, checkpoint, L"),
-        ("n2m4", "batchsize=3", "(did you mean batch_size)"),
+        ("n2m4", "batchsize=3", "to set; did you mean batch_size"),
         ("n2m4", "n", "--set n: give a field and its value, such as n=4"),
         ("n2m4", "n=x", "--set n=x: n is a number of partitions, such as 4"),
         ("n2m4", "m=0", "--set m=0: m is a number of micro-batches, such as 16"),
