@@ -87,7 +87,7 @@ class GPipe(Partitioned):
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
             list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer occurs
-            twice; two devices share a parameter; or a layer is on `meta` and there is no `init`.
+            twice; or a layer is on `meta` and there is no `init`.
         IndexError: There are fewer devices than the partitions need.
     """
 
@@ -145,7 +145,7 @@ class GPipe(Partitioned):
         self._engine_name: EngineName = engine
         self._of_graph_engine = {"dependency": dependency, "copy_streams": copy_streams}
         self._portals = portals
-        self._hold(chosen, chosen, init)
+        self._hold(chosen, init)
 
     def _build(self) -> None:
         super()._build()

@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -170,6 +170,7 @@ class Connections(Wires):
         device: torch.device,
         placement: Sequence[int],
         crossings: Sequence[Crossing],
+        peers: Collection[int],
         *,
         late: bool,
     ) -> None:
@@ -179,12 +180,14 @@ class Connections(Wires):
             device: This rank's device.
             placement: The rank of each stage.
             crossings: The skip connections from one stage to another.
+            peers: The ranks that share a parameter with this rank.
             late: Whether each skip is sent only shortly before it is needed (wires/cuda.py).
         """
         if not self._met:
             self._met = True
             exchange = partial(self.exchange, "first call")
             self._transfers.connect(device, placement, crossings, exchange, late=late)
+            self._transfers.stage("tied gradients", peers, device)
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
         """Return this rank's end of a wire (a message channel). The first call makes the end.

@@ -29,7 +29,12 @@ class State:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, rank: int) -> None:
         self._model = model
-        self._parameters = dict(model.named_parameters())
+        # The model without a pipeline lists a parameter that layers share only once, under its
+        # first name. Its optimizer's state has this name, too.
+        self._first_names = model.first_names() if isinstance(model, Partitioned) else {}
+        self._parameters = {}
+        for name, p in model.named_parameters():
+            self._parameters[self._first_names.get(name, name)] = p
         self._optimizers = states_of(optimizers, self._parameters)
         self._generators = _generators_of(model)
         self._defaults = {f"random.{rank}": torch.default_generator}
@@ -50,13 +55,18 @@ class State:
         return kind_of
 
     def content(self) -> Content:
-        """Return a dictionary of all values to save."""
+        """Return a dictionary of all values to save, without those that another rank saves."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
         for optimizer in self._optimizers:
             content |= optimizer.content()
-        return content
+        elsewhere = {*self._first_names.values()}
+        own: Content = {}
+        for key, value in content.items():
+            if parameter(key) not in elsewhere and key.removeprefix("model.") not in elsewhere:
+                own[key] = value
+        return own
 
     def fixed(self) -> Content:
         """Return the values to save of the layers: parameters, buffers and states of generators.

@@ -27,20 +27,32 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
     """
     leaves: list[Tensor] = []
     only_whole = older = False
-    unseen = [get_gradient_edge(y).node]
+    for node in _nodes_behind([get_gradient_edge(y).node]):
+        only_whole |= node.name() in ONLY_WHOLE
+        if node.next_functions:
+            older |= node._sequence_nr() < since
+        elif hasattr(node, "variable"):
+            leaves.append(node.variable)
+    return leaves, only_whole, older
+
+
+def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves of a graph that begins at some nodes."""
+    nodes = _nodes_behind(roots)
+    return [node.variable for node in nodes if not node.next_functions and hasattr(node, "variable")]
+
+
+def _nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield each node of a graph once, beginning with its roots."""
+    unseen = [*roots]
     seen: set[Any] = {None}
     while unseen:
-        node: Any = unseen.pop()
+        node = unseen.pop()
         if node in seen:
             continue
         seen.add(node)
-        only_whole |= node.name() in ONLY_WHOLE
-        edges = node.next_functions
-        older |= bool(edges) and node._sequence_nr() < since
-        if not edges and hasattr(node, "variable"):
-            leaves.append(node.variable)
-        unseen.extend([following for following, _ in edges])
-    return leaves, only_whole, older
+        yield node
+        unseen.extend([following for following, _ in node.next_functions])
 
 
 @contextmanager
