@@ -23,7 +23,7 @@ from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import divided, the_input
+from torchgpipe.layers.batches import divided, taken_apart, the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.modules import modules_of
@@ -331,7 +331,7 @@ class DistributedGPipe(Partitioned):
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is None:
-            input = the_input(args, kwargs)
+            input = taken_apart(the_input(args, kwargs))
         else:
             input = self._signature.input_of(args, kwargs)
         check(input)
