@@ -172,6 +172,7 @@ class DistributedGPipe(Partitioned):
         return self._crossings
 
     def first_names(self) -> dict[str, str]:
+        """Map names of this rank's copies to the parameters' first names, on other ranks."""
         return self._tied.first_names
 
     def _copies(self) -> set[nn.Parameter]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchgpipe.distributed.alike import check_alike
 from torchgpipe.distributed.connections import Connections
+from torchgpipe.distributed.elsewhere import OtherRanksParameters
 from torchgpipe.distributed.links import Messages, RandomState
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
@@ -16,7 +17,6 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.losses import scalar
 from torchgpipe.task.entrance import leaves
-from torchgpipe.task.guards.elsewhere import OtherRanksParameters
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
 from torchgpipe.trace.parts import tensors_in
 

@@ -83,9 +83,7 @@ class TiedParameters:
             the parameter's name there. The plain model lists the parameter under that name only.
     """
 
-    def __init__(
-        self, partitions: Iterable[nn.Module], placement: Iterable[int], own: int
-    ) -> None:
+    def __init__(self, partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> None:
         self._own = own
         self._tied = [*_found(partitions, placement, own)]
         self.peers: set[int] = set()
@@ -122,9 +120,7 @@ class TiedParameters:
                 p.data.copy_(values)
         connections.deliver()
 
-    def add_up(
-        self, connections: Connections, guards: Sequence[StageGuards], io: BatchIO
-    ) -> None:
+    def add_up(self, connections: Connections, guards: Sequence[StageGuards], io: BatchIO) -> None:
         """Replace the gradient of each tied parameter by the sum over all ranks that have a copy.
 
         Args:
@@ -157,9 +153,7 @@ class TiedParameters:
                 total = _added(heard[rank][1] for rank in tied.names)
                 _put(p, total, guards)
 
-    def _told(
-        self, tied: Tied, serial: int, guards: Sequence[StageGuards], io: BatchIO
-    ) -> Flat:
+    def _told(self, tied: Tied, serial: int, guards: Sequence[StageGuards], io: BatchIO) -> Flat:
         """Return what this rank tells the others about a tied parameter: its state and gradient.
 
         The state says whether the parameter requires grad. Sometimes it also has a checksum of the
@@ -176,9 +170,7 @@ class TiedParameters:
         return state, gradient
 
 
-def _found(
-    partitions: Iterable[nn.Module], placement: Iterable[int], own: int
-) -> Iterator[Tied]:
+def _found(partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> Iterator[Tied]:
     """Yield the parameters that this rank's partitions share with partitions of other ranks."""
     uses: dict[nn.Parameter, list[tuple[int, str, nn.Module, str]]] = {}
     for partition, rank in zip(partitions, placement, strict=True):

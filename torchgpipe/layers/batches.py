@@ -52,7 +52,7 @@ def divided(
 
 
 def taken_apart(input: Any) -> Any:
-    """Return the tensors of a mapping or a dataclass, as `Structured`, and any other input as it is.
+    """Return a mapping or a dataclass as `Structured` tensors, and any other input as it is.
 
     The first layer gets the same structure for each micro-batch: its tensors are split, and all
     other values are copied.

@@ -38,21 +38,20 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Return the leaves of a graph that begins at some nodes."""
-    nodes = _nodes_behind(roots)
-    return [node.variable for node in nodes if not node.next_functions and hasattr(node, "variable")]
+    ends = [node for node in _nodes_behind(roots) if not node.next_functions]
+    return [node.variable for node in ends if hasattr(node, "variable")]
 
 
-def _nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield each node of a graph once, beginning with its roots."""
+def _nodes_behind(roots: Iterable[Any]) -> list[Any]:
+    """Return each node of a graph once, beginning with its roots."""
     unseen = [*roots]
-    seen: set[Any] = {None}
+    found: dict[Any, None] = {}
     while unseen:
         node = unseen.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        unseen.extend([following for following, _ in node.next_functions])
+        if node is not None and node not in found:
+            found[node] = None
+            unseen.extend([following for following, _ in node.next_functions])
+    return [*found]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Test that ranks train a parameter that their layers share, like the layers without a pipeline."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class Head(nn.Module):
 
 
 def gpt(seed: int = 0) -> nn.Sequential:
-    """Return a small language model, whose embedding (layer 0) and head (layer 3) share a weight."""
+    """Return a small language model. Its embedding (layer 0) and head (layer 3) share a weight."""
     torch.manual_seed(seed)
     embedding = nn.Embedding(WORDS, WIDTH)
     return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh(), Head(embedding))
@@ -168,6 +169,16 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
     assert_copies_are_equal(model)
 
 
+def refused_where_used(model: DistributedGPipe, message: str) -> AbstractContextManager[object]:
+    """Return a context that expects an error on ranks 0 and 2, which have the shared weight.
+
+    Rank 1 may have ended its part of the mini-batch before.
+    """
+    if model.rank == 1:
+        return suppress(RankFailed)
+    return pytest.raises((RuntimeError, TypeError, RankFailed), match=message)
+
+
 def freeze_one_copy(model: DistributedGPipe) -> None:
     if model.rank == 2:
         model.partition[0].weight.requires_grad_(False)
@@ -191,7 +202,7 @@ def test_copies_that_differ_are_refused(
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
     change(model)
     message = f"'0.weight' on rank 0 and '3.weight' on rank 2 {message}"
-    with pytest.raises((RuntimeError, RankFailed), match=message):
+    with refused_where_used(model, message):
         model.step(cross_entropy, *words())
 
 
@@ -204,7 +215,7 @@ def test_copies_are_compared_again_later(monkeypatch: pytest.MonkeyPatch) -> Non
         model.step(cross_entropy, *words())
         optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises((RuntimeError, RankFailed), match="give each of their optimizers the same"):
+    with refused_where_used(model, "give each of their optimizers the same"):
         model.step(cross_entropy, *words())
 
 
@@ -214,9 +225,14 @@ def test_a_frozen_weight() -> None:
     model = DistributedGPipe(layers, [1, 2, 1], chunks=2)
     model.step(cross_entropy, *words())
     gradients = {name: p.grad is not None for name, p in model.named_parameters()}
-    assert gradients == [{"0.weight": False}, {"1.weight": True, "1.bias": True}, {
-        "3.weight": False, "3.bias": True
-    }][model.rank]
+    assert (
+        gradients
+        == [
+            {"0.weight": False},
+            {"1.weight": True, "1.bias": True},
+            {"3.weight": False, "3.bias": True},
+        ][model.rank]
+    )
 
 
 def test_a_state_fits_any_balance() -> None:
@@ -231,7 +247,7 @@ def test_a_state_fits_any_balance() -> None:
     of_loaded = adam(loaded)
     saves.load(loaded, of_loaded)
     assert_alike(dict(loaded.state_dict()), dict(plain.state_dict()))
-    again = DistributedGPipe(gpt(6), [2, 1, 1], chunks=2)
+    again = DistributedGPipe(gpt(6), [1, 1, 2], chunks=2)
     of_again = adam(again)
     saves.load(again, of_again)
     expected = trained(plain, of_plain, 3, 4)
@@ -296,5 +312,5 @@ def test_a_weight_that_is_sharded_is_refused() -> None:
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("pp", "dp"))
     fully_shard(model.partition, mesh=mesh["dp"])
-    with pytest.raises((TypeError, RankFailed), match="are one parameter, and it is a DTensor"):
+    with refused_where_used(model, "are one parameter, and it is a DTensor"):
         model.step(cross_entropy, *words())
