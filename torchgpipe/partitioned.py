@@ -136,18 +136,12 @@ class Partitioned(FixedDevices, ABC):
             stage.turn = turn
             stage.connect(crossings)
 
-    def first_names(self) -> dict[str, str]:
-        """Return the names that the model has for parameters of other processes, too.
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Return this process's copies of parameters whose first use is in another process.
 
-        If layers of several processes share a parameter, each process has a copy. The keys of the
-        dictionary are the names of this process's copies. The values are the parameters' names in
-        the process that has their first use in the model.
+        The values of the dictionary are the parameters' names there.
         """
         return {}
-
-    def _copies(self) -> set[nn.Parameter]:
-        """Return the parameters of this process that `first_names` lists."""
-        return set()
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
@@ -326,7 +320,7 @@ class Partitioned(FixedDevices, ABC):
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
             partitions = {stage.index: stage.partition for stage in self._stages}
-            return clip_gradients(partitions, self._copies(), exchange, **settings)
+            return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
         """Return a context for a call (named `doing`) that all ranks make with equal `alike`.

@@ -148,9 +148,8 @@ class DistributedGPipe(Partitioned):
         own = {*self.parameters()}
         self._elsewhere.update({p: name for name, p in named if p not in own})
         # Already now, because a rank can fail before its first mini-batch.
-        connections = self._connected()
-        with connections.call(0, "the start"):
-            self._tied.begin_equal(connections)
+        with self._together("the start"):
+            self._tied.begin_equal(self._connected())
 
     def _build(self) -> None:
         super()._build()
@@ -171,11 +170,8 @@ class DistributedGPipe(Partitioned):
     def _layout(self) -> list[Crossing]:
         return self._crossings
 
-    def first_names(self) -> dict[str, str]:
-        """Map names of this rank's copies to the parameters' first names, on other ranks."""
-        return self._tied.first_names
-
-    def _copies(self) -> set[nn.Parameter]:
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Return this rank's copies of parameters whose first use is on another rank."""
         return self._tied.copies()
 
     @property

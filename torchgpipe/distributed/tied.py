@@ -79,24 +79,26 @@ class TiedParameters:
 
     Attributes:
         peers: The other ranks that share a parameter with this rank.
-        first_names: Maps the name of each copy, if another rank has the parameter's first use, to
-            the parameter's name there. The plain model lists the parameter under that name only.
     """
 
     def __init__(self, partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> None:
         self._own = own
         self._tied = [*_found(partitions, placement, own)]
         self.peers: set[int] = set()
-        self.first_names: dict[str, str] = {}
         for each in self._tied:
             self.peers |= each.names.keys() - {own}
-            first, *_ = each.names
-            if first != own:
-                self.first_names[each.names[own]] = each.names[first]
 
-    def copies(self) -> set[nn.Parameter]:
-        """Return this rank's copies of parameters whose first use is on another rank."""
-        return {tied.parameter() for tied in self._tied if self._own != next(iter(tied.names))}
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Return this rank's copies of parameters whose first use is on another rank.
+
+        The values are the parameters' names there. The plain model lists them under these names.
+        """
+        found = {}
+        for tied in self._tied:
+            first, *_ = tied.names
+            if first != self._own:
+                found[tied.parameter()] = tied.names[first]
+        return found
 
     def begin_equal(self, connections: Connections) -> None:
         """Set all copies of each tied parameter to the values of its last use in the model.

@@ -31,10 +31,9 @@ class State:
         self._model = model
         # The model without a pipeline lists a parameter that layers share only once, under its
         # first name. Its optimizer's state has this name, too.
-        self._first_names = model.first_names() if isinstance(model, Partitioned) else {}
-        self._parameters = {}
-        for name, p in model.named_parameters():
-            self._parameters[self._first_names.get(name, name)] = p
+        copies = model.copies() if isinstance(model, Partitioned) else {}
+        self._parameters = {copies.get(p, name): p for name, p in model.named_parameters()}
+        self._elsewhere = {*copies.values()}
         self._optimizers = states_of(optimizers, self._parameters)
         self._generators = _generators_of(model)
         self._defaults = {f"random.{rank}": torch.default_generator}
@@ -61,10 +60,10 @@ class State:
             content[key] = generator.get_state()
         for optimizer in self._optimizers:
             content |= optimizer.content()
-        elsewhere = {*self._first_names.values()}
         own: Content = {}
         for key, value in content.items():
-            if parameter(key) not in elsewhere and key.removeprefix("model.") not in elsewhere:
+            name = parameter(key) or key.removeprefix("model.")
+            if name not in self._elsewhere:
                 own[key] = value
         return own
 
