@@ -95,7 +95,7 @@ class Connections(Wires):
         self.timeout = timeout
         self.serial = 0
         self._others = [peer for peer in range(self.n) if peer != own]
-        # Not `new_group`: it names a group by how many groups the process has made, which can differ.
+        # Not `new_group`: it names groups by their number, which can differ between processes.
         which = tuple(ranks)
         self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
         self._transfers = Transfers(own, self._store)
