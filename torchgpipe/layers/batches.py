@@ -56,6 +56,9 @@ def taken_apart(input: Any) -> Any:
 
     The first layer gets the same structure for each micro-batch: its tensors are split, and all
     other values are copied.
+
+    Raises:
+        TypeError: If a mapping or a dataclass has no tensors.
     """
     if isinstance(input, MicroBatches):
         return MicroBatches([taken_apart(each) for each in input])

@@ -196,9 +196,10 @@ class Stage:
 
 def _is_away(p: Tensor, device: torch.device) -> bool:
     """Return whether a parameter is on another device, because a partition there shares it."""
-    if p.device.type == "cpu" and device.type == "cpu":
-        return False
-    return p.device != device
+    if p.device.type != device.type:
+        return True
+    # The number of a CPU has no meaning, and its tensors have none.
+    return p.device.index is not None and p.device != device
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
