@@ -135,7 +135,8 @@ class Everywhere(nn.Module):
             grads = {name: p.grad for name, p in self._pipeline.named_parameters()}
             return loss, getattr(x, "grad", None), grads
 
-        found, parameters = self.on_all(run), dict(self.named_parameters())
+        found = self.on_all(run)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         for _, _, grads in found:
             for name, grad in grads.items():
                 parameters[name].grad = grad

@@ -65,11 +65,19 @@ def with_norm() -> Sequential:
     return layers(lambda: BatchNorm1d(32))
 
 
+def with_shared_weight() -> Sequential:
+    """Return layers of which the first and the last linear layer of equal sizes share a weight."""
+    module = layers()
+    module[6].weight = module[2].weight
+    return module
+
+
 # Gradients are equal up to rounding: on other streams, kernels can add numbers in another order.
 # The differences are larger in bfloat16, which has only eight significant bits.
 BEHAVIOURS = [
     Row("usual", layers, given, use=steps, tolerance=REORDERED),
     Row("batch norm", with_norm, given, use=steps, tolerance=REORDERED),
+    Row("a shared weight", with_shared_weight, given, use=steps, tolerance=REORDERED),
     Row("autocast", layers, given, use=in_bfloat16, tolerance=2**-6),
 ]
 
@@ -92,6 +100,24 @@ def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpo
     """A pipeline has the outputs, gradients and buffers of plain layers on one device."""
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
+
+
+@pytest.mark.parametrize("devices", WITH_HOST)
+def test_a_weight_of_a_gpu_and_the_host(devices: Places, checkpoint: Any) -> None:
+    """The weight stays one parameter on the first device that uses it, with one gradient."""
+    torch.manual_seed(0)
+    module, plain = with_shared_weight(), with_shared_weight()
+    plain.load_state_dict(module.state_dict())
+    model = GPipe(module, balance(devices), devices=devices, chunks=4, checkpoint=checkpoint)
+    assert module[6].weight is module[2].weight
+    x = torch.randn(8, 16)
+    plain(x).sum().backward()
+    model(x.to(devices[0])).sum().backward()
+    for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and p.grad.device == p.device
+        assert_close(p.grad.cpu(), other.grad, msg=name)
+    with torch.no_grad():
+        assert_close(model(x.to(devices[0])).cpu(), plain(x))
 
 
 @ways(*ON_GPUS, *WITH_HOST)

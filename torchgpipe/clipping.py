@@ -1,6 +1,6 @@
 """Clip gradients by their total norm over all ranks, where each rank holds some gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ Exchange = Callable[[Tensor], list[Tensor]]
 
 def clip_gradients(
     partitions: Mapping[int, nn.Module],
+    copies: Collection[nn.Parameter],
     exchange: Exchange,
     max_norm: float,
     norm_type: float,
@@ -19,6 +20,7 @@ def clip_gradients(
 
     Args:
         partitions: The partitions of this rank, by their indices in the model, in order.
+        copies: Parameters that another rank has, too, and counts in the norm.
         exchange: Sends a tensor to all ranks, and returns the tensors of all ranks.
         max_norm: The largest allowed norm.
         norm_type: The kind of norm: 2 is the Euclidean norm, infinity the largest absolute value.
@@ -27,18 +29,17 @@ def clip_gradients(
     for j, partition in partitions.items():
         for p in partition.parameters():
             places.setdefault(p, j)  # partitions can share a parameter
-    given: list[nn.Parameter] = []
+    given = [p for p in places if p.grad is not None]
+    counted = [p for p in given if p not in copies]
     norms: list[Tensor] = []
-    for p in places:
-        if p.grad is None:
-            continue
+    for p in counted:
+        assert p.grad is not None
         norm = torch.linalg.vector_norm(p.grad, norm_type)
         # The norm of a DTensor is a DTensor.
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        given.append(p)
     here = norms[0].device if norms else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
-    own_places = own.new_tensor([places[p] for p in given])
+    own_places = own.new_tensor([places[p] for p in counted])
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]
     all_norms, all_places = torch.cat(found, dim=1)

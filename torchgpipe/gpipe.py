@@ -12,7 +12,7 @@ from torch import nn
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import divided, the_input
+from torchgpipe.layers.batches import divided, taken_apart, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -87,7 +87,7 @@ class GPipe(Partitioned):
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
             list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer occurs
-            twice; two devices share a parameter; or a layer is on `meta` and there is no `init`.
+            twice; or a layer is on `meta` and there is no `init`.
         IndexError: There are fewer devices than the partitions need.
     """
 
@@ -145,7 +145,7 @@ class GPipe(Partitioned):
         self._engine_name: EngineName = engine
         self._of_graph_engine = {"dependency": dependency, "copy_streams": copy_streams}
         self._portals = portals
-        self._hold(chosen, chosen, init)
+        self._hold(chosen, init)
 
     def _build(self) -> None:
         super()._build()
@@ -181,14 +181,15 @@ class GPipe(Partitioned):
 
         Args:
             input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
-                device; or `MicroBatches`, a list of such micro-batches.
+                device; or a mapping or dataclass of such tensors, which the first layer gets; or
+                `MicroBatches`, a list of such micro-batches.
 
         Returns:
             The concatenated outputs of the micro-batches, on the device of the last partition.
 
         Raises:
-            TypeError: `input`, or the output of a partition, is neither a tensor nor a tuple of
-                tensors.
+            TypeError: `input` has another type, or the output of a partition is neither a tensor
+                nor a tuple of tensors.
             ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
         output = run_uncompiled(self._traced_instead, self._forward, input)
@@ -218,6 +219,7 @@ class GPipe(Partitioned):
 
     def _begun(self, input: Input) -> list[TensorOrTensors]:
         """Check the input and the settings of this pipeline; return the micro-batches."""
+        input = taken_apart(input)
         check(input)
         self._check()
         if not self._stages:

@@ -19,7 +19,6 @@ from torchgpipe.layers.checks import (
     AVERAGED,
     MISSED_STEPS,
     check_module,
-    check_parameters,
     check_settings,
     shared_buffers,
     unchanged,
@@ -95,18 +94,14 @@ class Partitioned(FixedDevices, ABC):
         self.training = module.training
         self._signature = module.signature if isinstance(module, Layers) else None
 
-    def _hold(
-        self, devices: Sequence[torch.device | None], places: Iterable[object], init: Init | None
-    ) -> None:
+    def _hold(self, devices: Sequence[torch.device | None], init: Init | None) -> None:
         """Move this process's partitions to their devices, and drop all other partitions.
 
         Args:
             devices: The device of each partition; `None` if another process has the partition.
-            places: The device or the rank of each partition, for error messages.
             init: A function that fills each layer.
         """
         partitions = [p for p in self._partitions if isinstance(p, nn.Sequential)]
-        check_parameters(partitions, places)
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
         own = [partitions[j] for j, _ in self._held]
         self._shared_buffers = shared_buffers(partitions, own)
@@ -140,6 +135,13 @@ class Partitioned(FixedDevices, ABC):
         for stage in self._stages:
             stage.turn = turn
             stage.connect(crossings)
+
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Return this process's copies of parameters whose first use is in another process.
+
+        The values of the dictionary are the parameters' names there.
+        """
+        return {}
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
@@ -318,7 +320,7 @@ class Partitioned(FixedDevices, ABC):
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
             partitions = {stage.index: stage.partition for stage in self._stages}
-            return clip_gradients(partitions, exchange, **settings)
+            return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
         """Return a context for a call (named `doing`) that all ranks make with equal `alike`.

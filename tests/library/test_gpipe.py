@@ -223,22 +223,6 @@ def sharing() -> Sequential:
     return module
 
 
-@pytest.mark.parametrize("balance", [[2, 2], [1, 2, 1]], ids=str)
-def test_a_parameter_on_two_devices_is_refused(balance: list[int]) -> None:
-    module = sharing()
-    others = len(balance) - 1
-    message = (
-        "'0.weight' and '2.weight' are one parameter, but would be on cpu and meta; "
-        "choose a balance that keeps"
-    )
-    with pytest.raises(ValueError, match=message):
-        GPipe(module, balance, devices=["cpu"] + ["meta"] * others)
-    for parameter in module.parameters():
-        assert parameter.device == CPU, "a module that is refused has been moved"
-    GPipe(module, [1, 1, 2], devices=["cpu", "meta", "cpu"])
-    assert module[2].weight is module[0].weight
-
-
 def test_layers_on_meta_get_memory_and_values() -> None:
     with torch.device("meta"):
         module = sharing()

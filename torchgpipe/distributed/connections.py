@@ -6,8 +6,8 @@ Every rank has wires to every other rank, one for each purpose:
     loss       the last stage's rank sends the loss
     liveness   every rank sends what it is doing now (liveness/liveness.py)
 
-Other wires carry activations and gradients from stage to stage (links.py). Skips have separate
-wires, directly from the rank that stashes a skip to the rank that pops the skip.
+Other wires carry activations and gradients from stage to stage (links.py), skips directly from the
+rank that stashes them to the rank that pops them, and gradients of shared parameters (tied.py).
 
 Connections end in one of three ways:
 
@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -95,11 +95,9 @@ class Connections(Wires):
         self.timeout = timeout
         self.serial = 0
         self._others = [peer for peer in range(self.n) if peer != own]
-        # Do not use `new_group`: it names a group by counting the groups that the process has
-        # made. Ranks that have made different numbers of groups would use different names.
+        # Not `new_group`: it names groups by their number, which can differ between processes.
         which = tuple(ranks)
-        name = f"torchgpipe/{which}/{_made[which]}"
-        self._store = PrefixStore(name, _get_default_store())
+        self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
         self._transfers = Transfers(own, self._store)
         self._met = False
         before = sockets()
@@ -170,6 +168,7 @@ class Connections(Wires):
         device: torch.device,
         placement: Sequence[int],
         crossings: Sequence[Crossing],
+        peers: Collection[int],
         *,
         late: bool,
     ) -> None:
@@ -179,12 +178,14 @@ class Connections(Wires):
             device: This rank's device.
             placement: The rank of each stage.
             crossings: The skip connections from one stage to another.
+            peers: The ranks that share a parameter with this one.
             late: Whether each skip is sent only shortly before it is needed (wires/cuda.py).
         """
         if not self._met:
             self._met = True
             exchange = partial(self.exchange, "first call")
             self._transfers.connect(device, placement, crossings, exchange, late=late)
+            self._transfers.stage("tied gradients", peers, device)
 
     def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
         """Return this rank's end of a wire (a message channel). The first call makes the end.
@@ -197,8 +198,8 @@ class Connections(Wires):
         """
         key = end, kind, peer, stages
         if key not in self._ends:
-            broken = partial(self.liveness.broken, peer)
-            self._ends[key] = end(self.address(kind, peer, broken, stages))
+            address = self.address(kind, peer, partial(self.liveness.broken, peer), stages)
+            self._ends[key] = end(address)
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
@@ -327,8 +328,7 @@ class Connections(Wires):
             if self.closed:
                 return
             self.closed = True
-            threads = self.liveness.close()
-            threads += [sender.thread for sender in self._senders()]
+            threads = [*self.liveness.close(), *[sender.thread for sender in self._senders()]]
             # If Python ends while a thread is in gloo, the process can crash. So wait for the
             # threads, but only until a deadline: some threads may wait for gloo for ever.
             deadline = time.monotonic() + GRACE
@@ -343,8 +343,8 @@ class Connections(Wires):
         tag = tag_of("nothing", (0, 0))
         for peer in self._others:
             with suppress(RuntimeError):
-                never = self._group.recv([torch.empty(0, device="cpu")], peer, tag)
-                never.wait(timedelta(milliseconds=1))
+                nothing = torch.empty(0, device="cpu")
+                self._group.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))
         for sender in self._senders():
             sender.stop()
         self._transfers.abort()

@@ -20,9 +20,10 @@ from torchgpipe.distributed.checks import check_connectable, check_group, check_
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
+from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import divided, the_input
+from torchgpipe.layers.batches import divided, taken_apart, the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.modules import modules_of
@@ -85,8 +86,8 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`. Also if ranks share a parameter or a random generator, or if there
-            are not v partitions for each rank.
+        ValueError: See `GPipe`. Also if ranks share a random generator, or if there are not v
+            partitions for each rank.
     """
 
     _traced_instead = (
@@ -141,12 +142,14 @@ class DistributedGPipe(Partitioned):
         self._crossings = skip_layout(self._partitions)
         self._alike = checksum_of_parameters(module)
         here = [device if rank == self.rank else None for rank in placement]
-        names = [f"rank {rank}" for rank in placement]
         named = [*module.named_parameters()]
-        self._hold(here, names, init)
+        self._tied = TiedParameters(self._partitions, placement, self.rank)
+        self._hold(here, init)
         own = {*self.parameters()}
         self._elsewhere.update({p: name for name, p in named if p not in own})
-        self._connected()  # already now, because a rank can fail before its first mini-batch
+        # Already now, because a rank can fail before its first mini-batch.
+        with self._together("the start"):
+            self._tied.begin_equal(self._connected())
 
     def _build(self) -> None:
         super()._build()
@@ -166,6 +169,10 @@ class DistributedGPipe(Partitioned):
 
     def _layout(self) -> list[Crossing]:
         return self._crossings
+
+    def copies(self) -> dict[nn.Parameter, str]:
+        """Return this rank's copies of parameters whose first use is on another rank."""
+        return self._tied.copies()
 
     @property
     def silence(self) -> float | None:
@@ -304,7 +311,8 @@ class DistributedGPipe(Partitioned):
         micro_batches = [] if stage.index else self._scattered(args, kwargs)
         placement = self._steps.arrangement.placement
         late = self._order == "gpipe"
-        connections.meet(stage.device, placement, self._crossings, late=late)
+        peers = self._tied.peers
+        connections.meet(stage.device, placement, self._crossings, peers, late=late)
         call, target = "forward()", None
         if request is not None:
             call = "step()" if isinstance(request, StepRequest) else "loss()"
@@ -320,7 +328,7 @@ class DistributedGPipe(Partitioned):
 
     def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
         if self._signature is None:
-            input = the_input(args, kwargs)
+            input = taken_apart(the_input(args, kwargs))
         else:
             input = self._signature.input_of(args, kwargs)
         check(input)

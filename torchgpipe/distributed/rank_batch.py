@@ -8,7 +8,9 @@ from torch import Tensor
 
 from torchgpipe.distributed.alike import check_alike
 from torchgpipe.distributed.connections import Connections
+from torchgpipe.distributed.elsewhere import OtherRanksParameters
 from torchgpipe.distributed.links import Messages, RandomState
+from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
@@ -77,6 +79,7 @@ class RankBatch(Batch):
         # connections are closed.
         self._owner = owner
         self._connections = connections
+        self._tied = cast(TiedParameters, owner._tied)
         self._serial = connections.serial
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
         self._first = owner._steps.arrangement.placement[0]
@@ -87,6 +90,9 @@ class RankBatch(Batch):
         m = len(self.sizes)
         super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
         self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
+        if self._serial == 1:
+            for guards in self.guards:
+                guards.add(OtherRanksParameters(guards.index, self.elsewhere))
         (self.program,) = self.programs.values()
         connections.liveness.activity.program = self.program
 
@@ -170,6 +176,9 @@ class RankBatch(Batch):
         actions = lists[connections.own]
         with self._in_place, modes():
             self.program.run(actions, links, io, keep=keep)
+        if lists is not self.orders.forwards:
+            self.program.doing = "the sum of tied parameters' gradients"
+            self._tied.add_up(connections, self.guards, io)
         # Otherwise, a message that is not sent yet is lost if the process ends now.
         connections.deliver()
 

@@ -20,6 +20,8 @@ fill memory before they are needed.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
@@ -89,6 +91,13 @@ class BatchIO:
     def output_grads(self, i: int) -> Flat:
         """Return the gradients of the outputs of micro-batch i. This is called only once."""
         return self._output_grads[i]
+
+    def take_sum(self, p: Tensor) -> Tensor | None:
+        """Return the gradient of a parameter from outside of the layers, and forget it.
+
+        Only in a `step`, the criterion can give a parameter such a gradient.
+        """
+        return None
 
 
 _ALONE = "recompute", "backward_weights"

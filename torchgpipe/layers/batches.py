@@ -1,5 +1,7 @@
 """Divide a mini-batch into micro-batches for the first stage."""
 
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,13 @@ from torchgpipe.tensors.microbatch import (
     UNCOUNTED,
     Input,
     MicroBatches,
+    Structured,
     TensorOrTensors,
     mapped,
     scatter,
     tensors_of,
 )
+from torchgpipe.trace.parts import Slots
 from torchgpipe.trace.signature import Signature
 
 
@@ -45,6 +49,27 @@ def divided(
         # one of them in place, this would look like a change of all. So clone them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches
+
+
+def taken_apart(input: Any) -> Any:
+    """Return a mapping or a dataclass as `Structured` tensors, and any other input as it is.
+
+    The first layer gets the same structure for each micro-batch: its tensors are split, and all
+    other values are copied.
+
+    Raises:
+        TypeError: If a mapping or a dataclass has no tensors.
+    """
+    if isinstance(input, MicroBatches):
+        return MicroBatches([taken_apart(each) for each in input])
+    is_instance = is_dataclass(input) and not isinstance(input, type)
+    if not is_instance and not isinstance(input, Mapping):
+        return input
+    slots = Slots()
+    structure = slots.taken(input)
+    if not slots.tensors:
+        raise TypeError(f"input must have tensors, but got {type(input).__name__} without any")
+    return Structured.of(slots.tensors, partial(slots.again().put_back, structure))
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

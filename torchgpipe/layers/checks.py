@@ -99,23 +99,6 @@ def check_settings(chunks: object, checkpoint: object) -> None:
         )
 
 
-def check_parameters(partitions: Iterable[nn.Module], places: Iterable[object]) -> None:
-    """Raise `ValueError` if two partitions in different places share a parameter.
-
-    `places` has the device or the rank of each partition.
-    """
-    owner: dict[nn.Parameter, tuple[str, object]] = {}
-    for partition, place in zip(partitions, places, strict=True):
-        for name, parameter in partition.named_parameters():
-            other = owner.setdefault(parameter, (name, place))
-            if other[1] != place:
-                raise ValueError(
-                    f"{other[0]!r} and {name!r} are one parameter, but would be on {other[1]} and "
-                    f"{place}; choose a balance that keeps them in one partition, or give each a "
-                    "parameter of its own"
-                )
-
-
 def shared_buffers(
     partitions: Iterable[nn.Module], own: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, str]]:

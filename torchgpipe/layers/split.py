@@ -91,11 +91,13 @@ def place(
         if device is not None:
             held.append((first, partition, device))
         first += len(partition)
-    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+    made: dict[tuple[Tensor, torch.device | None], Tensor] = {}
     for _, partition, device in held:
         if device.type != "meta":
             _give_memory(partition, device, init, made)
-    for _, partition, device in held:
+    # A parameter that partitions share stays on the device of the first one: in reverse order, this
+    # partition is moved last.
+    for _, partition, device in reversed(held):
         partition.to(device)
     if init is not None:
         for first, partition, device in held:
@@ -106,11 +108,12 @@ def _give_memory(
     partition: nn.Module,
     device: torch.device,
     init: Init | None,
-    made: dict[tuple[Tensor, torch.device], Tensor],
+    made: dict[tuple[Tensor, torch.device | None], Tensor],
 ) -> None:
     """Replace the tensors on device `meta` by empty tensors on `device`.
 
-    `made` has all replacements so far, so layers that share a tensor also share its replacement.
+    `made` has all replacements so far, so layers that share a tensor also share its replacement. A
+    buffer has one replacement on each device, and a parameter only one.
     """
     for path, tensors, name, x in _tensors_of(partition):
         if not x.is_meta:
@@ -120,12 +123,12 @@ def _give_memory(
                 f"'{path}.{name}' is on device 'meta' and has no values: give init=..., which "
                 "fills a layer, or build the layers on a real device"
             )
-        if (x, device) not in made:
+        is_parameter = isinstance(x, nn.Parameter)
+        key = x, None if is_parameter else device
+        if key not in made:
             empty = torch.empty_like(x, device=device)
-            if isinstance(x, nn.Parameter):
-                empty = nn.Parameter(empty, x.requires_grad)
-            made[x, device] = empty
-        tensors[name] = made[x, device]
+            made[key] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+        tensors[name] = made[key]
 
 
 def _tensors_of(

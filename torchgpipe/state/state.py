@@ -29,7 +29,11 @@ class State:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, rank: int) -> None:
         self._model = model
-        self._parameters = dict(model.named_parameters())
+        # The model without a pipeline lists a parameter that layers share only once, under its
+        # first name. Its optimizer's state has this name, too.
+        copies = model.copies() if isinstance(model, Partitioned) else {}
+        self._parameters = {copies.get(p, name): p for name, p in model.named_parameters()}
+        self._elsewhere = {*copies.values()}
         self._optimizers = states_of(optimizers, self._parameters)
         self._generators = _generators_of(model)
         self._defaults = {f"random.{rank}": torch.default_generator}
@@ -50,13 +54,18 @@ class State:
         return kind_of
 
     def content(self) -> Content:
-        """Return a dictionary of all values to save."""
+        """Return a dictionary of all values to save, without those that another rank saves."""
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
         for optimizer in self._optimizers:
             content |= optimizer.content()
-        return content
+        own: Content = {}
+        for key, value in content.items():
+            name = parameter(key) or key.removeprefix("model.")
+            if name not in self._elsewhere:
+                own[key] = value
+        return own
 
     def fixed(self) -> Content:
         """Return the values to save of the layers: parameters, buffers and states of generators.

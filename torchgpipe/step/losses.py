@@ -178,11 +178,26 @@ class Losses(BatchIO):
         a target can have been replaced by a detached leaf for the criterion. Then the original is
         returned.
         """
+        meant = self._originals()
+        return tuple([meant.get(x, x) for x in self._sums]), tuple(self._sums.values())
+
+    def take_sum(self, p: Tensor) -> Tensor | None:
+        """Return the sum of the gradients that the criterion gives a parameter, and forget it."""
+        meant = self._originals()
+        total: Tensor | None = None
+        for leaf in [*self._sums]:
+            if meant.get(leaf, leaf) is p:
+                grad = self._sums.pop(leaf)
+                total = grad if total is None else total + grad
+        return total
+
+    def _originals(self) -> dict[Tensor, Tensor]:
+        """Map each leaf that can replace another tensor in the criterion to that tensor."""
         meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter
             meant.update({stand_in: p for p, stand_in in by_parameter.items()})
-        return tuple([meant.get(x, x) for x in self._sums]), tuple(self._sums.values())
+        return meant
 
 
 def handed(outputs: Flat) -> Flat:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.modules import modules_of, modules_of_pipelines
+from torchgpipe.modules import InPlace, Swap, modules_of, modules_of_pipelines
 from torchgpipe.random.generators import own_generators
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
@@ -45,6 +45,10 @@ class Stage:
         partition: The layers.
         device: The device of the layers.
         is_last: Whether the output is that of the pipeline.
+
+    Attributes:
+        away: The parameters that are on another device, because a partition there shares them, each
+            with the device of this partition.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Stage:
         self.device = device
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
+        self.away: dict[Tensor, torch.device] = {}
         self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
         self.lock: Lock
         self.turn: frozenset[Lock]
@@ -82,6 +87,11 @@ class Stage:
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.halves = Halves(modules)
         self.lock = as_one(locks_of(modules, _OF_TASKS))
+        self.away = {}
+        for module in modules:
+            for p in module._parameters.values():
+                if p is not None and _is_away(p, self.device):
+                    self.away[p] = self.device
         return True
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
@@ -89,9 +99,12 @@ class Stage:
         self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
-        # Most partitions need no current CUDA device, and no scope for skips.
+        # Most partitions need no current CUDA device, no scope for skips, and no copies.
         self._special = (
-            self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
+            self.device.type == "cuda"
+            or bool(self._keys)
+            or any(skips_of(self.partition))
+            or bool(self.away)
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
@@ -126,7 +139,8 @@ class Stage:
         if not self._special:
             y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
         else:
-            y, skips = self._run_with_skips(inputs, form)
+            with InPlace(self._copies()) if self.away else NOTHING:
+                y, skips = self._run_with_skips(inputs, form)
         if before:
             self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
@@ -151,6 +165,22 @@ class Stage:
             skips = [scope[departure.key] for departure in self.departures]
         return y, tuple(skips)
 
+    def _copies(self) -> list[Swap]:
+        """Return what replaces parameters that are on another device by copies on this device.
+
+        With gradients, stand-ins have already replaced them, and the result is empty.
+        """
+        swaps = []
+        for module in self.modules:
+            replaced = {}
+            for name, p in module._parameters.items():
+                if p is not None and p in self.away:
+                    replaced[name] = p.detach().to(self.device)
+            if replaced:
+                parameters = {**module._parameters, **replaced}
+                swaps.append(Swap(module.__dict__, "_parameters", parameters))
+        return swaps
+
     def _check_shared(
         self, before: list[int | None], after: list[int | None], shared: Shared
     ) -> None:
@@ -162,6 +192,14 @@ class Stage:
                     "would not change; make the layer that changes the input out-of-place "
                     "(inplace=False), or give it a copy (x.clone())"
                 )
+
+
+def _is_away(p: Tensor, device: torch.device) -> bool:
+    """Return whether a parameter is on another device, because a partition there shares it."""
+    if p.device.type != device.type:
+        return True
+    # The number of a CPU has no meaning, and its tensors have none.
+    return p.device.index is not None and p.device != device
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:

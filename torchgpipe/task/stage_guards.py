@@ -74,7 +74,7 @@ class StageGuards:
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
         with self.lock:
             refuse_cached_parametrizations()
-            self.parameters = StandInParameters(stage.index, stage.modules, outer)
+            self.parameters = StandInParameters(stage.index, stage.modules, outer, stage.away)
             self.held = _storages(stage.modules)
             self.add(self.parameters)
             if recomputed:

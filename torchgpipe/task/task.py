@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from torchgpipe.task.entrance import SPENT, all_none, entered, explain, leaves, used
 from torchgpipe.task.guards.guard import Context, GuardedTask
@@ -38,7 +37,6 @@ class TaskGraph(GuardedTask):
     i: int
     observer: Observer | None
     checkpoint: bool
-    _edges: list[GradientEdge | None] | None = None
     _input_grads: list[Tensor | None] = field(default_factory=list)
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
@@ -71,12 +69,12 @@ class TaskGraph(GuardedTask):
                     outputs, form = self.stage.run(given, self.form, shared)
         self.guards.after_first_pass(self, outputs)
         self.claimed = self.guards.gradients.claim(self, given, outputs)
-        self._edges = None
+        self.edges = None
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
         """Run the layers of a checkpointed task again to build its graph, if there is none yet."""
-        if self.inputs is not None and self._edges is None:
+        if self.inputs is not None and self.edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 self.guards.ambient.context().run(self._recompute, self.inputs, keep)
 
@@ -96,7 +94,7 @@ class TaskGraph(GuardedTask):
             outputs, form = self.stage.run(given, self.form, shared)
         check_attributes(self.stage.index, outputs)
         self.found = [y is not None and y.requires_grad for y in outputs]
-        self._edges = [edge_of(y) if y is not None and y.requires_grad else None for y in outputs]
+        self.edges = [edge_of(y) if y is not None and y.requires_grad else None for y in outputs]
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
@@ -112,17 +110,17 @@ class TaskGraph(GuardedTask):
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
-        if self._edges is None and not all_none(grads):
+        if self.edges is None and not all_none(grads):
             self.recompute(keep=keep)
         keep_graph = keep and not self.checkpoint
         with observed(self.observer, kind, self.i, self.stage.index):
-            edges, given = used(self._edges or (), grads)
+            edges, given = used(self.edges or (), grads)
             if edges:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
                 self._later = self._go(lambda: run(edges, given, keep_graph=keep_graph))
             input_grads = tuple(self._input_grads) or (None,) * len(self.needs)
             self._input_grads.clear()
-            self._edges = self._edges if keep_graph else None
+            self.edges = self.edges if keep_graph else None
             self.inputs = self.inputs if keep else None
         return input_grads
 
@@ -139,11 +137,11 @@ class TaskGraph(GuardedTask):
                 return backward()
             except BaseException as error:
                 # A part of the graph is freed. A checkpointed task can build the graph again.
-                self._edges = None if self.checkpoint else self._edges
+                self.edges = None if self.checkpoint else self.edges
                 explain(error, self.stage.index)
                 raise
 
     def check_unspent(self) -> None:
         """Raise `RuntimeError` if a backward has freed the graph."""
-        if self._edges is None and self.inputs is None:
+        if self.edges is None and self.inputs is None:
             raise RuntimeError(SPENT)

@@ -27,20 +27,31 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
     """
     leaves: list[Tensor] = []
     only_whole = older = False
-    unseen = [get_gradient_edge(y).node]
-    seen: set[Any] = {None}
-    while unseen:
-        node: Any = unseen.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes_behind([get_gradient_edge(y).node]):
         only_whole |= node.name() in ONLY_WHOLE
-        edges = node.next_functions
-        older |= bool(edges) and node._sequence_nr() < since
-        if not edges and hasattr(node, "variable"):
+        if node.next_functions:
+            older |= node._sequence_nr() < since
+        elif hasattr(node, "variable"):
             leaves.append(node.variable)
-        unseen.extend([following for following, _ in edges])
     return leaves, only_whole, older
+
+
+def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves of a graph that begins at some nodes."""
+    ends = [node for node in _nodes_behind(roots) if not node.next_functions]
+    return [node.variable for node in ends if hasattr(node, "variable")]
+
+
+def _nodes_behind(roots: Iterable[Any]) -> list[Any]:
+    """Return each node of a graph once, beginning with its roots."""
+    unseen = [*roots]
+    found: dict[Any, None] = {}
+    while unseen:
+        node = unseen.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            unseen.extend([following for following, _ in node.next_functions])
+    return [*found]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ Form = type[Any]
 
 The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`. If the last
 partition returns another structure, such as a dictionary, its form is a function that makes the
-structure of its tensors.
+structure of its tensors. The same holds for the input of the first partition.
 """
 
 
@@ -64,6 +64,23 @@ class MicroBatches:
         return iter(self.micro_batches)
 
 
+class Structured(tuple[Tensor, ...]):
+    """The tensors of a micro-batch that has another structure, such as a mapping.
+
+    Attributes:
+        form: A function that returns the structure with the given tensors in it.
+    """
+
+    form: Callable[[Sequence[Tensor]], Any]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], form: Callable[[Sequence[Tensor]], Any]) -> "Structured":
+        """Return tensors, and the function that makes the structure of them."""
+        made = cls(tensors)
+        made.form = form
+        return made
+
+
 UNCOUNTED = -1
 """The number of samples of a micro-batch whose tensors differ in dimension 0."""
 
@@ -77,8 +94,20 @@ def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
 
 
 def form_of(value: TensorOrTensors) -> Form:
-    """Return the form of `value`: `Tensor` for any tensor, or the class of the tuple."""
+    """Return the form of `value`: `Tensor` for any tensor, or the class of the tuple.
+
+    If it is `Structured`, return the function that makes its structure.
+    """
+    if isinstance(value, Structured):
+        return value.form  # type: ignore[return-value]
     return Tensor if isinstance(value, Tensor) else type(value)
+
+
+def alike(value: TensorOrTensors, tensors: Sequence[Tensor]) -> TensorOrTensors:
+    """Return a micro-batch of the same form as `value`, with other tensors."""
+    if isinstance(value, Structured):
+        return Structured.of(tensors, value.form)
+    return together(form_of(value), tuple(tensors))  # type: ignore[no-any-return]
 
 
 def together(form: Form, tensors: Flat) -> Any:
@@ -123,8 +152,7 @@ def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) ->
 
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
     """Return `value` with a function applied to each of its tensors."""
-    made = tuple(map(function, tensors_of(value)))
-    return together(form_of(value), made)  # type: ignore[no-any-return]
+    return alike(value, [function(x) for x in tensors_of(value)])
 
 
 def check(value: object, what: str = "input") -> None:
@@ -201,8 +229,7 @@ def scatter(
     columns: list[Iterable[Tensor]] = []
     for x, split in zip(tensors, batched, strict=True):
         columns.append(x.chunk(chunks) if split else repeat(x))
-    form = form_of(value)
-    return [together(form, row) for row in zip(*columns, strict=False)]
+    return [alike(value, row) for row in zip(*columns, strict=False)]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:

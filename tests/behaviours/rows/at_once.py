@@ -293,7 +293,6 @@ ROWS += [
         balance=(3, 2),
         chunks=7,
         use=the_same_bits,
-        without={"ranks": "they refuse it"},
         tolerance=REORDERED,
     ),
 ]

@@ -21,7 +21,7 @@ rules keep this time short:
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -264,8 +264,13 @@ class Transfers:
             transfer.finish()
         # The last stage's rank tells all others the loss.
         last = placement[-1]
-        for peer in range(len(told)) if self._own == last else [last]:
-            self.made["loss", peer, (0, 0)] = Transfer(device)
+        self.stage("loss", range(len(told)) if self._own == last else [last], device)
+
+    def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
+        """Make transfers through host memory for wires of a kind; on the CPU, make none."""
+        for peer in peers:
+            if device.type == "cuda":
+                self.made[kind, peer, (0, 0)] = Transfer(device)
 
     def _nccl(
         self, kind: str, stages: Stages, source: int, target: int

@@ -39,6 +39,8 @@ KINDS = (
     "liveness",
     "nothing",
     "loss",
+    "tied values",
+    "tied gradients",
 )
 """The kinds of wires. The gloo tag of a wire encodes its kind's index here and its two stages."""
 

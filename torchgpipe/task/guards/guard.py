@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from torchgpipe.tensors.microbatch import Flat, Form
 
@@ -47,6 +48,8 @@ class GuardedTask:
         with_graph: Whether the forward makes a graph.
         found: Whether each output requires grad, according to the latest graph.
         claimed: Whether each output requires grad when it is passed to the next task.
+        edges: The edge of each output in the task's graph, where a backward begins; `None` for an
+            output without a graph, or without a list if there is no graph now.
         noted: For each guard, the values that the guard has recorded in the forward.
     """
 
@@ -57,6 +60,7 @@ class GuardedTask:
     with_graph: bool = field(default=True, kw_only=True)
     found: list[bool] = field(default_factory=list, kw_only=True)
     claimed: list[bool] = field(default_factory=list, kw_only=True)
+    edges: list[GradientEdge | None] | None = field(default=None, kw_only=True)
     noted: dict[Guard, Any] = field(default_factory=dict, kw_only=True)
 
 

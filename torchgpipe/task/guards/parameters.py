@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Set
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,8 @@ class StandInParameters(Guard):
         outer: If another run of a pipeline has started this run (by a layer or a hook), the ids of
             the stand-ins that the other run has put into the layers. These stand-ins stay in the
             layers.
+        away: The parameters that are on another device, because a partition there shares them, and
+            the device of this partition. Their stand-ins are copies on this device.
 
     Attributes:
         by_parameter: The stand-in of each parameter that requires grad.
@@ -84,9 +87,14 @@ class StandInParameters(Guard):
     """
 
     def __init__(
-        self, index: int, modules: Iterable[nn.Module], outer: Set[int] = frozenset()
+        self,
+        index: int,
+        modules: Iterable[nn.Module],
+        outer: Set[int] = frozenset(),
+        away: Mapping[Tensor, torch.device] = MappingProxyType({}),
     ) -> None:
         self._index = index
+        self._away = away
         self.by_parameter: dict[Tensor, Tensor] = {}
         self.swaps: list[Swap] = []
         self._all: list[tuple[str, Tensor]] = []
@@ -137,6 +145,8 @@ class StandInParameters(Guard):
             self._all.append((name, p))
             if not p.requires_grad:
                 self._frozen.append((replaced, name, p))
+                if p in self._away:
+                    replaced[name] = p.detach().to(self._away[p])
             elif id(p) not in outer:
                 replaced[name] = self._stand_in(p)
         self._watched.append(replaced)
@@ -144,7 +154,7 @@ class StandInParameters(Guard):
 
     def _stand_in(self, p: Tensor) -> Tensor:
         if p not in self.by_parameter:
-            self.by_parameter[p] = _detached(p)
+            self.by_parameter[p] = _detached(p, self._away.get(p))
         return self.by_parameter[p]
 
     def _ids_watched(self) -> list[int]:
@@ -184,7 +194,7 @@ class StandInParameters(Guard):
         alike = self._ids_watched() == self._ids
         for p, x in self.by_parameter.items():
             alike = alike and x.requires_grad and not x._backward_hooks
-            alike = alike and _address(p) == _address(x)
+            alike = alike and (p in self._away or _address(p) == _address(x))
         if not alike:
             raise RuntimeError(
                 f"a layer of partition {self._index} replaced, added, froze or hooked a parameter "
@@ -226,7 +236,7 @@ class StandInParameters(Guard):
         for replaced, name, p in self._frozen:
             if p.requires_grad:
                 if p not in thawed:
-                    thawed[p] = _detached(p).requires_grad_(False)
+                    thawed[p] = _detached(p, self._away.get(p)).requires_grad_(False)
                 replaced[name] = thawed[p]
         return True
 
@@ -245,8 +255,9 @@ class StandInParameters(Guard):
         If `last` is set, a gradient that arrives later raises an error.
         """
         sums = []
-        for stand_in in self.by_parameter.values():
-            sums.append(stand_in.grad)
+        for p, stand_in in self.by_parameter.items():
+            total = stand_in.grad
+            sums.append(total.to(p.device) if total is not None and p in self._away else total)
             stand_in.grad = None
             if last:
                 stand_in.register_hook(lambda grad: _refuse_any([grad]))
@@ -259,8 +270,9 @@ def _refuse_any(grads: list[Tensor | None]) -> None:
         raise RuntimeError(BY_ANOTHER_WAY)
 
 
-def _detached(p: Tensor) -> Tensor:
-    stand_in = p.detach()
+def _detached(p: Tensor, device: torch.device | None) -> Tensor:
+    """Return a stand-in of a parameter; if a device is given, it is a copy on that device."""
+    stand_in = p.detach() if device is None else p.detach().to(device)
     if not isinstance(p, nn.Parameter):
         return stand_in.requires_grad_()
     # Layers may look at the type, and at what users have written on a parameter.

@@ -158,7 +158,6 @@ ROWS = [
         action=losses,
         optimizer=sgd,
         tolerance=REORDERED,
-        refused={"ranks": "are one parameter"},
     ),
     Training(
         "a frozen first partition",

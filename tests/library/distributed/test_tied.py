@@ -1,0 +1,317 @@
+"""Test that ranks train a parameter that their layers share, like the layers without a pipeline."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, linear
+
+from torchgpipe import GPipe, sequential
+from torchgpipe.distributed import DistributedGPipe, RankFailed, tied
+from torchgpipe.state.saves import Saves
+
+from ...behaviours.compare import REORDERED, differences
+from .test_saves import shared_folder
+
+WORLD = 3
+WIDTH = 6
+WORDS = 11
+pytestmark = pytest.mark.ranks(WORLD)
+
+
+class Head(nn.Module):
+    """The head of a language model, which has the embedding's weight and a bias of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.bias = nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def gpt(seed: int = 0) -> nn.Sequential:
+    """Return a small language model. Its embedding (layer 0) and head (layer 3) share a weight."""
+    torch.manual_seed(seed)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh(), Head(embedding))
+
+
+def words(seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (8,), generator=draw), torch.randint(WORDS, (8,), generator=draw)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> dict[str, Tensor]:
+    """Train on a mini-batch for each seed; return losses, norms and the final state."""
+    parameters = [*model.parameters()]
+    clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, parameters))
+    found = {}
+    for seed in seeds:
+        x, target = words(seed)
+        if isinstance(model, nn.Sequential):
+            loss = cross_entropy(model(x), target)
+            loss.backward()
+        else:
+            loss = model.step(cross_entropy, x, target)
+        found[f"loss {seed}"] = loss.detach()
+        found[f"norm {seed}"] = clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, x in model.state_dict().items():
+        found[name] = x.clone()
+    return found
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    picked = {name: expected[name] for name in found}
+    assert differences(found, picked, REORDERED) == []
+
+
+def weight_of(model: DistributedGPipe) -> Tensor | None:
+    """Return this rank's copy of the shared weight, or `None` if the rank has none."""
+    names = [name for name in model.state_dict() if name in ("0.weight", "3.weight")]
+    return model.state_dict()[names[0]] if names else None
+
+
+def assert_copies_are_equal(model: DistributedGPipe) -> None:
+    weights: list[Any] = [None] * WORLD
+    dist.all_gather_object(weights, weight_of(model))
+    copies = [weight for weight in weights if weight is not None]
+    assert len(copies) == 2
+    assert torch.equal(*copies)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_training(schedule: str, checkpoint: Any) -> None:
+    plain = gpt()
+    options: dict[str, Any] = {"chunks": 4, "schedule": schedule, "checkpoint": checkpoint}
+    model = DistributedGPipe(gpt(), [1, 2, 1], **options)
+    expected = trained(plain, adam(plain), 1, 2, 3)
+    assert_alike(trained(model, adam(model), 1, 2, 3), expected)
+    assert_copies_are_equal(model)
+
+
+def test_a_backward_of_the_callers_loss() -> None:
+    plain, model = gpt(), DistributedGPipe(gpt(), [1, 2, 1], chunks=4)
+    x, target = words()
+    cross_entropy(plain(x), target).backward()
+    model.loss(cross_entropy, x, target).backward()
+    expected = {"0.weight": plain[0].weight.grad, "3.weight": plain[0].weight.grad}
+    for name, p in model.named_parameters():
+        if name in expected:
+            assert differences({"": p.grad}, {"": expected[name]}, REORDERED) == []
+
+
+def test_a_backward_for_the_input_only() -> None:
+    """Rank 0 asks for the gradient of its input only; the other ranks must not wait for it."""
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, WIDTH, bias=False)
+    last = nn.Linear(WIDTH, WIDTH, bias=False)
+    last.weight = first.weight
+    model = DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [1, 1, 1], chunks=2)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    loss = model.loss(lambda y, _: y.square().sum(), x, None)
+    if model.rank == 0:
+        (found,) = torch.autograd.grad(loss, x)
+        (expected,) = torch.autograd.grad(last(first(x).tanh()).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+    else:
+        loss.backward()
+
+
+def test_a_criterion_that_uses_the_weight() -> None:
+    """The gradient of a penalty in the criterion reaches all copies."""
+    plain, layers = gpt(), gpt()
+    model = DistributedGPipe(layers, [1, 2, 1], chunks=4)
+    x, target = words()
+
+    def loss_of(head: nn.Module, y: Tensor, t: Tensor) -> Tensor:
+        return cross_entropy(y, t) + head.weight.square().sum()  # type: ignore[operator]
+
+    loss_of(plain[3], plain(x), target).backward()
+    model.step(partial(loss_of, layers[3]), x, target)
+    for name, p in model.named_parameters():
+        if name in ("0.weight", "3.weight"):
+            assert differences({"": p.grad}, {"": plain[0].weight.grad}, REORDERED) == []
+
+
+def uniform(k: int, layer: nn.Module) -> None:
+    for p in layer.parameters():
+        nn.init.uniform_(p)
+
+
+def test_layers_on_meta_begin_with_equal_copies() -> None:
+    """The values are those of one process: `init` fills the weight twice, the last time counts."""
+    with torch.device("meta"):
+        model = DistributedGPipe(gpt(), [1, 2, 1], init=uniform)
+        threads = GPipe(gpt(), [1, 2, 1], devices=["cpu"] * 3, init=uniform)
+    expected = threads.state_dict()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, expected[name]), name
+    assert_copies_are_equal(model)
+
+
+def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None:
+    model = DistributedGPipe(gpt(seed=dist.get_rank()), [1, 2, 1])
+    assert_copies_are_equal(model)
+
+
+def refused_where_used(model: DistributedGPipe, message: str) -> AbstractContextManager[object]:
+    """Return a context that expects an error on ranks 0 and 2, which have the shared weight.
+
+    Rank 1 may have ended its part of the mini-batch before.
+    """
+    if model.rank == 1:
+        return suppress(RankFailed)
+    return pytest.raises((RuntimeError, TypeError, RankFailed), match=message)
+
+
+def freeze_one_copy(model: DistributedGPipe) -> None:
+    if model.rank == 2:
+        model.partition[0].weight.requires_grad_(False)
+
+
+def change_one_copy(model: DistributedGPipe) -> None:
+    if model.rank == 2:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (freeze_one_copy, "are one parameter, but only some of them require grad"),
+        (change_one_copy, "are one parameter, but their values differ; load the same state"),
+    ],
+)
+def test_copies_that_differ_are_refused(
+    change: Callable[[DistributedGPipe], None], message: str
+) -> None:
+    model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
+    change(model)
+    message = f"'0.weight' on rank 0 and '3.weight' on rank 2 {message}"
+    with refused_where_used(model, message):
+        model.step(cross_entropy, *words())
+
+
+def test_copies_are_compared_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer with another learning rate on one rank is found."""
+    monkeypatch.setattr(tied, "CHECKED_EVERY", 2)
+    model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * model.rank)
+    for _ in range(2):
+        model.step(cross_entropy, *words())
+        optimizer.step()
+        optimizer.zero_grad()
+    with refused_where_used(model, "give each of their optimizers the same"):
+        model.step(cross_entropy, *words())
+
+
+def test_a_frozen_weight() -> None:
+    layers = gpt()
+    layers[0].requires_grad_(False)
+    model = DistributedGPipe(layers, [1, 2, 1], chunks=2)
+    model.step(cross_entropy, *words())
+    gradients = {name: p.grad is not None for name, p in model.named_parameters()}
+    assert (
+        gradients
+        == [
+            {"0.weight": False},
+            {"1.weight": True, "1.bias": True},
+            {"3.weight": False, "3.bias": True},
+        ][model.rank]
+    )
+
+
+def test_a_state_fits_any_balance() -> None:
+    """The optimizer's state of the weight is saved once, under the name of the plain model."""
+    plain, model = gpt(), DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
+    of_plain, optimizer = adam(plain), adam(model)
+    trained(plain, of_plain, 1, 2)
+    trained(model, optimizer, 1, 2)
+    saves = Saves(shared_folder())
+    saves.save(2, model, optimizer)
+    loaded = gpt(5)
+    of_loaded = adam(loaded)
+    saves.load(loaded, of_loaded)
+    assert_alike(dict(loaded.state_dict()), dict(plain.state_dict()))
+    again = DistributedGPipe(gpt(6), [1, 1, 2], chunks=2)
+    of_again = adam(again)
+    saves.load(again, of_again)
+    expected = trained(plain, of_plain, 3, 4)
+    assert_alike(trained(loaded, of_loaded, 3, 4), expected)
+    assert_alike(trained(again, of_again, 3, 4), expected)
+    assert_copies_are_equal(again)
+
+
+class Functional(nn.Module):
+    """A language model that uses the embedding's weight in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.norm(self.block(self.embedding(x))), self.embedding.weight)
+
+
+def test_a_traced_module_that_uses_a_weight_twice() -> None:
+    torch.manual_seed(0)
+    module = Functional()
+    x, target = words()
+    layers = sequential(module, x)
+    model = DistributedGPipe(layers, [1, len(layers) - 2, 1], chunks=2)
+    saves = Saves(shared_folder())
+    saves.save(0, model, None)
+    plain = Functional()
+    saves.load(plain, None)
+    cross_entropy(plain(x), target).backward()
+    model.step(cross_entropy, x, target)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in model.named_parameters():
+        assert differences({"": p.grad}, {"": expected[name]}, REORDERED) == [], name
+    assert {*model.state_dict()} <= {*plain.state_dict()}
+
+
+class Listed(nn.Module):
+    """A head that hides the embedding in a list."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = [embedding]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.embedding[0].weight)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_weight_in_a_list_is_refused(checkpoint: Any) -> None:
+    embedding = nn.Embedding(WORDS, WIDTH)
+    layers = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), Listed(embedding))
+    model = DistributedGPipe(layers, [1, 1, 1], chunks=2, checkpoint=checkpoint)
+    message = "layer of partition 2 uses '0.weight', a parameter of another rank's layers, without"
+    with pytest.raises((RuntimeError, RankFailed), match=message):
+        model.step(cross_entropy, *words())
+
+
+def test_a_weight_that_is_sharded_is_refused() -> None:
+    model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("pp", "dp"))
+    fully_shard(model.partition, mesh=mesh["dp"])
+    with refused_where_used(model, "are one parameter, and it is a DTensor"):
+        model.step(cross_entropy, *words())
