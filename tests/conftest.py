@@ -141,6 +141,10 @@ STARTED = pytest.StashKey[Ranks]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
+    # What there is now lives until the end. Leave it out of garbage collections, which then take
+    # milliseconds.
+    gc.collect()
+    gc.freeze()
     if any(item.get_closest_marker("ranks") for item in session.items):
         session.config.stash[STARTED] = Ranks(session.config, session.items)
 
@@ -174,15 +178,10 @@ def alike() -> None:
 
 @pytest.fixture(scope="module")
 def only_what_the_tests_make() -> Iterator[None]:
-    """Assert that the tests of a module leave no threads behind.
-
-    Older objects are frozen, so that garbage collections in the tests take only milliseconds.
-    """
+    """Assert that the tests of a module leave no threads behind."""
     threads = {*threading.enumerate()}
     gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     gc.collect()
     assert_no_thread_more(threads)
 

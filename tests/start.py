@@ -1,14 +1,40 @@
-"""Start Python in another process, also with torchrun."""
+"""Start Python in another process: a new one, also with torchrun, or one forked from a server."""
 
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from typing import Any
 
 from reproduce.machine.description import ROOT
 
 # The address is given, because a network does not always know the name of the machine.
 TORCHRUN = ("-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
+
+
+PRELOADED = [
+    "benchmarks.harness",
+    "benchmarks.others.ours",
+    "benchmarks.others.pipelining",
+    "tests.behaviours.rows.training",
+    "tests.failures.program",
+    "tests.reproduce.run.works",
+    "torch.distributed.pipelining",
+]
+"""What the server of `forking` imports. Then its processes need not import it, which takes long."""
+
+
+def forking() -> Any:
+    """Return the context of `multiprocessing` whose processes are forked from a server.
+
+    The server has imported torch and this library. It has one thread, so that forks are safe. All
+    tests of a test run share the server, so it has to be started here.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
 
 
 def python(

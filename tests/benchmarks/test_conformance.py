@@ -21,6 +21,7 @@ from reproduce.records.record import load
 
 from ..behaviours.pipe import NotOffered, Pipe, rank
 from ..parts import explode
+from ..start import forking
 
 
 # Pipelines with a fault in their step. Other processes import these classes by name.
@@ -86,6 +87,7 @@ def name_of(value: object) -> str:
 
 @pytest.mark.parametrize("adapter, check, kind, said", FAULTS, ids=name_of)
 def test_how_a_check_ends(adapter: Adapter, check: str, kind: str, said: str) -> None:
+    forking()
     limit = 4.0 if adapter.name == "Hangs" else 60.0
     outcome = run(CHECKS[check], adapter, limit)
     assert outcome.kind == kind, outcome

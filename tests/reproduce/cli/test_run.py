@@ -138,6 +138,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     assert shown == page
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_words_from_end_to_end(tiny: Tiny, command: Any) -> None:
     """With every engine, the recorded loss is equal to the loss of the module itself."""
     options = "--engine threads --engine ranks --steps 1 --out runs"
