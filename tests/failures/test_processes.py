@@ -51,8 +51,11 @@ def with_room(row: Row) -> Row:
     return replace(row, timeout=4 * SILENCE) if busy and row.timeout == SILENCE else row
 
 
-METHODS = [(name, "forkserver") for name in ROWS]
-METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
+METHODS: list[Any] = [(name, "forkserver") for name in ROWS]
+METHODS += [
+    ("raises outside", "fork"),
+    pytest.param("raises outside", "spawn", marks=pytest.mark.slow),  # it has to import torch
+]
 
 
 @pytest.mark.parametrize("name, method", METHODS)
