@@ -56,9 +56,11 @@ def assert_gone(pids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
-    with forked_ranks(), closing(Processes(2)) as processes:
-        yield processes
-        started = ids(processes)
+    with forked_ranks():
+        made = Processes(2)
+    with closing(made):
+        yield made
+        started = ids(made)
     assert_gone(started)
 
 
