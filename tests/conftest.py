@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests[function, size].append(item)
     kept: set[Any] = set()
     for (_, size), group in tests.items():
-        kept.update(few(group, size))
+        kept.update(few(group, size, quick=not slow))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -93,19 +93,24 @@ def over_ranks(item: Any) -> bool:
     return engine == "ranks" and item.path.is_relative_to(behaviours)
 
 
-def few(tests: list[Any], size: int) -> list[Any]:
+def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
     """Choose a few tests of a function.
 
-    Together, they have all combinations of the values of any `size` parameters.
+    Together, they have all combinations of the values of any `size` parameters. If the function is
+    marked with `apart(a, b)` and `quick` is true, combinations with both `a` and `b` are left out.
     """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
-    rows = []
-    for test in tests:
-        # All tests with the same value of a parameter have the same object.
-        row = {name: id(value) for name, value in test.callspec.params.items()}
-        rows.append(row)
-    return [tests[k] for k in covering(rows, size)]
+    apart = tests[0].get_closest_marker("apart") if quick else None
+    chosen: set[int] = set()
+    for without in apart.args if apart else [""]:
+        rows = []
+        for test in tests:
+            given = test.callspec.params
+            # All tests with the same value of a parameter have the same object.
+            rows.append({name: id(given[name]) for name in given if name != without})
+        chosen |= covering(rows, size)
+    return [tests[k] for k in sorted(chosen)]
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
