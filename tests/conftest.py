@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     pairs.
 
     Tests in `behaviours` with the engine "ranks" get the mark `ranks`: they run in several
-    processes.
+    processes. Files with slow tests only come first, so that no process runs long at the end.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update(few(group, size, quick=not slow))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+    quick_files = {item.path for item in items if item.get_closest_marker("slow") is None}
+    items.sort(key=lambda item: item.path in quick_files)
 
 
 def over_ranks(item: Any) -> bool:

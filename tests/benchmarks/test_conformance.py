@@ -24,6 +24,12 @@ from ..parts import explode
 from ..start import forking
 
 
+@pytest.fixture(autouse=True)
+def server() -> None:
+    """Start the server of other tests, too. Otherwise the program starts one with less in it."""
+    forking()
+
+
 # Pipelines with a fault in their step. Other processes import these classes by name.
 class Refuses(Threads):
     package = "tests"
@@ -87,7 +93,6 @@ def name_of(value: object) -> str:
 
 @pytest.mark.parametrize("adapter, check, kind, said", FAULTS, ids=name_of)
 def test_how_a_check_ends(adapter: Adapter, check: str, kind: str, said: str) -> None:
-    forking()
     limit = 4.0 if adapter.name == "Hangs" else 60.0
     outcome = run(CHECKS[check], adapter, limit)
     assert outcome.kind == kind, outcome
