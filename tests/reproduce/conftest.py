@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import reproduce.machine.devices
-import reproduce.run.engines.processes
 import reproduce.run.training
 from reproduce.cli.main import main
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import Experiment
+from reproduce.run.engines.launch import Launched
 from reproduce.tables.layout import WIDTH
 
 from ..start import forking, python
@@ -60,15 +60,14 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """Let `Processes` fork its ranks from a server. New ones take seconds to import torch."""
-    launched = reproduce.run.engines.processes.Launched
     forking()
 
     def forked(method: str, *given: Any) -> Any:
         assert method == "spawn"
-        return launched("forkserver", *given)
+        return Launched("forkserver", *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduce.run.engines.processes, "Launched", forked)
+        patch.setattr("reproduce.run.engines.processes.Launched", forked)
         yield
 
 
