@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     pairs.
 
     Tests in `behaviours` with the engine "ranks" get the mark `ranks`: they run in several
-    processes.
+    processes. Files with slow tests only come first, so that no process runs long at the end.
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
@@ -80,9 +80,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests[function, size].append(item)
     kept: set[Any] = set()
     for (_, size), group in tests.items():
-        kept.update(few(group, size))
+        kept.update(few(group, size, quick=not slow))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+    quick_files = {item.path for item in items if item.get_closest_marker("slow") is None}
+    items.sort(key=lambda item: item.path in quick_files)
 
 
 def over_ranks(item: Any) -> bool:
@@ -93,19 +95,24 @@ def over_ranks(item: Any) -> bool:
     return engine == "ranks" and item.path.is_relative_to(behaviours)
 
 
-def few(tests: list[Any], size: int) -> list[Any]:
+def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
     """Choose a few tests of a function.
 
-    Together, they have all combinations of the values of any `size` parameters.
+    Together, they have all combinations of the values of any `size` parameters. If the function is
+    marked with `apart(a, b)` and `quick` is true, combinations with both `a` and `b` are left out.
     """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
-    rows = []
-    for test in tests:
-        # All tests with the same value of a parameter have the same object.
-        row = {name: id(value) for name, value in test.callspec.params.items()}
-        rows.append(row)
-    return [tests[k] for k in covering(rows, size)]
+    apart = tests[0].get_closest_marker("apart") if quick else None
+    chosen: set[int] = set()
+    for without in apart.args if apart else [""]:
+        rows = []
+        for test in tests:
+            given = test.callspec.params
+            # All tests with the same value of a parameter have the same object.
+            rows.append({name: id(given[name]) for name in given if name != without})
+        chosen |= covering(rows, size)
+    return [tests[k] for k in sorted(chosen)]
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
@@ -141,6 +148,10 @@ STARTED = pytest.StashKey[Ranks]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
+    # What there is now lives until the end. Leave it out of garbage collections, which then take
+    # milliseconds.
+    gc.collect()
+    gc.freeze()
     if any(item.get_closest_marker("ranks") for item in session.items):
         session.config.stash[STARTED] = Ranks(session.config, session.items)
 
@@ -174,15 +185,10 @@ def alike() -> None:
 
 @pytest.fixture(scope="module")
 def only_what_the_tests_make() -> Iterator[None]:
-    """Assert that the tests of a module leave no threads behind.
-
-    Older objects are frozen, so that garbage collections in the tests take only milliseconds.
-    """
+    """Assert that the tests of a module leave no threads behind."""
     threads = {*threading.enumerate()}
     gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     gc.collect()
     assert_no_thread_more(threads)
 

@@ -1,14 +1,65 @@
-"""Start Python in another process, also with torchrun."""
+"""Start Python in another process: a new one, also with torchrun, or one forked from a server."""
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from typing import Any
 
 from reproduce.machine.description import ROOT
 
 # The address is given, because a network does not always know the name of the machine.
 TORCHRUN = ("-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
+
+
+PRELOADED = [
+    "benchmarks.harness",
+    "benchmarks.others.ours",
+    "benchmarks.others.pipelining",
+    "tests.behaviours.rows.training",
+    "tests.failures.program",
+    "tests.reproduce.run.works",
+    "torch.distributed.pipelining",
+]
+"""What the server of `forking` imports. Then its processes need not import it, which takes long."""
+
+
+def forking() -> Any:
+    """Return the context of `multiprocessing` whose processes are forked from a server.
+
+    The server has imported torch and this library. It has one thread, so that forks are safe. All
+    tests of a test run share the server, so it has to be started here.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
+
+
+def forked(module: str) -> tuple[int | None, str, str]:
+    """Run `python -m module` in a forked process.
+
+    Returns:
+        The exit code, and what was written to stdout and stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, "out"), Path(folder, "err")]
+        process = forking().Process(target=_run, args=(module, *files))
+        process.start()
+        process.join()
+        out, err = (file.read_text() for file in files)
+        return process.exitcode, out, err
+
+
+def _run(module: str, *files: Path) -> None:
+    os.chdir(ROOT)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def python(

@@ -176,15 +176,18 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Return a few ways to run each row: a variation, an engine and a mode of checkpointing.
 
     Each row runs in every variation, on every engine, and in every mode. With `pairs`, it also runs
-    with every pair of two of these, for example with every engine in every mode.
+    on every engine in every mode. Rows have their variations on different engines.
     """
     found = []
     for r, row in enumerate(rows):
         ways = [way for way in product(VARIATIONS, ENGINES, MODES) if not row.left_out(*way)]
         start = 7 * r % len(ways)  # so that rows get different combinations
         ways = ways[start:] + ways[:start]
-        numbered = [dict(enumerate(way)) for way in ways]
-        chosen = covering(numbered, size=2 if pairs else 1)
+        numbered = []
+        for variation, engine, checkpoint in ways:
+            together = (engine, checkpoint) if pairs else engine
+            numbered.append({"variation": variation, "engine": together, "mode": checkpoint})
+        chosen = covering(numbered, size=1)
         for k in sorted(chosen):
             variation, engine, checkpoint = ways[k]
             found.append(Case(row, variation, engine, checkpoint))

@@ -205,6 +205,7 @@ def with_schedule(base: type[Pipe], schedule: str, engine: str) -> type[Pipe]:
     return type(base.__name__, (base,), {"schedule": schedule, "engine": engine})
 
 
+@pytest.mark.apart("row", "schedule")
 @pytest.mark.parametrize("schedule", NAMED)
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:

@@ -21,6 +21,13 @@ from reproduce.records.record import load
 
 from ..behaviours.pipe import NotOffered, Pipe, rank
 from ..parts import explode
+from ..start import forking
+
+
+@pytest.fixture(autouse=True)
+def server() -> None:
+    """Start the server of other tests, too. Otherwise the program starts one with less in it."""
+    forking()
 
 
 # Pipelines with a fault in their step. Other processes import these classes by name.

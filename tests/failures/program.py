@@ -18,22 +18,32 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.state.saves import Saves
 
 from ..parts import Fails
-from .faults import SILENCE, Keyboard, cut_off, cuts_links, overflows, takes_another_pipeline
+from .faults import (
+    Keyboard,
+    computes,
+    cut_off,
+    cuts_links,
+    overflows,
+    sleeps,
+    takes_another_pipeline,
+)
 from .rows import Row
 
 WORLD = 3
 X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def pipeline(engine: Any, schedule: str = "") -> Any:
+def pipeline(row: Row) -> Any:
     """Build a pipeline of three partitions, each with a linear layer and a layer that can fail."""
     layers = nn.Sequential()
     for _ in range(WORLD):
         layers.extend([nn.Linear(4, 4), Fails()])
-    options: dict[str, Any] = {"chunks": 2, "checkpoint": "always", "schedule": schedule or "GPipe"}
-    if engine == "ranks":
-        return DistributedGPipe(layers, [2] * WORLD, timeout=SILENCE, **options)
-    return GPipe(layers, [2] * WORLD, devices=["cpu"] * WORLD, engine=engine, **options)
+    schedule = row.schedule or "GPipe"
+    options: dict[str, Any] = {"chunks": 2, "checkpoint": "always", "schedule": schedule}
+    if row.engine == "ranks":
+        return DistributedGPipe(layers, [2] * WORLD, timeout=row.timeout, **options)
+    options |= {"devices": ["cpu"] * WORLD, "engine": row.engine}
+    return GPipe(layers, [2] * WORLD, **options)
 
 
 def train(rank: int, said: Any, row: Row, folder: Path) -> None:
@@ -58,7 +68,7 @@ class _Training:
 
     def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
         self.row, self.folder, self.said = row, folder, said
-        self.model = pipeline(row.engine, row.schedule)
+        self.model = pipeline(row)
         self.saves = Saves(folder / "saves")
         # The fault happens in the criterion, while the process saves, or outside of the pipeline.
         self.point = Fails()
@@ -67,7 +77,7 @@ class _Training:
         self.here = row.engine != "ranks" or rank == row.rank
         self.other = self.model
         if row.does is takes_another_pipeline:
-            self.other = pipeline(row.engine)
+            self.other = pipeline(row)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.scaler = ShardedGradScaler("cpu", init_scale=8.0, enabled=row.does is overflows)
         self.number = 0
@@ -79,11 +89,14 @@ class _Training:
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # Meanwhile the other ranks learn where this rank is, even on a busy machine.
-            time.sleep(SILENCE / 2)
+            # Ranks tell where they are after a quarter of the timeout, at most after a second. So
+            # the other ranks learn in this time where this rank is, even on a busy machine.
+            time.sleep(2 * min(self.row.timeout / 4, 1.0))
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:
             cuts_links(self.folder / "cut")
+        elif self.row.does in (sleeps, computes):
+            self.row.does(1.5 * self.row.timeout)
         elif self.row.does is not None:
             self.row.does()
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from .faults import (
     FOR_EVER,
+    ROOM,
+    SILENCE,
     Keyboard,
     all_stop,
     computes,
@@ -38,12 +41,14 @@ class Row:
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             outside of the pipeline ("outside").
         others: A pattern of the error that other ranks must raise, at most 10 s after the timeout
-            (2 s on a machine that is not busy). If it is empty, other ranks must not raise.
+            if they wait for it, or else after the fault. (On a machine that is not busy, at most
+            2 s.) If the pattern is empty, other ranks must not raise.
         own: A pattern of the error that the rank with the fault raises, if it can raise an error.
         engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.
         schedule: The schedule, if ranks train by `model.step`. If it is empty, ranks train by
             `model.loss` and `backward`.
+        timeout: The timeout of the ranks in seconds.
     """
 
     does: Callable[..., object] | None
@@ -53,14 +58,15 @@ class Row:
     engine: str = "ranks"
     rank: int = 1
     schedule: str = ""
+    timeout: float = SILENCE
 
 
 SILENT = (
-    r"rank 1 has given no sign of life for 2 s: is its process stopped, or is the network cut\? "
+    r"rank 1 has given no sign of life for \d s: is its process stopped, or is the network cut\? "
     "When last heard of, rank 1 was "
 )
 ALONE = (
-    r"RankFailed: ranks 0, 2 have given no sign of life for 2 s: "
+    r"RankFailed: ranks 0, 2 have given no sign of life for \d s: "
     r"are their processes stopped, or is the network cut"
 )
 WOKEN = (
@@ -77,7 +83,7 @@ IN_BACKWARD = "in backward of micro-batch 1 of mini-batch 2"
 EARLY = "in backward of micro-batch 0"
 OUTSIDE = "outside of the pipeline, after mini-batch 1"
 CIRCLE = (
-    "all ranks wait for each other, and none has got any further for 2 s: "
+    r"all ranks wait for each other, and none has got any further for \d s: "
     "rank 0 was waiting for other ranks in backward of micro-batch 1 of mini-batch 2; "
     "rank 1 was waiting for other ranks in the call of mini-batch 3; "
     r"rank 2 was .*\. Has a rank left out a call of the pipeline, or a backward\(\)\?"
@@ -85,7 +91,7 @@ CIRCLE = (
 CROSSED = (
     # The other rank can have raised this error before.
     r"(rank \d failed outside of the pipeline(, after mini-batch 1)?: RankFailed: )?"
-    "all ranks wait for each other, and none has got any further for 2 s: "
+    r"all ranks wait for each other, and none has got any further for \d s: "
     "(?=.* of another pipeline)"
     ".*rank 1 was waiting for other ranks in the call of mini-batch 1[ ;]"
 )
@@ -103,9 +109,12 @@ INTERRUPTED = "KeyboardInterrupt: "
 
 def hanging(task: str, rank: int = 1) -> str:
     """Return a pattern of the error on other ranks when a rank hangs in a task."""
-    why = "for 2 s it has neither ended nor used the CPU, in hangs, .*, in reach of Fails, "
+    why = r"for \d s it has neither ended nor used the CPU, in hangs, .*, in reach of Fails, "
     return f"rank {rank} hangs in {task} of mini-batch 2: {why}"
 
+
+promptly = partial(Row, timeout=ROOM)
+"""Make a row whose ranks raise their errors at once, and do not wait for the timeout."""
 
 ROWS = {
     "stopped in forward": Row(stops, "forward", SILENT + IN_FORWARD, WOKEN),
@@ -113,19 +122,23 @@ ROWS = {
     # The rank can be stopped before it has sent other ranks the number of the mini-batch.
     "stopped outside": Row(stops, "outside", SILENT + "outside", WOKEN),
     "cut off in forward": Row(cuts_links, "forward", SILENT + IN_FORWARD, ALONE),
-    "killed in backward": Row(dies, "backward", DIED + IN_BACKWARD),
-    "killed outside": Row(dies, "outside", DIED + OUTSIDE),
+    "killed in backward": promptly(dies, "backward", DIED + IN_BACKWARD),
+    "killed outside": promptly(dies, "outside", DIED + OUTSIDE),
     "killed, and its children are not": Row(dies_before_its_child, "outside", DIED + OUTSIDE),
     "killed, and its ports are used by others": Row(
         dies_and_its_ports_are_used, "outside", DIED + OUTSIDE
     ),
-    "told to end by SIGTERM": Row(is_told_to_end, "outside", DIED + OUTSIDE),
-    "killed while it saves": Row(dies, "saving", f"{DIED}in save of mini-batch 2"),
-    "raises outside": Row(raises, "outside", f"rank 1 failed {OUTSIDE}: {RAISED}", RAISED),
-    "a full disk": Row(fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE),
+    "told to end by SIGTERM": promptly(is_told_to_end, "outside", DIED + OUTSIDE),
+    "killed while it saves": promptly(dies, "saving", f"{DIED}in save of mini-batch 2"),
+    "raises outside": promptly(raises, "outside", f"rank 1 failed {OUTSIDE}: {RAISED}", RAISED),
+    "a full disk": promptly(
+        fills_the_disk, "saving", f"rank 1 failed in save: {NO_SPACE}", NO_SPACE
+    ),
     "a full disk of one process": Row(fills_the_disk, "saving", own=NO_SPACE, engine="graph"),
-    "full memory": Row(fills_memory, "forward", f"rank 1 failed {FIRST}: {NO_MEMORY}", NO_MEMORY),
-    "ends early": Row(ends, "outside", ENDED, "SystemExit: "),
+    "full memory": promptly(
+        fills_memory, "forward", f"rank 1 failed {FIRST}: {NO_MEMORY}", NO_MEMORY
+    ),
+    "ends early": promptly(ends, "outside", ENDED, "SystemExit: "),
     "ends early, and a fork does not": Row(forks_and_ends, "outside", ENDED, "SystemExit: "),
     "hangs in forward": Row(hangs, "forward", hanging("forward of micro-batch 0")),
     "hangs while the clock is set back": Row(
@@ -138,18 +151,18 @@ ROWS = {
     "takes another pipeline": Row(
         takes_another_pipeline, others=CROSSED, own=f"RankFailed: {CROSSED}"
     ),
-    "raises in a step": Row(
+    "raises in a step": promptly(
         raises, "backward", f"rank 1 failed {EARLY}: {RAISED}", RAISED, schedule="1F1B"
     ),
-    "killed in a step": Row(dies, "backward", DIED + EARLY, schedule="1F1B"),
-    "overflows on one rank, in steps": Row(overflows, "outside", schedule="1F1B"),
-    "strangers write to its ports": Row(strangers_write, "outside"),
-    "overflows on one rank": Row(overflows, "outside"),
+    "killed in a step": promptly(dies, "backward", DIED + EARLY, schedule="1F1B"),
+    "overflows on one rank, in steps": promptly(overflows, "outside", schedule="1F1B"),
+    "strangers write to its ports": promptly(strangers_write, "outside"),
+    "overflows on one rank": promptly(overflows, "outside"),
     "sleeps outside": Row(sleeps, "outside"),
     "computes in forward": Row(computes, "forward"),
     "stopped together, outside": Row(all_stop, "outside"),
     "stopped together, in forward": Row(all_stop, "forward"),
-    "Ctrl-C in forward": Row(
+    "Ctrl-C in forward": promptly(
         Keyboard(), "forward", f"rank 1 failed {FIRST}: KeyboardInterrupt", INTERRUPTED
     ),
     "Ctrl-C in forward of a worker": Row(Keyboard(), "forward", own=INTERRUPTED, engine="workers"),

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ import pytest
 from reproduce.run.engines.launch import Launched
 from torchgpipe.state.saves import Saves
 
+from ..start import forking
 from . import program
-from .faults import PATIENCE, SAY_NOTHING, SILENCE, all_stop, stops
+from .faults import PATIENCE, ROOM, SAY_NOTHING, SILENCE, all_stop, stops
 from .rows import ROWS, Row
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals to processes")
+
+
+DELAY = 10.0  # seconds
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
@@ -39,16 +44,26 @@ def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
     process.join()
 
 
-METHODS = [(name, "forkserver") for name in ROWS]
-METHODS += [("raises outside", "fork"), ("raises outside", "spawn")]
+def with_room(row: Row) -> Row:
+    """Return a row for this machine. If it is very busy, processes may not run for seconds."""
+    load, _, _ = os.getloadavg()
+    busy = load > 3 * (os.cpu_count() or 1)
+    return replace(row, timeout=4 * SILENCE) if busy and row.timeout == SILENCE else row
+
+
+METHODS: list[Any] = [(name, "forkserver") for name in ROWS]
+METHODS += [
+    ("raises outside", "fork"),
+    pytest.param("raises outside", "spawn", marks=pytest.mark.slow),  # it has to import torch
+]
 
 
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
     """All ranks raise the expected errors, whichever way `multiprocessing` starts them."""
-    row = ROWS[name]
+    row = with_room(ROWS[name])
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
-    get_context("forkserver").set_forkserver_preload([program.__name__])
+    forking()
     launched = Launched(
         "forkserver", count, started, method, row, tmp_path, daemon=method == "forkserver"
     )
@@ -76,15 +91,18 @@ def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
         if row.does is all_stop:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 send(number)
-                time.sleep(1.5 * SILENCE)
+                time.sleep(1.5 * row.timeout)
         for k in {*range(count)} - {own}:
             end = ended(k, row.others and f"RankFailed: {row.others}")
             # On a busy machine, other programs delay this by some seconds: one run took 5.3 s.
-            assert end - begin < SILENCE + PATIENCE / 2 or not row.others
+            waited = 0 if row.timeout == ROOM else row.timeout
+            assert end - begin < waited + DELAY or not row.others
         if row.does is stops:
             send(signal.SIGCONT)
         if row.does not in SAY_NOTHING:
             ended(own, row.own)
     if row.place == "saving":
-        assert Saves(tmp_path / "saves").load(program.pipeline("graph"), None) == {"step": 1}
+        assert Saves(tmp_path / "saves").load(
+            program.pipeline(replace(row, engine="graph")), None
+        ) == {"step": 1}
         assert row.engine == "ranks" or not [*tmp_path.glob("saves/part-*")]

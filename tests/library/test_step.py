@@ -4,8 +4,6 @@ tests/behaviours tests that `step` trains like plain layers. test_step_refusals.
 arguments raise errors.
 """
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from torchgpipe.schedules import Action, Kind, Schedule, make
 from torchgpipe.step.targets import parted
 
 from ..parts import Fails
+from ..start import forking
 from .layers import linears
 
 X = torch.rand(7, 2)
@@ -149,21 +148,17 @@ def test_a_criterion_may_share_a_module_with_a_stage_in_another_thread() -> None
         assert parameter is was
 
 
-STEPS_IN_ANOMALY_MODE = """
-import torch
-from torch import nn
-from torchgpipe import GPipe
-layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(8, 8)
-models = [
-    GPipe(layers, [1, 1, 2], devices=["cpu"] * 3, chunks=4, schedule="1F1B"),
-    GPipe(layers, [1] * 4, devices=["cpu"] * 2, chunks=8, schedule="ZBVZeroBubble"),
-]
-with torch.autograd.detect_anomaly():
-    for _ in range(30):
-        for model in models:
-            model.step(nn.functional.mse_loss, x, x)
-print("done")
-"""
+def step_in_anomaly_mode() -> None:
+    warnings.simplefilter("ignore")
+    layers, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(8, 8)
+    models = [
+        GPipe(layers, [1, 1, 2], devices=["cpu"] * 3, chunks=4, schedule="1F1B"),
+        GPipe(layers, [1] * 4, devices=["cpu"] * 2, chunks=8, schedule="ZBVZeroBubble"),
+    ]
+    with torch.autograd.detect_anomaly():
+        for _ in range(30):
+            for model in models:
+                model.step(nn.functional.mse_loss, x, x)
 
 
 def test_steps_in_anomaly_mode_end() -> None:
@@ -171,9 +166,12 @@ def test_steps_in_anomaly_mode_end() -> None:
 
     If two threads deadlock, the interpreter of that process hangs, so the process cannot report it.
     """
-    command = [sys.executable, "-W", "ignore", "-c", STEPS_IN_ANOMALY_MODE]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    assert ended.stdout == "done\n"
+    process = forking().Process(target=step_in_anomaly_mode)
+    process.start()
+    process.join(120)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_scaler_scales_what_goes_backward() -> None:

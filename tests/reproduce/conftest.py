@@ -1,5 +1,6 @@
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import reproduce.run.training
 from reproduce.cli.main import main
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import Experiment
+from reproduce.run.engines.launch import Launched
 from reproduce.tables.layout import WIDTH
 
-from ..start import python
+from ..start import forking, python
 from .made import RUN
 from .tiny import CORES, PROFILE_SECONDS, TINY
 
@@ -53,6 +55,27 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
         return capsys.readouterr()
 
     return run
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Let `Processes` fork its ranks from a server. New ones take seconds to import torch."""
+    forking()
+
+    def forked(method: str, *given: Any) -> Any:
+        assert method == "spawn"
+        return Launched("forkserver", *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reproduce.run.engines.processes.Launched", forked)
+        yield
+
+
+@pytest.fixture
+def quick_ranks(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fork ranks from a server, as `forked_ranks` does; but start new ones with `--slow`."""
+    with nullcontext() if pytestconfig.getoption("slow") else forked_ranks():
+        yield
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

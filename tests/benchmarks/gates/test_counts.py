@@ -27,6 +27,8 @@ from reproduce.machine.description import ROOT
 from torchgpipe.engine.arrangement import orders as cached
 from torchgpipe.task.task import TaskGraph
 
+from ...start import forked
+
 relay: Any = torchgpipe.engine.relay
 named: Any = torchgpipe.schedules.named
 WORKERS = Configuration("linear", 2, 4, "always", "workers")
@@ -42,10 +44,9 @@ ROW = FOUND.totals()
 
 def test_the_gate() -> None:
     """The gate passes. It runs in another process, because it forks."""
-    command = [sys.executable, "-m", "benchmarks.gates.counts"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.endswith(" orders: as committed\n")
+    code, said, wrong = forked("benchmarks.gates.counts")
+    assert code == 0, wrong
+    assert said.endswith(" orders: as committed\n")
 
 
 def test_what_differs_is_told() -> None:

@@ -46,7 +46,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """
     file = tmp_path / "machinery.json"
     what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]
-    rounds, steps = 2, 3
+    rounds, steps = 1, 2
 
     main([*what, f"--rounds={rounds}", f"--steps={steps}", "--base=HEAD", f"--out={file}"])
 
@@ -66,6 +66,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"- graph, HEAD: {sixteen['graph'].reason}" in said
 
 
+@pytest.mark.slow  # PyTorch is imported in another process
 def test_a_version_that_has_little_but_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

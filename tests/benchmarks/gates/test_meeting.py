@@ -28,14 +28,15 @@ from torchgpipe.schedules import Action
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.tensors.copy import CopyPath
 
+from ...start import forked
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
     """The gate passes. It runs in another process, because it forks."""
-    command = [sys.executable, "-m", "benchmarks.gates.meeting"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    code, _, wrong = forked("benchmarks.gates.meeting")
+    assert code == 0, wrong
 
 
 def on_ranks(scene: Scene, looks: int) -> str | None:

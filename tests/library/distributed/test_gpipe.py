@@ -144,9 +144,10 @@ def test_large_tensors(mode: str) -> None:
     assert_equal_to_threads(3_000, chunks=4, checkpoint=mode)
 
 
+# `test_equal_to_threads` has GPipe's schedule.
 @pytest.mark.parametrize("chunks", [1, 5])
-@pytest.mark.parametrize(("name", "mode"), [*zip(NAMED, 2 * MODES, strict=True)])
-def test_every_schedule_is_equal_to_threads(name: str, mode: str, chunks: int) -> None:
+@pytest.mark.parametrize(("name", "mode"), [*zip(NAMED, 2 * MODES, strict=True)][1:])
+def test_every_other_schedule_is_equal_to_threads(name: str, mode: str, chunks: int) -> None:
     assert_equal_to_threads(chunks=chunks, checkpoint=mode, schedule=name)
 
 

@@ -226,8 +226,12 @@ def test_tensor_parallelism_in_one_thread() -> None:
     assert_trains_as_plain(model, blocks())
 
 
+QUICK = ("GPipe", "1F1B", "ZBVZeroBubble")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMED if name not in QUICK]
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("schedule", NAMED)
+@pytest.mark.parametrize("schedule", [*QUICK, *SLOW])
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
     """Use 2 x 2 ranks. Parallelize the layers before the pipeline is made, then afterwards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))

@@ -6,7 +6,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import differences
+from ...start import forking
 from ..distributed.training import adam, trained
 from .test_saves import piped
 
@@ -143,8 +143,8 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """Run a test in a new process, because a fork is only safe if there are no other threads."""
-    process = get_context("spawn").Process(target=run, args=(tmp_path,))
+    """Run a test in another process, because a fork is only safe if there are no other threads."""
+    process = forking().Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)
     process.kill()

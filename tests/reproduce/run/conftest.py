@@ -18,6 +18,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Result, load
+from reproduce.run import peak
 from reproduce.run.emulation import EmulatedStep, Emulation, Executed
 from reproduce.run.progress import Progress
 from reproduce.run.training import FakeData
@@ -108,6 +109,18 @@ def fake_peak(
     return {"peak_allocated": [7] * training.row.devices}
 
 
+count = peak._model_values
+counted: dict[str, dict[str, Any]] = {}
+
+
+def counted_once(row: Row) -> dict[str, Any]:
+    """Return a model's numbers of parameters and bytes. Counting a published one takes a second."""
+    model = str((row.model, row.size, row.num_classes, row.optimizer))
+    if model not in counted:
+        counted[model] = count(row)
+    return counted[model]
+
+
 class Runner:
     """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
@@ -173,6 +186,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)
+    monkeypatch.setattr("reproduce.run.peak._model_values", counted_once)
     monkeypatch.setattr("reproduce.run.estimate.StepTimes._timed", lambda times, row: UNIT)
     monkeypatch.setattr(Fake, "raises", {})
     monkeypatch.setattr(Fake, "alive", set())

@@ -8,7 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from reproduce.run.timed import MeasuredSteps
 from torchgpipe.plan.predict.replay import Event, Timeline
 
 from ...library.ledger import assert_eventually
+from ..conftest import forked_ranks
 from ..tiny import TINY
 from .works import failing, ids, killed, work
 
@@ -55,9 +56,11 @@ def assert_gone(pids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
-    with closing(Processes(2)) as processes:
-        yield processes
-        started = ids(processes)
+    with forked_ranks():
+        made = Processes(2)
+    with closing(made):
+        yield made
+        started = ids(made)
     assert_gone(started)
 
 
@@ -110,7 +113,8 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
     ],
 )
 def test_a_failure_is_told_in_a_line(make: Any, engine: Engine, said: str) -> None:
-    with closing(Processes(2)) as processes, pytest.raises(Error, match=said):
+    forked = nullcontext() if engine == "ranks" else forked_ranks()
+    with forked, closing(Processes(2)) as processes, pytest.raises(Error, match=said):
         processes.make(engine, make)
         for _ in range(2):
             processes.step()

@@ -14,7 +14,7 @@ from examples.works_with import (
 )
 
 from ....plain import Plain, piped
-from .rows import ALONE, changed, layers, then, tool
+from .rows import ALONE, LONG, changed, layers, then, tool
 
 
 def save_for_another_balance(run: Any, batches: Batches) -> nn.Module:
@@ -64,7 +64,12 @@ ROWS = [
         **ALONE,
     ),
     tool("a forked process", forked_process, "It has workers of its own.", **ALONE),
-    tool("a spawned process", spawned_process, "The pipeline may be an argument.", **ALONE),
+    tool(
+        "a spawned process",
+        spawned_process,
+        "The pipeline may be an argument.",
+        without={**ALONE["without"], **LONG},
+    ),
     tool(
         "the profiler",
         profiler,

@@ -20,6 +20,13 @@ ALONE: dict[str, Any] = {
 }
 
 
+# Each of these cases takes a second or more: a process is started, or layers are compiled.
+LONG = {
+    "one micro-batch": "what runs does not depend on it",
+    "observed": "what runs does not depend on it",
+}
+
+
 class Block(nn.Module):
     """A residual layer. Tools change the linear layer in it.
 

@@ -24,7 +24,7 @@ from examples.works_with import (
 from ....plain import Plain
 from ...parts.layers import checkpointed, linear, made
 from ...row import Row, steps
-from .rows import ALONE, changed, tool
+from .rows import ALONE, LONG, changed, tool
 
 graphs: list[object] = []
 
@@ -118,18 +118,20 @@ ROWS = [
         '2.11 can crash if one process compiles layers first on the engine "workers", and then '
         'others on the engine "graph".',
         use=partial(train_compiled, compiled=True),
+        without=LONG,
     ),
     changed(
         "`torch.compile(layer)` in the place of a layer",
         compile_each,
         "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
         use=partial(train_compiled, compiled=True),
+        without=LONG,
     ),
     tool(
         "`torch.compile(model)`",
         compile_model,
         "It compiles nothing: compile the layers.",
-        **ALONE,
+        without={**ALONE["without"], **LONG},
     ),
     tool(
         "`torch.jit.trace(model, x)`",
