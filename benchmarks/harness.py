@@ -44,7 +44,7 @@ def command(
     Args:
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
-        record: Whether the benchmark makes a record, and so has the options `--out` and `--format`.
+        record: Whether the benchmark makes a record, and so has the option `--out`.
         defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
             only those of these options for which a default is given.
     """
@@ -60,8 +60,8 @@ def command(
     if record:
         text = "write a record to FILE, as results come"
         parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-        text = "how the results are printed (default text)"
-        parser.add_argument("--format", choices=FORMATS, default="text", help=text)
+    text = "how the results are printed (default text)"
+    parser.add_argument("--format", choices=FORMATS, default="text", help=text)
     return parser
 
 
