@@ -36,8 +36,11 @@ Found = Generator[Sequence[Result], None, None]
 """A generator of the results. It yields a result again when the result has more samples."""
 
 
+PACKAGE = "benchmarks"
+
+
 def command(
-    name: str, doc: str, *, record: bool = True, **defaults: int
+    name: str, doc: str, *, record: bool = True, package: str = PACKAGE, **defaults: int
 ) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line.
 
@@ -45,13 +48,14 @@ def command(
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
         record: Whether the benchmark makes a record, and so has the option `--out`.
+        package: The package that has the module.
         defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
             only those of these options for which a default is given.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False
+        prog=f"python -m {package}.{name}", description=description, allow_abbrev=False
     )
     for option, default in defaults.items():
         text = f"{OPTIONS[option]} (default {default})"
@@ -85,6 +89,7 @@ def start(
     title: str,
     unit: dict[str, str],
     devices: int,
+    package: str = PACKAGE,
 ) -> Record:
     """Return a record without results that describes this machine and the options.
 
@@ -104,7 +109,7 @@ def start(
     device = given.get("on", "cpu")
     threads = 1 if device == "cpu" else None
     used = Devices(device, devices, threads)
-    command = ["python", "-m", f"benchmarks.{name}"]  # the settings contain the options
+    command = ["python", "-m", f"{package}.{name}"]  # the settings contain the options
     run = new_run(used, seed=given.get("seed", 0), command=command, settings=settings)
     torch.set_num_threads(1)
     short_name = name.rpartition(".")[2]

@@ -53,6 +53,7 @@ PROGRAMS = (
     "benchmarks.league",
     "benchmarks.schedules",
     "tests.planted",
+    "tests.planted.losses",
 )
 
 
