@@ -36,11 +36,8 @@ Found = Generator[Sequence[Result], None, None]
 """A generator of the results. It yields a result again when the result has more samples."""
 
 
-PACKAGE = "benchmarks"
-
-
 def command(
-    name: str, doc: str, *, record: bool = True, package: str = PACKAGE, **defaults: int
+    name: str, doc: str, *, record: bool = True, package: str = "benchmarks", **defaults: int
 ) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line.
 
@@ -89,7 +86,6 @@ def start(
     title: str,
     unit: dict[str, str],
     devices: int,
-    package: str = PACKAGE,
 ) -> Record:
     """Return a record without results that describes this machine and the options.
 
@@ -109,7 +105,7 @@ def start(
     device = given.get("on", "cpu")
     threads = 1 if device == "cpu" else None
     used = Devices(device, devices, threads)
-    command = ["python", "-m", f"{package}.{name}"]  # the settings contain the options
+    command = ["python", "-m", f"benchmarks.{name}"]  # the settings contain the options
     run = new_run(used, seed=given.get("seed", 0), command=command, settings=settings)
     torch.set_num_threads(1)
     short_name = name.rpartition(".")[2]

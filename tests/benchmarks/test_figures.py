@@ -16,7 +16,9 @@ from reproduce.run.timed import SAMPLING_SECONDS
 from torchgpipe.distributed.liveness.idle import HARDLY
 from torchgpipe.plan.predict.predict import DEARER
 
-FIGURE = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?) ?(%|(?:ms|s|seconds?|minutes?|min|hours?|times)\b)")
+FIGURE = re.compile(
+    r"(?<![\w.,])(\d+(?:\.\d+)?) ?(%|(?:ms|s|seconds?|minutes?|min|hours?|times)\b)"
+)
 MADE = re.compile(r"<!-- from records.*?<!-- end -->|```.*?```|`[^`]*`", re.DOTALL)
 """Blocks that are made from records, and code."""
 # The page of schedules has a table that another test compares with the code.

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from benchmarks.gates.losses import CANNOT_TELL, FOUND, GATES, RUNS, table
 from benchmarks.harness import (
     Found,
@@ -60,10 +62,8 @@ def chosen(asked: Namespace) -> list[Loss]:
     """Return the losses to plant: of chosen gates, only the losses that they find."""
     if asked.unchanged:
         return [NOTHING]
-    losses = []
-    for loss in read():
-        if asked.only in loss.kind and not set(asked.gates or GATES).isdisjoint(loss.gates):
-            losses.append(loss)
+    gates = set(asked.gates or GATES)
+    losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
     if not losses:
         raise Error(f"--only {asked.only}: no loss of these gates has this text in its kind")
     return losses
@@ -203,7 +203,10 @@ def begun(asked: Namespace) -> Record:
         raise Error("give --gate before --, so that the runs of each gate can be counted")
     options = Namespace(out=asked.out, arguments=asked.arguments)
     units = {FOUND: "count", RUNS: "count"}
-    record = start(options, "losses", TITLE, units, devices=2, package="tests.planted")
+    record = start(options, "losses", TITLE, units, devices=2)
+    assert record.run is not None
+    run = replace(record.run, command=["python", "-m", "tests.planted.losses"])
+    record = replace(record, run=run)
     if asked.out is None or not asked.out.exists():
         return record
     before = load(asked.out)

@@ -93,7 +93,7 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
     asked = ["--out", str(file), "--only", "spins", "--runs", "1"]
     runs.answers = [{"times"}]
     assert main([*asked, "--", "--restarts", "14"]) == 0
-    with pytest.raises(Error, match=r"had the arguments \['--restarts', '14'\], and not \[\]: name"):
+    with pytest.raises(Error, match=r"had the arguments .*'14'\], and not \[\]: name"):
         main(asked)
     with pytest.raises(Error, match="give --gate before --"):
         main(["--", "--gate", "times"])
