@@ -1,6 +1,7 @@
 """Plant faults in copies of this repository, and check that tests find them.
 
 rows.json has the faults: the file, the old text, the new text, and the test that finds the fault.
+Some of these tests open a page in a browser. If there is none, they are skipped, and tell nothing.
 """
 
 import argparse

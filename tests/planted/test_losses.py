@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gates.losses import table
+from benchmarks.gates.losses import GATES, table
 from reproduce.error import Error
 from reproduce.records.record import load
 
@@ -116,8 +116,8 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
 def test_what_is_wanted(loss: Loss, found: list[set[str]], wanted: bool) -> None:
     tally = Tally(loss, [])
     for each in found:
-        tally.add(losses.GATES, each)
-    assert is_as_wanted(tally, losses.GATES) == wanted
+        tally.add(GATES, each)
+    assert is_as_wanted(tally, GATES) == wanted
 
 
 def test_a_loss_is_planted_and_taken_out_again(tmp_path: Path) -> None:

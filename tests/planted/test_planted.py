@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gates.losses import GATES
 from reproduce.cli.main import COMMANDS
 
 from ..behaviours.compare import differences
@@ -39,7 +40,7 @@ def test_losses(loss: losses.Loss) -> None:
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates
-    assert set(loss.gates) <= set(losses.GATES)
+    assert set(loss.gates) <= set(GATES)
 
 
 def test_losses_are_looked_for_by_a_command_that_exists() -> None:
