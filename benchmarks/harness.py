@@ -37,21 +37,22 @@ Found = Generator[Sequence[Result], None, None]
 
 
 def command(
-    name: str, doc: str, *, record: bool = True, **defaults: int
+    name: str, doc: str, *, record: bool = True, package: str = "benchmarks", **defaults: int
 ) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line.
 
     Args:
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
-        record: Whether the benchmark makes a record, and so has the options `--out` and `--format`.
+        record: Whether the benchmark makes a record, and so has the option `--out`.
+        package: The package that has the module.
         defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
             only those of these options for which a default is given.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False
+        prog=f"python -m {package}.{name}", description=description, allow_abbrev=False
     )
     for option, default in defaults.items():
         text = f"{OPTIONS[option]} (default {default})"
@@ -60,8 +61,8 @@ def command(
     if record:
         text = "write a record to FILE, as results come"
         parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-        text = "how the results are printed (default text)"
-        parser.add_argument("--format", choices=FORMATS, default="text", help=text)
+    text = "how the results are printed (default text)"
+    parser.add_argument("--format", choices=FORMATS, default="text", help=text)
     return parser
 
 

@@ -53,6 +53,7 @@ PROGRAMS = (
     "benchmarks.league",
     "benchmarks.schedules",
     "tests.planted",
+    "tests.planted.losses",
 )
 
 
@@ -194,8 +195,12 @@ def _is_command(name: str) -> bool:
 
 
 def _unknown_options(code: str) -> Iterator[str]:
-    """Yield options in code that its program does not have, or no program if code names none."""
-    options = OPTION.findall(code)
+    """Yield options in code that its program does not have, or no program if code names none.
+
+    Options after ` -- ` are for another program, to which this one passes them.
+    """
+    own, _, _ = code.partition(" -- ")
+    options = OPTION.findall(own)
     if not options:
         return
     program = PROGRAM.search(code)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import any_model, schedules, works_with
-from benchmarks.gates import machinery
+from benchmarks.gates import losses, machinery
 from benchmarks.league.table import table as league_table
 from reproduce.cli.main import main
 from reproduce.error import Error
@@ -26,6 +26,7 @@ BENCHMARKS = ROOT / "results" / "benchmarks"
 TABLES = {
     "any_model": any_model.table,
     "conformance": works_with.table,
+    "losses": losses.table,
     "machinery": machinery.table,
     "schedules": schedules.table,
 }

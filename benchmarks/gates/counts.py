@@ -11,15 +11,17 @@ The orders in which devices run their tasks are compared in the same way, with `
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.gates.answer import answer, called
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
-from reproduce.error import Error, Worse
+from reproduce.error import Error
 from reproduce.records.places import decode, read_json
 from reproduce.records.record import write_atomically
+from reproduce.tables.output import Number
 
 if TYPE_CHECKING:
     from benchmarks.gates.counted import Counts
@@ -104,15 +106,35 @@ def main(arguments: list[str] | None = None) -> None:
     with in_one_line("counts"):
         counted, noted = count_all()
     changes = differences(counts, counted) + other_orders(orders, noted)
+    said = f"{len(counted)} counts and {len(noted)} orders"
+    lost: list[str] = []
     if options.update:
-        _write(COUNTS, {name: each.totals() for name, each in counted.items()})
-        _write(ORDERS, noted)
+        counts = {name: each.totals() for name, each in counted.items()}
+        orders = noted
+        _write(COUNTS, counts)
+        _write(ORDERS, orders)
     elif changes:
-        raise Worse("\n".join([*changes, ADVICE]))
-    for change in changes:
-        print(change)
-    files = f"{len(counted)} counts and {len(noted)} orders"
-    print(f"{files}: {'written' if changes else 'as committed'}")
+        lost = [*changes, ADVICE]
+    told = [*changes, f"{said}: {'written' if changes else 'as committed'}"]
+    numbers = [*_numbers(counts, counted), *_orders(orders, noted)]
+    answer(options.format, numbers, told, lost)
+
+
+def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
+    """Yield the fields for CSV and JSON of each count. It is worse if the file has another one."""
+    for name, counts in counted.items():
+        about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
+        before = file.get(name, {})
+        for what, now in counts.totals().items():
+            verdict = called(name not in file or before.get(what, 0) != now)
+            yield {**about, "metric": what, "unit": "count", "value": now, "verdict": verdict}
+
+
+def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
+    """Yield the same fields of each order, whose value has a text for each device."""
+    for name, now in noted.items():
+        about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
+        yield {**about, "metric": "order", "value": now, "verdict": called(file.get(name) != now)}
 
 
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:

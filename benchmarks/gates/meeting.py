@@ -18,32 +18,43 @@ On simulated devices no task waits. There, the clocks of the streams say when ta
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
+from benchmarks.gates.answer import answer, called
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
-from reproduce.error import Worse
+from reproduce.tables.output import Number
+
+if TYPE_CHECKING:
+    from benchmarks.gates.overlap import Met
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all scenes on every engine; print the first one of each engine that does not overlap."""
-    command("gates.meeting", __doc__, record=False).parse_args(arguments)
+    options = command("gates.meeting", __doc__, record=False).parse_args(arguments)
     with in_one_line("meeting"):
-        lost, said = meet()
-    if lost:
-        raise Worse("\n".join(lost))
-    print(said)
+        found, said = meet()
+    numbers: list[Number] = []
+    lost = []
+    for met in found:
+        about: Number = {"experiment": "meeting", "row": met.engine, "kind": "measured"}
+        cases: Number = {"metric": "cases", "unit": "count", "value": met.cases}
+        numbers.append({**about, **cases, "verdict": called(bool(met.lost)), "reason": met.lost})
+        if met.lost is not None:
+            lost.append(met.lost)
+    answer(options.format, numbers, [said], lost)
 
 
-def meet() -> tuple[list[str], str]:
-    """Run all scenes; return a line for each engine whose tasks do not meet, and what was run."""
+def meet() -> "tuple[list[Met], str]":
+    """Run all scenes; return what was found on each engine, and a line that says what was run."""
     from benchmarks.gates import overlap, scenes
     from reproduce.run.engines.ranks import Ranks
 
     with closing(Ranks(scenes.N)) as ranks:
-        lost = overlap.every(ranks)
+        found = overlap.every(ranks)
     usual, steps, on_ranks = map(len, (scenes.SCENES, scenes.STEPS, scenes.ON_RANKS))
     cases = f"{usual} cases on each engine, and {steps} of step() by workers, {on_ranks} by ranks"
-    return lost, f"all tasks meet, in {cases}"
+    return found, f"all tasks meet, in {cases}"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -157,19 +157,37 @@ def _times_on_devices(scene: Scene) -> Times:
     return found
 
 
-def every(ranks: Ranks) -> list[str]:
-    """Run all scenes on every engine; return a line about the first lost scene of each engine."""
+class Met(NamedTuple):
+    """What was found on an engine.
+
+    Attributes:
+        engine: The name of the engine.
+        cases: How many scenes the engine has.
+        lost: A line about its first scene whose tasks do not overlap, or `None`.
+    """
+
+    engine: str
+    cases: int
+    lost: str | None
+
+
+def every(ranks: Ranks) -> list[Met]:
+    """Run all scenes on every engine; return what was found on each engine."""
 
     def on_ranks(scene: Scene, looks: int) -> str | None:
         answers: list[str | None] = ranks.run(on_rank, scene, looks)
         return answers[-1]
 
-    lost = [
-        first_lost("ranks", on_ranks, SCENES + ON_RANKS),
-        first_lost("workers", over_workers, SCENES + STEPS),
-        first_lost("simulated devices", on_devices, SCENES),
-    ]
-    return [line for line in lost if line is not None]
+    engines: dict[str, tuple[Run, list[Scene]]] = {
+        "ranks": (on_ranks, SCENES + ON_RANKS),
+        "workers": (over_workers, SCENES + STEPS),
+        "simulated devices": (on_devices, SCENES),
+    }
+    found = []
+    for engine, (run, scenes) in engines.items():
+        met = Met(engine, len(scenes), first_lost(engine, run, scenes))
+        found.append(met)
+    return found
 
 
 def first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:

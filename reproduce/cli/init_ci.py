@@ -12,7 +12,13 @@ from reproduce.cli.regression import OWN, built_by, by_cases, of_package, projec
 from reproduce.cli.shared import command, shown
 from reproduce.error import Error
 from reproduce.machine.git import git
-from reproduce.machine.origin import PACKAGE, check_repository, own_address, pip_address
+from reproduce.machine.origin import (
+    PACKAGE,
+    check_repository,
+    is_folder,
+    own_address,
+    pip_address,
+)
 
 WORKFLOW = Path(".github/workflows/regression.yml")
 ADDRESS = "https://HOST/OWNER/REPOSITORY@TAG"
@@ -129,6 +135,11 @@ def address_of_program(given: str | None) -> str:
     else:
         if not re.fullmatch(r"[\w.:/@~+%-]+", given):
             raise click.BadParameter(f"{given}: give {ADDRESS}", param_hint="--from")
+        if is_folder(given):
+            raise click.BadParameter(
+                f"{given}: CI cannot install from a folder of this machine: give {ADDRESS}",
+                param_hint="--from",
+            )
         address = pip_address(given)
     try:
         check_repository(address)

@@ -137,6 +137,11 @@ def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
         raise Error(f"--set {text}: give a field and its value, such as n=4")
     name = NAMES.get(name, name)
     known = [*SETTINGS, *sizes]
+    if name == "schedule":
+        raise Error(
+            f"--set {text}: every row runs GPipe's schedule, as the papers do; what can be set is "
+            f"{', '.join(known)}; 'python -m benchmarks.schedules' compares schedules"
+        )
     if name not in known:
         raise Error(f"--set {text}: {row.name} has no {name} to set; {suggestion(name, known)}")
     setting = SETTINGS.get(name, SIZE)

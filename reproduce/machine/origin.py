@@ -25,6 +25,8 @@ def own_address() -> str:
     """
     installed = _installed_from()
     if installed is not None:
+        if is_folder(installed):
+            raise Error("this program was installed from a folder of this machine")
         return installed
     here = checkout()
     if here is None:
@@ -33,12 +35,21 @@ def own_address() -> str:
         remote = git(ROOT, "remote", "get-url", REMOTE).decode()
     except Error:
         raise Error(f"the checkout {ROOT} has no remote repository {REMOTE}") from None
-    if Path(remote).exists() or remote.startswith("file:"):
+    if is_folder(remote):
         raise Error(f"{REMOTE} of the checkout {ROOT} is a folder of this machine")
     if not git(ROOT, "branch", "--remotes", "--contains", here.revision):
         raise Error(f"the commit {here.name(9)} of this program was not pushed to {REMOTE}")
     tags = git(ROOT, "tag", "--points-at", here.revision).decode().split()
     return f"{pip_address(remote)}@{tags[0] if tags else here.revision}"
+
+
+def is_folder(address: str) -> bool:
+    """Return whether an address of git is a folder of this machine, which no other machine has.
+
+    All other addresses have a colon: `https://HOST/OWNER/NAME`, or `git@HOST:OWNER/NAME`.
+    """
+    address = address.removeprefix("git+")
+    return address.startswith("file:") or ":" not in address
 
 
 def pip_address(address: str) -> str:
@@ -49,7 +60,6 @@ def pip_address(address: str) -> str:
     """
     address = address.removeprefix("git+")
     address = re.sub(r"^(https?://)[^/@]*@", r"\1", address)
-    address = re.sub(r"^file:///", "file://localhost/", address)  # pip 23 refuses the short form
     if "://" not in address:  # git's short form of an address for ssh, such as git@HOST:OWNER/NAME
         address = "ssh://" + address.replace(":", "/", 1)
     return f"git+{address}"

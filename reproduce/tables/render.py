@@ -30,6 +30,7 @@ from reproduce.experiments.row import LIKE_PUBLISHED
 from reproduce.numbers.metrics import DISTURBED
 from reproduce.records.record import Record, load, ranked
 from reproduce.tables.all import about_run, document, tables
+from reproduce.tables.layout import many
 
 FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
@@ -130,6 +131,8 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     when = run.started[:10]
     if run.state != "finished":
         when += f" ({run.state})"
+    if run.ended is not None:
+        when += f" in {many(max(1, round(run.seconds / 60)), 'minute')}"
     more = link(page, path.with_suffix(".md"))
     where = f"{about['devices']}; {about['machine']}"
     under = f"Run on {when} with torch {run.versions.get('torch')}, {where}"

@@ -155,18 +155,13 @@ class Rows:
         return Column("samples/s\n(quartiles)", speed, with_quartiles)
 
     def over(self, heading: str, quartiles: bool = False) -> Cells:
-        """Return the column of speed-ups."""
+        """Return the column of speed-ups. Its heading says whether they are emulated."""
+        lines = [heading, "emulated" if self.emulated else "", "(quartiles)" if quartiles else ""]
         form = _ratio_with_quartiles if quartiles else ratio
-        return Column(heading, self.speed_up, form)
+        return Column("\n".join(filter(None, lines)), self.speed_up, form)
 
-    def beside(self) -> list[Cells]:
-        """Return two columns: measured speed-ups, and ratios of emulated to measured samples/s."""
-        return [
-            Column("measured", self.measured_speed_up, ratio),
-            Column("emul./\nmeas.", self._emulated_over_measured, ratio),
-        ]
-
-    def _emulated_over_measured(self, result: Result) -> Reading | None:
+    def emulated_over_measured(self, result: Result) -> Reading | None:
+        """Return the ratio of an emulated row's samples/s to its measured samples/s, if known."""
         return over_measured(result, self.measured(result.row))
 
     def published(self, heading: str, value: str, form: str, unit: float = 1) -> Cells:
@@ -210,16 +205,16 @@ class Rows:
             return
         most = max(result.values.get("executed", 0) for result in self)
         limit = f", at most {most} micro-batches of a step" if most > 1 else ""
-        yield (
-            f"emulated: every task run by itself on one device{limit}, and the schedule of n "
-            "devices replayed over their times"
-        )
-        both = any(self._emulated_over_measured(result) for result in self)
+        both = any(self.emulated_over_measured(result) for result in self)
         if both:
             measured = "measured: the speed-up of n devices at once, by the clock"
             if ratio:
                 measured += "; emul./meas.: emulated over measured samples/s"
             yield measured
+        yield (
+            f"emulated: every task run by itself on one device{limit}, and the schedule of n "
+            "devices replayed over their times"
+        )
         links: dict[str, None] = {}
         devices = set()
         for result in self:

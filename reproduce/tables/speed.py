@@ -119,9 +119,10 @@ def _ours(equal: str, rows: Rows) -> Table:
         Column("configuration", _configuration, left=True),
         config("n", "partitions"),
         config("m", "chunks"),
+        Column("over naive\nmeasured", rows.measured_speed_up, ratio),
         rows.throughput(),
-        rows.over("over naive\n(quartiles)", quartiles=True),
-        *rows.beside(),
+        rows.over("over naive", quartiles=True),
+        Column("emul./\nmeas.", rows.emulated_over_measured, ratio),
     ]
     notes = [
         rows.circumstances(),
@@ -158,16 +159,16 @@ def _as_published(rows: Rows) -> Table:
         setting = config("m", "chunks")
     # In a table with emulated rows, there is no room for both quartiles and the published column.
     quartiles = not (rows.emulated and any(map(rows.published_throughput, rows)))
-    heading = "speed-up\n(quartiles)" if quartiles else "speed-up"
     columns = [
         ROW,
         config("batch", "batch_size"),
         setting,
+        Column("speed-up\nmeasured", rows.measured_speed_up, ratio),
         rows.throughput(),
         Column("publ.", rows.published_throughput, number),
-        rows.over(heading, quartiles),
+        rows.over("speed-up", quartiles),
         Column("publ.", rows.published_speed_up, ratio),
-        *rows.beside(),
+        Column("emul./\nmeas.", rows.emulated_over_measured, ratio),
     ]
     notes = [rows.circumstances()]
     if "like" in rows.published_title:
@@ -192,9 +193,10 @@ def _changed(rows: Rows) -> Table:
         config("m", "chunks"),
         config("batch", "batch_size"),
         config("checkpoint", "checkpoint"),
+        Column("speed-up\nmeasured", rows.measured_speed_up, ratio),
         rows.throughput(),
         rows.over("speed-up"),
-        *rows.beside(),
+        Column("emul./\nmeas.", rows.emulated_over_measured, ratio),
     ]
     notes = [
         rows.circumstances(),
@@ -313,8 +315,8 @@ def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
     def gain(result: Result) -> object:
         return rows.speed_up(result) or outcome(result)
 
-    yield Column(f"n={n}\nplan", gain, ratio).of(row(PLANNED))
     yield Column(f"n={n}\nmeasured", rows.measured_speed_up, ratio).of(row(PLANNED))
+    yield Column(f"n={n}\nplan", gain, ratio).of(row(PLANNED))
     yield Column(f"n={n}\nequal", gain, ratio).of(row(EQUAL_LAYERS))
 
 

@@ -32,6 +32,7 @@ RIGHT = [
     "Revision 0a1b2c3d4 of 2026-11-28 20261128 has a defaced 1.5e-10.",
     "`torchgpipe.schedules.draw`, `benchmarks/gates/*.py`, `results/report.html`, `tests/FILE`",
     "`make test ARGS=--slow`, `make regression BASE=main`, `python -m pytest --unheard-of`",
+    "`python -m tests.planted.losses --runs 3 -- --restarts 14`",
     "`python -m reproduce run NAME --row X`, `--nproc-per-node`, `examples/train.py --save`",
     "```output\n--not-an-option of python -m what.is.printed\n```",
     "make do, reproduce it, benchmarks.overlap: words of a sentence",

@@ -1,26 +1,31 @@
 """Plant faults in copies of this repository, and check that tests find them.
 
 rows.json has the faults: the file, the old text, the new text, and the test that finds the fault.
+Some of these tests open a page in a browser. If there is none, they are skipped, and tell nothing.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.json")
+NO_TEST = 5
+"""The exit code of pytest if it has selected no test."""
 
 
 @dataclass
@@ -74,24 +79,46 @@ def copied(source: Path = ROOT) -> Iterator[Path]:
         yield tree
 
 
-def passes(tree: Path, test: str, limit: float, stop: threading.Event) -> bool:
-    """Return whether a test passes within `limit` seconds."""
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outcome:
+    """Run a test, also a slow one. It has failed if it has not ended within `limit` seconds."""
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", *options, test]
+    code, printed = _run_pytest(tree, [*options, test], limit, stop)
+    if code == NO_TEST:  # without --slow, slow tests are not selected
+        code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)
+    if code != 0:
+        return "failed"
+    return "passed" if re.search(r"\b\d+ passed\b", printed) else "skipped"
+
+
+def _run_pytest(
+    tree: Path, arguments: Sequence[str], limit: float, stop: threading.Event
+) -> tuple[int | None, str]:
+    """Run pytest; return its exit code, or None if it was ended, and what it has printed."""
+    command = [sys.executable, "-m", "pytest", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     end = time.monotonic() + limit
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, cwd=tree, env=env, stdout=nothing, stderr=nothing, start_new_session=True
-    )
-    try:
-        while process.poll() is None and time.monotonic() < end and not stop.wait(0.2):
-            pass
-        return process.poll() == 0
-    finally:
-        with suppress(ProcessLookupError):  # the process group has ended already
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with TemporaryFile("w+") as printed:
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=env,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() < end and not stop.wait(0.2):
+                pass
+            code = process.poll()
+        finally:
+            with suppress(ProcessLookupError):  # the process group has ended already
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        return code, printed.read()
 
 
 def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
@@ -99,15 +126,16 @@ def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str
 
     Returns:
         "found" if the test fails with the fault and passes without it, "LOST" if it passes with the
-        fault, "FAILS" if it fails even without the fault, and "-" if the fault names no test.
+        fault, "FAILS" if it fails even without the fault, "SKIPS" if it was skipped, so that it
+        tells nothing, and "-" if the fault names no test.
     """
     if not row.by:
         return "-"
     with copied(plain) as tree:
         (tree / row.file).write_text(row.planted(plain))
-        if passes(tree, row.by, limit, stop):
-            return "LOST"
-    return "found" if passes(plain, row.by, limit, stop) else "FAILS"
+        if (with_fault := outcome(tree, row.by, limit, stop)) != "failed":
+            return "LOST" if with_fault == "passed" else "SKIPS"
+    return "found" if outcome(plain, row.by, limit, stop) == "passed" else "FAILS"
 
 
 def main() -> int:

@@ -1,30 +1,47 @@
-"""Plant losses of speed in copies of this repository; count how often `regression` finds them.
+"""Plant losses of speed in a copy of this repository; count how often `regression` finds them.
 
 losses.json has the losses: the file, the old text, the new text, and the gates that find the loss.
 
     python -m tests.planted.losses                          # 10 runs of each loss: hours
+    python -m tests.planted.losses --gate counts --gate meeting --runs 1    # minutes
     python -m tests.planted.losses --unchanged --runs 40    # how often there is an alarm
-    python -m tests.planted.losses --only spins --runs 3 -- --gate times --restarts 14
+    python -m tests.planted.losses --gate times --only spins --runs 3 -- --restarts 14
 
-The arguments after `--` are for `python -m reproduce regression`.
+The arguments after `--` are for `python -m reproduce regression`. With `--out FILE`, the results
+are written to a record, to which a later start adds only the runs that are missing.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reproduce.error import WORSE
+from msgspec.structs import replace
+
+from benchmarks.gates.losses import CANNOT_TELL, FOUND, GATES, RUNS, table
+from benchmarks.harness import (
+    Found,
+    by_case,
+    collect,
+    command,
+    continued,
+    in_format,
+    positive,
+    start,
+)
+from reproduce.error import WORSE, Error
+from reproduce.records.record import Record, Result, load
 
 from .__main__ import Row, copied
 
 LOSSES = Path(__file__).with_name("losses.json")
-GATES = ("counts", "meeting", "times")
 ASKED = ["regression", "--base", "HEAD", "--format", "json"]
+TITLE = "Losses of speed that were planted, and the gates of regression that find them"
 
 
 @dataclass
@@ -34,25 +51,135 @@ class Loss(Row):
     gates: list[str] = field(default_factory=list)
 
 
+NOTHING = Loss("", "nothing is changed", "", "")
+
+
 def read() -> list[Loss]:
     return [Loss(**row) for row in json.loads(LOSSES.read_text())]
 
 
-def found_by(tree: Path, arguments: list[str]) -> set[str]:
+def chosen(asked: Namespace) -> list[Loss]:
+    """Return the losses to plant: of chosen gates, only the losses that they find."""
+    if asked.unchanged:
+        return [NOTHING]
+    gates = set(asked.gates or GATES)
+    losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
+    if not losses:
+        raise Error(f"--only {asked.only}: no loss of these gates has this text in its kind")
+    return losses
+
+
+class Tally:
+    """How often each gate has judged a loss, and how often it has found it.
+
+    Args:
+        loss: The loss.
+        arguments: Further arguments of `regression`.
+        before: The results of earlier runs, by the name of the gate.
+    """
+
+    def __init__(
+        self, loss: Loss, arguments: Sequence[str], before: dict[str, Result] | None = None
+    ) -> None:
+        self.loss = loss
+        self.config = {"arguments": list(arguments)}
+        self.results = dict(before or {})
+
+    def runs(self, name: str) -> int:
+        """Return how many runs a gate had, or all gates together (`CANNOT_TELL`)."""
+        result = self.results.get(name)
+        return 0 if result is None else int(result.values[RUNS])
+
+    def found(self, name: str) -> int:
+        """Return in how many runs a gate has found the loss, or no gate could tell."""
+        result = self.results.get(name)
+        return 0 if result is None else int(result.values[FOUND])
+
+    def missing(self, gates: Sequence[str], runs: int) -> list[str]:
+        """Return the gates that had less than `runs` runs."""
+        return [gate for gate in gates if self.runs(gate) < runs]
+
+    def add(self, gates: Sequence[str], found: set[str]) -> list[Result]:
+        """Add a run of some gates, and what has found the loss; return all results."""
+        for name in (*gates, CANNOT_TELL):
+            values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}
+            self.results[name] = Result(
+                self.loss.kind, name, "measured", config=self.config, values=values
+            )
+        return list(self.results.values())
+
+
+def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
+    """Return whether a loss was found by a gate in each of its runs, and all runs could tell.
+
+    If nothing is changed, no gate may have found anything.
+
+    Args:
+        tally: The results of a loss.
+        gates: The gates that have judged it.
+    """
+    if tally.found(CANNOT_TELL):
+        return False
+    loss = tally.loss
+    if loss is NOTHING:
+        return not any(tally.found(gate) for gate in gates)
+    finding = [gate for gate in gates if gate in loss.gates]
+    return any(tally.found(gate) == tally.runs(gate) for gate in finding)
+
+
+def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
+    """Plant each loss, and run `regression` as often as runs are missing; yield the results."""
+    with copied() as tree:
+        commit(tree)
+        for tally in tallies:
+            with planted(tally.loss, tree):
+                while missing := tally.missing(gates, runs):
+                    found = found_by(tree, missing, tally.config["arguments"])
+                    yield tally.add(missing, found)
+
+
+@contextmanager
+def planted(loss: Loss, tree: Path) -> Iterator[None]:
+    """Plant a loss in a tree until the end of the `with` block."""
+    if loss is NOTHING:
+        yield
+        return
+    path = tree / loss.file
+    before = path.read_text()
+    path.write_text(loss.planted(tree))
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[str]:
     """Compare the working tree with its commit; return the gates that find a loss.
 
-    The result also has `cannot tell` if the exit code says so.
+    The result also has `CANNOT_TELL` if the exit code says so.
     """
-    command = [sys.executable, "-m", "reproduce", *ASKED]
+    program = [sys.executable, "-m", "reproduce", *ASKED]
+    if len(gates) < len(GATES):  # all gates are the default
+        for gate in gates:
+            program += ["--gate", gate]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = subprocess.run([*command, *arguments], cwd=tree, env=env, capture_output=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*program, *arguments], cwd=tree, env=env, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        printed, said = process.communicate()
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
     found = set[str]()
-    for number in json.loads(ended.stdout)["numbers"] if ended.stdout else ():
+    for number in json.loads(printed)["numbers"] if printed else ():
         if number["verdict"] == "worse":
             found.add(number["row"] if number["row"] in GATES else "times")
-    if ended.returncode not in (0, WORSE):
-        found.add("cannot tell")
-        *_, why = ended.stderr.decode().splitlines() or [""]
+    if process.returncode not in (0, WORSE):
+        found.add(CANNOT_TELL)
+        *_, why = said.splitlines() or [""]
         print(why, file=sys.stderr)
     return found
 
@@ -65,46 +192,64 @@ def commit(tree: Path) -> None:
     subprocess.run(["git", *name, *message], cwd=tree, check=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.planted.losses",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def begun(asked: Namespace) -> Record:
+    """Return the record of this start, with the results that the file of `--out` has.
+
+    Raises:
+        Error: The results in the file were found with other arguments of `regression`, or the
+            arguments name gates.
+    """
+    if "--gate" in asked.arguments:
+        raise Error("give --gate before --, so that the runs of each gate can be counted")
+    options = Namespace(out=asked.out, arguments=asked.arguments)
+    units = {FOUND: "count", RUNS: "count"}
+    record = start(options, "losses", TITLE, units, devices=2)
+    assert record.run is not None
+    run = replace(record.run, command=["python", "-m", "tests.planted.losses"])
+    record = replace(record, run=run)
+    if asked.out is None or not asked.out.exists():
+        return record
+    before = load(asked.out)
+    for result in before.results:
+        other = result.config["arguments"]
+        if other != asked.arguments:
+            raise Error(
+                f"--out {asked.out}: its runs of regression had the arguments {other}, and not "
+                f"{asked.arguments}: name another file"
+            )
+    return continued(record, before)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count how often losses are found. Return 0 if all is as wanted (`is_as_wanted`), else 1."""
+    parser = command("losses", __doc__, package="tests.planted")
+    parser.add_argument(
+        "--runs", type=positive, default=10, metavar="N", help="runs of each loss (default 10)"
     )
-    parser.add_argument("--runs", type=int, default=10, help="how many runs of each loss")
-    parser.add_argument("--only", default="", metavar="TEXT", help="losses with this text")
+    parser.add_argument(
+        "--gate",
+        action="append",
+        choices=GATES,
+        dest="gates",
+        help="only this gate, and losses that it finds; repeatable",
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only losses with this text")
     parser.add_argument("--unchanged", action="store_true", help="plant nothing")
     parser.add_argument("arguments", nargs="*", help="arguments of regression, after --")
-    asked = parser.parse_args()
-    losses = [loss for loss in read() if asked.only in loss.kind]
-    if asked.unchanged:
-        losses = [Loss("", "nothing is changed", "", "")]
-    missed = 0
-    with copied() as tree:
-        commit(tree)
-        for loss in losses:
-            path = tree / loss.file
-            if loss.file:
-                before = path.read_text()
-                path.write_text(loss.planted(tree))
-            by = Counter[str]()
-            runs = 0
-            untold = 0
-            for _ in range(asked.runs):
-                found = found_by(tree, asked.arguments)
-                by.update(found)
-                runs += not found.isdisjoint(GATES)
-                untold += "cannot tell" in found
-            if loss.file:
-                path.write_text(before)
-            wanted = 0 if asked.unchanged else asked.runs
-            missed += runs != wanted or untold > 0
-            each = [f"{name} {count}" for name, count in sorted(by.items())]
-            names = ", ".join(each) or "by none"
-            listed = ", ".join(loss.gates) or "none"
-            said = f"found in {runs} of {asked.runs}  {loss.kind}  ({names}; listed: {listed})"
-            print(said, flush=True)
-    return int(missed > 0)
+    asked = parser.parse_args(arguments)
+    gates = asked.gates or GATES
+    losses = chosen(asked)
+    record = begun(asked)
+    before = by_case(record)
+    tallies = []
+    total = 0
+    for loss in losses:
+        tally = Tally(loss, asked.arguments, before.get(loss.kind))
+        total += max(0, asked.runs - min(map(tally.runs, gates)))
+        tallies.append(tally)
+    found = judged(tallies, gates, asked.runs)
+    collect(record, asked.out, found, total, in_format(asked.format, table))
+    return int(not all(is_as_wanted(tally, gates) for tally in tallies))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,26 @@ def test_update_then_compare(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "", "only what has changed is said"
 
 
+def test_the_formats(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--update", "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    first, *_, last = found["numbers"]
+    asked = {"experiment": "counts", "row": HERE, "metric": "operators", "unit": "count"}
+    assert first.items() >= {**asked, "value": 14, "verdict": "~"}.items()
+    assert last.items() >= {"experiment": "orders", "metric": "order", "value": ["0 B0"]}.items()
+    assert found["conclusion"].endswith("1 counts and 1 orders: written")
+
+    file.write_text(file.read_text().replace('"waits": 4', '"waits": 3'))
+    with pytest.raises(Worse):
+        main(["--format", "csv"])
+    _, *lines = capsys.readouterr().out.splitlines()
+    (worse,) = [line for line in lines if "worse" in line]
+    assert ",waits,count," in worse
+    with pytest.raises(Worse):
+        main(["--format", "markdown"])
+    assert capsys.readouterr().out == f"- {HERE}: waits grew from 3 to 4\n- {ADVICE}\n"
+
+
 @pytest.mark.parametrize("content", [None, "[1]"])
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:

@@ -3,6 +3,7 @@
 The tests plant faults that prevent this. The error of the gate must then name the tasks.
 """
 
+import json
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.gates import overlap
 from benchmarks.gates.failures import in_one_line
 from benchmarks.gates.meeting import main
-from benchmarks.gates.overlap import LOOKS, first_lost, on_devices, on_rank, over_workers
+from benchmarks.gates.overlap import LOOKS, Met, first_lost, on_devices, on_rank, over_workers
 from benchmarks.gates.scenes import N, Scene
 from reproduce.error import Error, Worse
 from reproduce.machine.description import ROOT
@@ -177,10 +178,20 @@ def test_what_is_missed_once_is_no_loss() -> None:
     assert first_lost("workers", lost, scenes) == f"workers, {AHEAD}: x"
 
 
-def test_what_is_lost_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "every", lambda ranks: ["workers, never: x"])
+def test_what_is_lost_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Met("ranks", 2, None), Met("workers", 3, "workers, never: x")]
+    monkeypatch.setattr(overlap, "every", lambda ranks: found)
     with pytest.raises(Worse, match=r"^workers, never: x$"):
         main([])
+    assert capsys.readouterr().out == ""
+    with pytest.raises(Worse, match=r"^workers, never: x$"):
+        main(["--format", "json"])
+    printed = json.loads(capsys.readouterr().out)
+    said = [(each["row"], each["value"], each["verdict"]) for each in printed["numbers"]]
+    assert said == [("ranks", 2, "~"), ("workers", 3, "worse")]
+    assert printed["conclusion"] == "workers, never: x"
 
 
 HANGS = """

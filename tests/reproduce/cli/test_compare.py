@@ -320,3 +320,13 @@ def test_one_schema(
     assert metrics <= found["metric"]
     lines = csv.DictReader(io.StringIO(as_csv))
     assert len(list(lines)) == len(numbers)
+
+
+def test_a_side_is_called_as_it_was_given(tmp_path: Path, command: Any) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (tmp_path / "b").rename(folder / "b.json")
+    for given in ("runs", "b", "runs/b.json"):
+        printed, _ = command("compare", "./a", given, "--format", "csv")
+        names = [line["name"] for line in csv.DictReader(io.StringIO(printed))]
+        assert set(names) == {"./a", given}

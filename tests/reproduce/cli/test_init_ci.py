@@ -27,11 +27,15 @@ def fails():
 CASES = [Case("runs", runs), Case("fails", fails)]
 """
 MINE = ["--package", "mine", "--cases", "bench/cases.py"]
+HOST = "https://host.example"
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a repository with a package and its cases; return an address of a repository."""
+    """Change into a repository with a package and its cases; return the repository's folder.
+
+    For git, the folder above it is the server `HOST`.
+    """
     root = tmp_path / "own"
     (root / "mine").mkdir(parents=True)
     (root / "bench").mkdir()
@@ -42,6 +46,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outside.py").write_text(CASES)
     commit(root, "v1")
     monkeypatch.chdir(root)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{tmp_path.as_uri()}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", HOST)
     return root
 
 
@@ -69,27 +76,27 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ),
     ],
 )
-@pytest.mark.usefixtures("tried")
+@pytest.mark.usefixtures("tried", "own")
 def test_the_workflow_of_another_package(
-    options: list[str], installs: str, file: str | None, own: Path, command: Any
+    options: list[str], installs: str, file: str | None, command: Any
 ) -> None:
     """The address of this program is in one place, and no index is asked for its name."""
     if file is not None:
         Path(file).touch()
 
-    out, err = command("init-ci", *MINE, *options, "--from", f"file://{own}@v1")
+    out, err = command("init-ci", *MINE, *options, "--from", f"{HOST}/own@v1")
 
     assert (
         out == f"wrote {WORKFLOW}: commit it and bench/cases.py, and every pull request is judged\n"
     )
     assert err == "trying runs, fails\n"
     text = WORKFLOW.read_text()
-    assert f"  REPRODUCE: git+file://localhost{own}@v1\n" in text
+    assert f"  REPRODUCE: git+{HOST}/own@v1\n" in text
     body = text.partition("\n")[2]
-    assert body.count(str(own)) == 1
+    assert body.count(HOST) == 1
     assert body.count(PACKAGE) == 1
     assert f"{installs}\n" in body
-    Requirement(f"{PACKAGE}[reproduce] @ git+file://localhost{own}@v1")  # as pip reads it
+    Requirement(f"{PACKAGE}[reproduce] @ git+{HOST}/own@v1")  # as pip reads it
     built = f" --build '{options[1]}'" if options else ""
     assert f"regression.md --package mine --cases bench/cases.py{built}\n" in body
 
@@ -104,14 +111,18 @@ def test_a_command_of_ones_own_installs_everything(own: Path, command: Any) -> N
 
 
 NO_ADDRESS = "no way, so name the git repository that CI installs it from, as in --from https://"
+FOLDER = "CI cannot install from a folder of this machine: give https://HOST/OWNER/REPOSITORY@TAG"
 BOTH = "--from goes with --package and without --set-up"
 REFUSED: list[tuple[list[str], str]] = [
     (MINE, NO_ADDRESS),
     ([*MINE, "--from", "a b"], "a b: give https://HOST/OWNER/REPOSITORY@TAG"),
-    ([*MINE, "--from", "file:///nowhere@v1"], "'git ls-remote file://localhost/nowhere' fails"),
-    ([*MINE, "--from", "file://OWN@v2"], "has no branch and no tag v2"),
-    ([*MINE, "--from", "file://OWN", "--set-up", "make"], BOTH),
-    (["--from", "file://OWN"], BOTH),
+    ([*MINE, "--from", f"{HOST}/nowhere@v1"], f"'git ls-remote {HOST}/nowhere' fails"),
+    ([*MINE, "--from", f"{HOST}/own@v2"], "has no branch and no tag v2"),
+    ([*MINE, "--from", f"{HOST}/own", "--set-up", "make"], BOTH),
+    (["--from", f"{HOST}/own"], BOTH),
+    ([*MINE, "--from", "file:///OWN@v1"], f"file:///OWN@v1: {FOLDER}"),
+    ([*MINE, "--from", "git+file://localhost/OWN"], FOLDER),
+    ([*MINE, "--from", "../own@v1"], FOLDER),
     (["--package", "mine", "--cases", "ignored.py"], "git ignores this file"),
     (["--package", "mine", "--cases", "../outside.py"], "CI has only files of the repository"),
     (["--package", "mine", "--cases", "none.py"], "none.py: there is no such file"),
@@ -119,16 +130,16 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
-@pytest.mark.usefixtures("tried")
+@pytest.mark.usefixtures("tried", "own")
 def test_what_would_not_run_is_refused(
-    options: list[str], said: str, own: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     def unknown() -> str:
         raise Error("no way")
 
     monkeypatch.setattr("reproduce.cli.init_ci.own_address", unknown)
 
-    _, err = command("init-ci", *(word.replace("OWN", str(own)) for word in options), code=2)
+    _, err = command("init-ci", *options, code=2)
 
     assert said in err
     assert err.count("\n") == 1

@@ -98,6 +98,8 @@ M = ["m=8"]
     [
         ("n2m4", "k=3", "n2m4 has no k to set; there are n, m, batch_size, balance, checkpoint, L"),
         ("n2m4", "batchsize=3", "to set; did you mean batch_size"),
+        ("n2m4", "schedule=1F1B", "every row runs GPipe's schedule, as the papers do; what can be"),
+        ("n2m4", "schedule=1F1B", "set is n, m, batch_size, balance, checkpoint, L, D; 'python -m"),
         ("n2m4", "n", "--set n: give a field and its value, such as n=4"),
         ("n2m4", "n=x", "--set n=x: n is a number of partitions, such as 4"),
         ("n2m4", "m=0", "--set m=0: m is a number of micro-batches, such as 16"),

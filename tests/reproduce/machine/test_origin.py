@@ -30,7 +30,6 @@ URL = "https://host.example/owner/name"
             "ssh://git@host.example/owner/name.git",
             None,
         ),
-        ("file:///o/n@v1", "git+file://localhost/o/n@v1", "file://localhost/o/n", "v1"),
         ("ssh://git@h/o/n@v1", "git+ssh://git@h/o/n@v1", "ssh://git@h/o/n", "v1"),
     ],
 )
@@ -52,6 +51,12 @@ def test_what_pip_installed_comes_from_the_same_address(monkeypatch: pytest.Monk
     assert own_address() == f"git+{URL}@abc"
 
 
+def test_what_was_installed_from_a_folder_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {"url": "file:///o/n", "vcs_info": {"vcs": "git", "commit_id": "abc"}})
+    with pytest.raises(Error, match="was installed from a folder of this machine"):
+        own_address()
+
+
 @pytest.mark.parametrize("source", [None, {"url": "file:///x", "dir_info": {"editable": True}}])
 def test_a_checkout_comes_from_its_remote(
     source: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,8 +71,10 @@ def test_a_checkout_comes_from_its_remote(
     with pytest.raises(Error, match="has no remote repository origin"):
         own_address()
     git(tmp_path, "remote", "add", "origin", str(tmp_path))
-    with pytest.raises(Error, match=r"origin of the checkout .* is a folder of this machine"):
-        own_address()
+    for folder in (str(tmp_path), tmp_path.as_uri()):
+        git(tmp_path, "remote", "set-url", "origin", folder)
+        with pytest.raises(Error, match=r"origin of the checkout .* is a folder of this machine"):
+            own_address()
     git(tmp_path, "remote", "set-url", "origin", URL)
     with pytest.raises(Error, match=r"the commit [0-9a-f]{9} of this program was not pushed"):
         own_address()

@@ -1,10 +1,5 @@
-"""The report can be read in a real browser: on phones and desktops, on paper, light and dark.
+"""The report can be read in a real browser: on phones and desktops, on paper, light and dark."""
 
-The tests need Chromium and its driver: `apt-get install chromium chromium-driver`. Without both,
-the tests are skipped.
-"""
-
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,49 +12,18 @@ from reproduce.tables.history import Line
 from reproduce.tables.output import Number
 
 from ...library.timeline.test_record import STEP
+from ...pages.browser import WITHOUT, opened, set_screen, show
 
-webdriver = pytest.importorskip(
-    "selenium.webdriver", reason="selenium is not installed: pip install selenium"
-)
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-WITHOUT = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None,
-    reason="no chromium and chromedriver to open the report in: "
-    "apt-get install chromium chromium-driver",
-)
 pytestmark = [pytest.mark.slow, WITHOUT]
-ATTEMPTS = 3  # on a busy machine, the driver can stop waiting before the browser starts
 WIDTHS = {"phone": 360, "500": 500, "1200": 1200, "1600": 1600, "print": 1077}
 """The width of the page in CSS pixels. That of `print` is A4 paper, landscape, without margins."""
 SCHEMES = {"phone": "dark", "500": "light", "1200": "dark", "1600": "light", "print": "light"}
-OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium.common.exceptions import WebDriverException
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for option in OPTIONS:
-        options.add_argument(option)
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-            break
-        except WebDriverException:
-            if attempt == ATTEMPTS:
-                raise
-    yield driver
-    driver.quit()
+    with opened() as found:
+        yield found
 
 
 def number(value: float) -> Number:
@@ -96,19 +60,11 @@ def run(
     screen = request.param
     file = tmp_path_factory.mktemp("report") / "report.html"
     file.write_text(whole, encoding="utf-8")
-    metrics = {
-        "width": WIDTHS[screen],
-        "height": 900,
-        "deviceScaleFactor": 1,
-        "mobile": screen == "phone",
-    }
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    media = {
-        "media": "print" if screen == "print" else "screen",
-        "features": [{"name": "prefers-color-scheme", "value": SCHEMES[screen]}],
-    }
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.get(file.as_uri())
+    media = "print" if screen == "print" else "screen"
+    set_screen(
+        browser, WIDTHS[screen], scheme=SCHEMES[screen], media=media, mobile=screen == "phone"
+    )
+    show(browser, file)
     browser.execute_script(
         "for (const each of document.querySelectorAll('details')) each.open = true"
     )

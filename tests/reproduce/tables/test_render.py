@@ -63,7 +63,8 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
 
 def run_of(name: str, started: str, rows: int = 2) -> Record:
     results = ran("amoebanet-speed", "small", lambda row: [8.0])
-    made = record(*results[:rows], cpu=name, started=started)
+    times = {"started": f"{started}-01T00:00:00Z", "ended": f"{started}-01T00:07:40Z"}
+    made = record(*results[:rows], cpu=name, **times)
     return replace(made, name=name)
 
 
@@ -96,6 +97,7 @@ def test_a_block_shows_the_newest_whole_run(
     assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old\n" not in text
+    assert "Run on 2026-02-01 in 8 minutes with torch" in text
     assert "machine: new, 2 cores" in text
     assert "(results/measured/new.md)" in text
 

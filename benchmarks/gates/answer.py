@@ -1,0 +1,35 @@
+"""Print what a gate has found, in the format that its option `--format` names."""
+
+from collections.abc import Iterable, Sequence
+
+from reproduce.error import Worse
+from reproduce.tables.layout import bullets
+from reproduce.tables.output import Number, written
+
+
+def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
+    """Print what a gate has found.
+
+    As text, losses are only in the error, so that they are not printed twice.
+
+    Args:
+        style: The format: "text", "markdown", "csv" or "json".
+        numbers: The numbers for CSV and JSON.
+        said: Lines that say what the gate has found, if nothing is lost.
+        lost: Lines that say what is lost.
+
+    Raises:
+        Worse: Something is lost.
+    """
+    lines = lost or said
+    if not lost or style != "text":
+        conclusion = "\n".join(lines)
+        markdown = bullets(lines, wrap=False)
+        print(written(style, numbers, conclusion, markdown, conclusion=conclusion).rstrip())
+    if lost:
+        raise Worse("\n".join(lost))
+
+
+def called(lost: bool) -> str:
+    """Return the verdict of a number, as `regression` calls it."""
+    return "worse" if lost else "~"

@@ -1,0 +1,32 @@
+"""Make the table of planted losses of speed: in how many runs which gate of `regression` finds one.
+
+`tests/planted/losses.py` plants the losses, and writes the record.
+"""
+
+from benchmarks.harness import by_case
+from reproduce.records.record import Record, Result
+from reproduce.tables.layout import grid
+
+GATES = ("counts", "meeting", "times")
+"""The gates of `regression`."""
+CANNOT_TELL = "cannot tell"
+"""The name of the results that count the runs in which `regression` could not judge."""
+FOUND, RUNS = "found", "runs"
+"""The values of a result: in how many runs something was found, and how many runs there were."""
+
+
+def table(record: Record, style: str = "simple") -> str:
+    """Render the table, with a row for each loss and a column for each gate."""
+    columns = (*GATES, CANNOT_TELL)
+    rows = []
+    for loss, results in by_case(record).items():
+        cells = [_times(results.get(name)) for name in columns]
+        rows.append([loss, *cells])
+    return grid(["planted", *columns], rows, style)
+
+
+def _times(result: Result | None) -> str:
+    """Return a text such as `9 of 10`. It is empty if the gate did not run with the loss."""
+    if result is None:
+        return ""
+    return f"{result.values[FOUND]} of {result.values[RUNS]}"
