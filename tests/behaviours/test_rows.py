@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.others.ours import Layers, Threads
 from benchmarks.pipelines import evenly
+from benchmarks.simulated import Streams
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 
@@ -31,6 +33,9 @@ for group in GROUPS:
     for each in group.ROWS:
         NAMES[each] = f"{module}: {each.name}"
 
+FEW = [row for group in GROUPS for row in group.ROWS[:2]]
+"""The rows that quick tests run on other devices, too."""
+
 EQUAL = [row for row in ROWS if not row.unlike]
 """The rows that do not have a reason `unlike` to differ from plain layers.
 
@@ -47,9 +52,11 @@ def id_of(case: Case) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    slow = metafunc.config.getoption("slow")
     if "case" in metafunc.fixturenames:
-        chosen = cases([*NAMES], pairs=metafunc.config.getoption("slow"))
-        metafunc.parametrize("case", chosen, ids=id_of)
+        metafunc.parametrize("case", cases([*NAMES], pairs=slow), ids=id_of)
+    if "elsewhere" in metafunc.fixturenames:
+        metafunc.parametrize("elsewhere", [*NAMES] if slow else FEW, ids=NAMES.__getitem__)
 
 
 # A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
@@ -68,6 +75,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rows(case: Case) -> None:
     assert unlike(*case) == []
+
+
+@pytest.mark.parametrize("kind", ENGINES[:2])
+def test_rows_with_a_default_device(elsewhere: Row, kind: str) -> None:
+    """A default device is a mode of the calling thread, which other threads have to enter."""
+    torch.set_default_device("cpu")
+    try:
+        assert unlike(elsewhere, "", kind, "always") == []
+    finally:
+        torch.set_default_device(None)
+
+
+def test_rows_on_simulated_devices(elsewhere: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(monkeypatch)
+    assert unlike(elsewhere, "", "graph", "always", ["cpu:0", "cpu:1", "cpu:2"]) == []
 
 
 def test_each_guard_has_rows_that_need_it() -> None:

@@ -18,9 +18,9 @@ from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.gradients import Needs
 from torchgpipe.task.halves import Halves
 from torchgpipe.task.turns import Lock, as_one
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
-from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.parts import Slots
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -45,6 +45,9 @@ class Stage:
         partition: The layers.
         device: The device of the layers.
         is_last: Whether the output is that of the pipeline.
+
+    Attributes:
+        runs_later: Whether the device is a GPU: it runs work after the host has submitted it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Stage:
         self.is_last = is_last
         self.partition = partition
         self.device = device
+        self.runs_later = device.type == accelerator.KIND
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
         self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
@@ -89,10 +93,8 @@ class Stage:
         self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
-        # Most partitions need no current CUDA device, and no scope for skips.
-        self._special = (
-            self.device.type == "cuda" or bool(self._keys) or any(skips_of(self.partition))
-        )
+        # Most partitions need no current device, and no scope for skips.
+        self._special = self.runs_later or bool(self._keys) or any(skips_of(self.partition))
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
         """Return a dictionary that says whether all floating-point outputs of a task require grad.
@@ -145,8 +147,7 @@ class Stage:
         count = len(inputs) - len(self._keys)
         arrived = dict(zip(self._keys, inputs[count:], strict=True))
         # The current device matters for layers that create tensors on device "cuda".
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
-        with on_device, skip_scope(arrived) as scope:
+        with accelerator.current(self.device), skip_scope(arrived) as scope:
             y = self.partition(together(form, inputs[:count]))
             skips = [scope[departure.key] for departure in self.departures]
         return y, tuple(skips)
