@@ -136,6 +136,19 @@ def test_groups_are_made_without_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [("one", "1"), ("broken", "1")] * 2
 
 
+NO_GPUS = "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="expects an error without a GPU")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this PyTorch has no NCCL")
+def test_pytorch_takes_these_arguments_and_has_these_methods() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    assert Pairs().connect(CPU, [PairAddress(store, 0)]) == NO_GPUS
+    assert "returns immediately in all cases" in str(dist.Work.block_current_stream.__doc__)
+    for name in ("send", "recv", "abort"):
+        assert hasattr(dist.ProcessGroupNCCL, name)
+
+
 def test_all_pairs_are_aborted_at_the_same_time() -> None:
     """NCCL ends the abort of a pair only when the transfers of all other pairs have ended, too."""
     n = 4

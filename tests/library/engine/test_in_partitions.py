@@ -99,7 +99,8 @@ def test_an_error_waits_for_other_threads_and_no_thread_begins_another_task(
         failing = pool.submit(backward, 0, 1)
         inside = by_task[0, 1].task.inside
         assert_eventually(lambda: inside._failed is not None, lambda: "it has not failed")
-        assert not failing.done()
+        with pytest.raises(TimeoutError):
+            failing.result(0.05)  # the thread waits, however long this is
         first.goes_on.set()
         within.result(PATIENCE)
         with pytest.raises(type(error), match="on purpose") as caught:

@@ -129,7 +129,7 @@ class Pairs:
             with _without_watchdog():
                 for store, own in addresses:
                     self.made.append(_made(device, store, own))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self._why = in_one_line(error)
         else:
             run = partial(self._connect, device)
