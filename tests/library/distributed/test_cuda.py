@@ -24,6 +24,7 @@ from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.distributed.wires.transfer import Departure, Transfer
 from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.layers import batches
 from torchgpipe.tensors import accelerator
 
 from ...behaviours.compare import differences
@@ -280,6 +281,26 @@ def test_where_the_host_would_wait_for_nccl_it_is_not_used(
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert nccl.identity(torch.device("cuda", 0)) == nccl.UNFIT
+
+
+def test_the_first_rank_waits_until_its_pinned_input_is_copied(streams: Any) -> None:
+    world = simulate_ranks(streams, GPUS[:2])
+    happened: list[str] = []
+    event = Mock(synchronize=lambda: happened.append("wait"))
+    streams.patch.setattr(batches, "record_copies", lambda input, device: event)
+    x = torch.rand(4, 3)
+
+    def program(rank: int) -> None:
+        model = DistributedGPipe(nn.Sequential(Fails(), Fails()), [1, 1], device=f"cpu:{rank}")
+        model._stages[0].runs_later = True
+        with torch.no_grad():
+            model.evaluate(nn.functional.mse_loss, x, x)
+            happened.append(f"rank {rank}")
+        model.close()
+
+    assert world.run(program) == [None] * 2
+    assert sorted(happened) == ["rank 0", "rank 1", "wait"]
+    assert happened.index("wait") < happened.index("rank 0")
 
 
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
