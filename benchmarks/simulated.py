@@ -1,4 +1,4 @@
-"""Simulate devices: streams with simulated clocks, which replace the CUDA streams of GPUs.
+"""Simulate devices: streams with simulated clocks, which replace the streams of GPUs.
 
 The devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission, and logs the
 calls. Its clock is the simulated time at which all work so far has ended. The host itself takes no
@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires import cuda
-from torchgpipe.engine import graph
-from torchgpipe.tensors import copy
+from torchgpipe.tensors import accelerator
 
 
 class Event(NamedTuple):
@@ -92,11 +90,10 @@ class Streams:
             self.log.append(f"memory is used by {stream.name}")
 
         replace = self.patch.setattr
-        for module in (copy, graph, cuda):
-            replace(module, "new_stream", self.new, raising=False)
-            replace(module, "current_stream", self.of, raising=False)
-            replace(module, "using", self.using, raising=False)
-        replace(torch.cuda, "Event", lambda **_: None)
+        replace(accelerator, "new_stream", self.new)
+        replace(accelerator, "current_stream", self.of)
+        replace(accelerator, "using", self.using)
+        replace(accelerator, "sleep_until_now", self.event)
         replace(torch.cuda, "synchronize", lambda device=None: self.synchronize())
         replace(Tensor, "to", copied)
         replace(Tensor, "record_stream", used)
@@ -122,6 +119,12 @@ class Streams:
         stream = Stream(f"{device} copies", device, self)
         self.others.append(stream)
         return stream
+
+    def event(self, device: torch.device) -> Event:
+        """Record an event on the device's current stream."""
+        stream = self.of(device)
+        assert stream is not None
+        return stream.record_event()
 
     @contextmanager
     def using(self, *streams: Stream | None) -> Iterator[None]:

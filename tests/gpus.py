@@ -20,17 +20,24 @@ def on(*devices: str) -> Any:
     return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
 
 
+def first(count: int) -> Any:
+    """Return the first GPUs as a pytest parameter, skipped if there are fewer."""
+    return on(*[f"cuda:{k}" for k in range(count)])
+
+
 ON_GPUS = [
-    on("cuda:0"),
+    first(1),
     on("cuda:0", "cuda:0"),
     on("cuda:0", "cuda:0", "cuda:0", "cuda:0"),
-    on("cuda:0", "cuda:1"),
+    first(2),
     on("cuda:0", "cuda:1", "cuda:0", "cuda:1"),
+    first(4),
+    first(8),
 ]
 # The CPU is a second device, so that tensors are copied and streams wait even with one GPU.
 WITH_HOST = [on("cpu", "cuda:0"), on("cuda:0", "cpu"), on("cuda:0", "cpu", "cuda:0", "cpu")]
 # Ranks that share a GPU send tensors through pinned memory. Ranks with one GPU each use NCCL.
-RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), on("cuda:0", "cuda:1", "cuda:2", "cuda:3")]
+RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), first(2), first(4), first(8)]
 
 
 def ways(*places: Any) -> pytest.MarkDecorator:

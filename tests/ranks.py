@@ -8,6 +8,9 @@ They live until pytest's process ends.
    the first n ranks do so. With `ranks`, the test calls `Rank.join` with the number of ranks.
 3. In the test, ranks send messages to each other by `Rank.exchange`, through pytest's process.
    So this process notices if a rank waits for a message that never comes.
+
+What a rank prints goes to a file of its own. If a rank hangs or dies, the test fails with the ends
+of these files, which have the stack of each thread.
 """
 
 import faulthandler
@@ -17,7 +20,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -36,8 +39,13 @@ import torch.distributed as dist
 from reproduce.run.engines.launch import Ended, Launched
 from torchgpipe.distributed.liveness.ending import open_connections
 
-WORLD = 4
+from .gpus import DEVICES
+
+WORLD = max(4, min(8, DEVICES))
+"""The number of ranks. With eight GPUs, each rank can have one."""
 PATIENCE = 180  # seconds; only a test that hangs takes so long, also on a busy machine
+LAST = 5000
+"""How many characters of what a rank has printed are shown."""
 
 
 class Ranks:
@@ -51,14 +59,14 @@ class Ranks:
         # This import takes seconds. Import it once, before processes are forked.
         importlib.import_module("torch._dynamo")
         # Make pytest's temporary folder here. Otherwise each process makes its own folder.
-        config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        folder = config._tmp_path_factory.mktemp("ranks")  # type: ignore[attr-defined]
         self._index = {item.nodeid: k for k, item in enumerate(items)}
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        self._files = [folder / f"rank-{k}.txt" for k in range(WORLD)]
         self._ended = ""
         with warnings.catch_warnings():
             # Python warns of forks if there are threads. The threads of BLAS do nothing now.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.launched = Launched("fork", WORLD, serve, config, items, self._printed.fileno())
+            self.launched = Launched("fork", WORLD, serve, config, items, self._files)
 
     def run(self, test: str) -> str:
         """Run a test on all ranks. Return the errors of those on which it failed."""
@@ -111,8 +119,13 @@ class Ranks:
         time.sleep(1)
         self.launched.close()
         self._ended = f"earlier, {why}"
-        self._printed.seek(0)
-        return f"{why}\n{self._printed.read().decode()[-9999:]}\n{_said(told)}"
+        return "\n".join([why, *map(end_of, self._files), _said(told)])
+
+
+def end_of(file: Path) -> str:
+    """Return the last lines of a file, after a line with its path."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    return f"{file} ends with:\n{text[-LAST:]}"
 
 
 def _said(told: dict[int, str]) -> str:
@@ -120,7 +133,13 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """This process as a rank, for the test that it runs."""
+    """This process as a rank, for the test that it runs.
+
+    Attributes:
+        file: The file with all that this process prints.
+    """
+
+    file: Path
 
     def __init__(self, index: int, link: Connection) -> None:
         self.index, self._link = index, link
@@ -134,11 +153,15 @@ class Rank:
     def __reduce__(self) -> Any:
         return current, ()  # a copy of this object is the object itself
 
-    def serve(self, config: pytest.Config, items: Sequence[pytest.Item], output: int) -> NoReturn:
-        """Run tests until pytest's process ends. Stdout and stderr go to the file `output`."""
+    def serve(
+        self, config: pytest.Config, items: Sequence[pytest.Item], files: Sequence[Path]
+    ) -> NoReturn:
+        """Run tests until pytest's process ends. Stdout and stderr go to this rank's file."""
         gc.freeze()
         # The test run receives the signal, too. It then ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.file = files[self.index]
+        output = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__

@@ -200,6 +200,20 @@ def test_nothing_is_read_before_it_is_there(
         assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
 
 
+@ways(*ON_GPUS)
+def test_a_pinned_input_may_be_refilled_after_the_call(engine: str, devices: Places) -> None:
+    n = len(devices)
+    model = piped(Sequential(*(Late() for _ in range(n))), [1] * n, engine=engine, devices=devices)
+    numbers = torch.randint(3, (6, 1 << 18)).float()
+    pinned = numbers.pin_memory()
+    for _ in range(3):
+        cuda._sleep(20_000_000)  # the copy begins some ten milliseconds later
+        y = model(pinned)
+        pinned.zero_()
+        assert torch.equal(y.detach().cpu(), numbers * 2**n)
+        pinned.copy_(numbers)
+
+
 class Noted(Module):
     """A layer that records a CUDA event after each forward.
 

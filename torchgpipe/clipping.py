@@ -38,7 +38,7 @@ def clip_gradients(
         # The norm of a DTensor is a DTensor.
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     here = norms[0].device if norms else torch.device("cpu")
-    own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0)
+    own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0, device=here)
     own_places = own.new_tensor([places[p] for p in counted])
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]

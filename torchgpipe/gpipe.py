@@ -45,7 +45,7 @@ class GPipe(Partitioned):
         balance: The number of layers of each partition; see `torchgpipe.balance`.
         devices: The device of each partition. If partitions share a device, repeat it in the list.
             But if the schedule itself puts several partitions on each device, list each device
-            only once. The default is all CUDA devices, or the CPU if there is none.
+            only once. The default is all GPUs, or the CPU if there is none.
         chunks: The number of micro-batches m that a mini-batch is split into. Dimension 0 of every
             input tensor is split into pieces of ⌈batch / m⌉.
         checkpoint: Which micro-batches are checkpointed: their tasks keep only the inputs, and run
@@ -57,9 +57,9 @@ class GPipe(Partitioned):
             every task from the calling thread. `"auto"` chooses `"workers"` if there are several
             partitions, all on the CPU, and else `"graph"`. `"graph"` is faster if a task on the
             CPU takes much less than a millisecond.
-        dependency: Whether to force a fixed order of the tasks in backward on CUDA devices. On
-            other devices, the order is always fixed.
-        copy_streams: Whether copies between CUDA devices use separate CUDA streams.
+        dependency: Whether to force a fixed order of the tasks in backward on GPUs. On other
+            devices, the order is always fixed.
+        copy_streams: Whether copies between GPUs use separate streams.
         portals: Whether a skip is sent directly to the partition that pops it, and not through the
             partitions in between.
         init: Called as `init(k, layer)` for each layer k, to fill the layer. The random numbers
@@ -182,7 +182,8 @@ class GPipe(Partitioned):
         Args:
             input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
                 device; or a mapping or dataclass of such tensors, which the first layer gets; or
-                `MicroBatches`, a list of such micro-batches.
+                `MicroBatches`, a list of such micro-batches. Pinned tensors may be refilled when
+                the call has returned.
 
         Returns:
             The concatenated outputs of the micro-batches, on the device of the last partition.
@@ -196,17 +197,20 @@ class GPipe(Partitioned):
         return cast(TensorOrTensors, output)
 
     def _forward(self, input: Input) -> Input:
-        micro_batches = self._begun(input)
+        micro_batches, copied = self._begun(input)
         if not self._stages:
             return input
         run = partial(self._engine.run, micro_batches, self.checkpoint, self.observer)
-        return gather(self._mini_batch(run, len(micro_batches)))
+        output = gather(self._mini_batch(run, len(micro_batches)))
+        if copied is not None:
+            copied.synchronize()
+        return output
 
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
         input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
-        micro_batches = self._begun(input)
+        micro_batches, copied = self._begun(input)
         if not self._stages:
             raise ValueError("there are no layers to train")
         sizes = self._sizes(micro_batches)
@@ -215,15 +219,18 @@ class GPipe(Partitioned):
             batch = Batch(self._steps, len(micro_batches), self.checkpoint, self.observer)
             return run_step(batch, micro_batches, sizes, request, self._seen)
 
-        return self._mini_batch(run, len(micro_batches))
+        loss = self._mini_batch(run, len(micro_batches))
+        if copied is not None:
+            copied.synchronize()
+        return loss
 
-    def _begun(self, input: Input) -> list[TensorOrTensors]:
-        """Check the input and the settings of this pipeline; return the micro-batches."""
+    def _begun(self, input: Input) -> tuple[list[TensorOrTensors], torch.Event | None]:
+        """Check the input and the settings of this pipeline; return the result of `divided`."""
         input = taken_apart(input)
         check(input)
         self._check()
         if not self._stages:
-            return []
+            return [], None
         return divided(input, self.chunks, self._stages[0], self._signature)
 
     def loss(

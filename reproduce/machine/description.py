@@ -12,12 +12,12 @@ from typing import Any
 from msgspec import Struct
 
 from reproduce.machine.devices import cores, info
+from reproduce.machine.driver import CLOCK_MEMORY, CLOCK_SM, ask, handle
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
 MOST_NVLINKS = 36
 """The number of NVLinks of a GPU that NVML can report on."""
-CLOCK_SM, CLOCK_MEMORY = 1, 2  # the constants for these two types of clock in nvml.h
 
 
 class Gpu(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,7 +87,7 @@ def versions() -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     packages["cuda"] = torch.version.cuda
     packages["cudnn"] = None if cudnn is None else str(cudnn)
-    packages["driver"] = _ask_driver("nvmlSystemGetDriverVersion")
+    packages["driver"] = ask("nvmlSystemGetDriverVersion")
     return packages
 
 
@@ -107,55 +107,38 @@ def _memory() -> int | None:
 
 
 def _gpu(index: int) -> Gpu:
-    """Describe a CUDA device of this process.
-
-    The driver can number the devices differently from CUDA, so the device is looked up by its UUID.
-    """
+    """Describe a CUDA device of this process."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    handle = _ask_driver("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
-    if handle is None:
+    known = handle(index)
+    if known is None:
         return Gpu(properties.name, properties.total_memory)
-    clock = _ask_driver("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM)
-    memory_clock = _ask_driver("nvmlDeviceGetMaxClockInfo", handle, CLOCK_MEMORY)
-    milliwatts = _ask_driver("nvmlDeviceGetPowerManagementLimit", handle)
+    clock = ask("nvmlDeviceGetMaxClockInfo", known, CLOCK_SM)
+    memory_clock = ask("nvmlDeviceGetMaxClockInfo", known, CLOCK_MEMORY)
+    milliwatts = ask("nvmlDeviceGetPowerManagementLimit", known)
     return Gpu(
         name=properties.name,
         memory=properties.total_memory,
         clock=clock and float(clock),
         memory_clock=memory_clock and float(memory_clock),
         power_limit=milliwatts and milliwatts / 1000,
-        link=_links(handle),
+        link=_links(known),
     )
 
 
-def _links(handle: Any) -> str | None:
+def _links(known: Any) -> str | None:
     """Return a text that says what connects a CUDA device to the rest of the machine."""
     links = []
-    generation = _ask_driver("nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    width = _ask_driver("nvmlDeviceGetMaxPcieLinkWidth", handle)
+    generation = ask("nvmlDeviceGetMaxPcieLinkGeneration", known)
+    width = ask("nvmlDeviceGetMaxPcieLinkWidth", known)
     if generation and width:
         links.append(f"PCIe {generation}.0 x{width}")
     nvlinks = 0
     for i in range(MOST_NVLINKS):
-        is_active = _ask_driver("nvmlDeviceGetNvLinkState", handle, i)
+        is_active = ask("nvmlDeviceGetNvLinkState", known, i)
         if is_active == 1:
             nvlinks += 1
     if nvlinks:
         links.append(f"{nvlinks} x NVLink")
     return ", ".join(links) or None
-
-
-def _ask_driver(function: str, *arguments: object) -> Any:
-    """Call a function of NVML, the library of NVIDIA's driver, and return its result.
-
-    If the call fails, or if the driver or its Python bindings are missing, return None.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()  # cheap to repeat: only the first call initializes
-        return getattr(pynvml, function)(*arguments)
-    except Exception:
-        return None

@@ -35,6 +35,10 @@ UNITS = {
     "stolen": "share of the cores that other virtual machines had in the step's round, from 0 to 1",
     "pressure": "share of the round in which any program, also this one, waited for a core, "
     "from 0 to 1",
+    "clock": "MHz of the multiprocessors at the end of the step's round, of the slowest device",
+    "memory_clock": "MHz of the memory at the end of the step's round, of the slowest device",
+    "slowed": "NVML's bits for what lowered a clock at the end of the step's round: 1 idle, "
+    "4 power limit, 8 hardware, 32 and 64 temperature, 128 power supply",
     "disturbed_rounds": "count, of rounds that are left out",
     "parameters": "count",
     "model_bytes": "bytes",

@@ -18,6 +18,7 @@ from time import monotonic
 
 import torch
 
+from reproduce.machine.driver import clocks
 from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same
 from reproduce.run.engines.failure import Failure, explain
@@ -275,7 +276,10 @@ class _GroupRun:
         """
         session = self.session
         session.tell_others()
-        self.rounds.end(session.rounds, session.load.round(), self.running)
+        shares = session.load.round()
+        if shares:
+            shares |= clocks(session.devices)
+        self.rounds.end(session.rounds, shares, self.running)
         good = self.rounds.undisturbed()
         if len(good) >= least:
             self.rounds.keep_only(good, self.running)

@@ -3,15 +3,18 @@
 The tests cover every engine and every mode of checkpointing.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.others.ours import Layers, Threads
 from benchmarks.pipelines import evenly
+from benchmarks.simulated import Streams
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 
@@ -31,6 +34,24 @@ for group in GROUPS:
     for each in group.ROWS:
         NAMES[each] = f"{module}: {each.name}"
 
+FEW = [row for group in GROUPS for row in group.ROWS[:2]]
+"""The rows that quick tests run with a default device and on several devices, too."""
+
+# Rows that have other results if each partition has a device of its own, and why.
+APART = {
+    "passed: likewise without a gradient": "it is refused, as with workers",
+    "between: a default type in forward": "it is refused, as with workers",
+    "between: a default type in backward": "it is refused, as with workers",
+    "between: the input changed": "the first device has a copy of the input",
+    "gradients: a buffer that takes a gradient": "a buffer that is moved has no gradient",
+    "buffers: attributes of a buffer": "a buffer that is moved has no attributes",
+    "buffers: one memory in buffers of two partitions": "devices share no memory",
+    "buffers: two that share memory": "devices share no memory",
+    "buffers: an output whose memory is used again": "the next device has a copy of the output",
+    "buffers: a parameter without a shape": "it cannot be moved",
+    "at_once: a parameter of two partitions": "it would be on two devices",
+}
+
 EQUAL = [row for row in ROWS if not row.unlike]
 """The rows that do not have a reason `unlike` to differ from plain layers.
 
@@ -47,27 +68,66 @@ def id_of(case: Case) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    slow = metafunc.config.getoption("slow")
     if "case" in metafunc.fixturenames:
-        chosen = cases([*NAMES], pairs=metafunc.config.getoption("slow"))
-        metafunc.parametrize("case", chosen, ids=id_of)
+        metafunc.parametrize("case", cases([*NAMES], pairs=slow), ids=id_of)
+    rows = [*NAMES] if slow else FEW
+    if "with_default" in metafunc.fixturenames:
+        chosen = [*always(rows, "graph"), *always(rows, "workers")]
+        metafunc.parametrize("with_default", chosen, ids=id_of)
+    if "on_several" in metafunc.fixturenames:
+        chosen = [case for case in always(rows, "graph") if NAMES[case.row] not in APART]
+        metafunc.parametrize("on_several", chosen, ids=id_of)
 
 
-# A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-# Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays open
-# until the error is freed. Closing this generator then causes the warning.
-@pytest.mark.filterwarnings(
-    "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
+def always(rows: Sequence[Row], engine: str) -> list[Case]:
+    """Return the rows with an engine, in the mode "always"."""
+    found = [Case(row, "", engine, "always") for row in rows]
+    return [case for case in found if not case.row.left_out(*case[1:])]
+
+
+WARNINGS = (
+    # A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
+    "ignore:None of the inputs have requires_grad",
+    # Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays
+    # open until the error is freed. Closing this generator then causes the warning.
+    "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning",
+    "ignore:Using backward\\(\\) with create_graph=True",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    # These warnings come from torch.compile (without a pipeline, too), from
+    # torch.distributed.checkpoint, and from a forked process.
+    "ignore:`torch.jit.(script|trace|trace_method|freeze)` is deprecated",
+    "ignore:torch.distributed is disabled",
+    "ignore:This process .* is multi-threaded:DeprecationWarning",
 )
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# These warnings come from torch.compile (without a pipeline, too), from
-# torch.distributed.checkpoint, and from a forked process.
-@pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace|trace_method|freeze)` is deprecated")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def with_warnings(test: Any) -> Any:
+    """Mark a test of rows: ignore warnings that PyTorch gives of some rows."""
+    for each in WARNINGS:
+        test = pytest.mark.filterwarnings(each)(test)
+    return test
+
+
+@with_warnings
 def test_rows(case: Case) -> None:
     assert unlike(*case) == []
+
+
+@with_warnings
+def test_rows_with_a_default_device(with_default: Case) -> None:
+    """A default device is a mode of the calling thread, which other threads have to enter."""
+    torch.set_default_device("cpu")
+    try:
+        assert unlike(*with_default) == []
+    finally:
+        torch.set_default_device(None)
+
+
+@with_warnings
+def test_rows_on_simulated_devices(on_several: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(monkeypatch)
+    assert unlike(*on_several, ["cpu:0", "cpu:1", "cpu:2"]) == []
 
 
 def test_each_guard_has_rows_that_need_it() -> None:

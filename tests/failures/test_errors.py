@@ -238,8 +238,11 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
         nonlocal lines
         if event == "line":
             lines += 1
-        if lines >= at and may_be_interrupted(frame):
-            raise KeyboardInterrupt
+        if lines >= at:
+            if may_be_interrupted(frame):
+                raise KeyboardInterrupt
+            if event == "line":
+                lines -= 1  # the next line is the one, if there is a next line
         return trace if frame.f_globals["__name__"].startswith("torchgpipe.") else None
 
     sys.settrace(trace)

@@ -111,7 +111,7 @@ def test_where(engine: Any, name: str) -> None:
         ["torchgpipe.partitioned.step"],
         # In backward(), the user calls PyTorch.
         [],
-        ["torchgpipe.engine.graph.backward"],
+        ["torchgpipe.engine.graph_nodes.backward"],
     )
 
 

@@ -143,7 +143,7 @@ class _Nodes:
         else:
             index = args[0][0].index if function == "_Node" else self.partition
             stream = self.streams.of(torch.device("cpu", index))
-        if function == "_Recomputation":
+        if function == "Recomputation":
             stream = None
         tensors = [k for k, x in enumerate(args) if isinstance(x, Tensor)]
         outputs = result if isinstance(result, tuple) else (result,)

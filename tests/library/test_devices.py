@@ -1,12 +1,18 @@
-"""Test that a pipeline cannot be moved to other devices. A move to its own devices does nothing."""
+"""Test where a pipeline is, and how its input gets there.
+
+A pipeline cannot be moved to other devices. A move to its own devices does nothing.
+"""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, MicroBatches
+from torchgpipe.tensors import accelerator
 
 
 def pipeline() -> GPipe:
@@ -54,3 +60,63 @@ def test_its_text_fits_on_a_screen() -> None:
         "  stage 1 on cpu: 1 layer, 4 parameters",
     ]
     assert repr(model.schedule).splitlines()[0] == "GPipe, stages on [0, 1]"
+
+
+def mse(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+USES: dict[str, Callable[[GPipe, Any], object]] = {
+    "forward": lambda model, x: model(x),
+    "loss": lambda model, x: model.loss(mse, x, torch.zeros(4, 2)),
+    "step": lambda model, x: model.step(mse, x, torch.zeros(4, 2)),
+    "evaluate": lambda model, x: model.evaluate(mse, x, torch.zeros(4, 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("where", ["pinned", "second tensor pinned", "micro-batch pinned", "not"])
+def test_a_call_waits_at_its_end_until_pinned_memory_is_copied(
+    use: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may refill a pinned input when the call has returned."""
+    happened: list[str] = []
+    pinned = torch.rand(4, 2)
+    inputs: dict[str, Any] = {
+        "pinned": pinned,
+        "second tensor pinned": (torch.rand(4, 2), pinned),
+        "micro-batch pinned": MicroBatches([torch.rand(2, 2), pinned[:2]]),
+        "not": torch.rand(4, 2),
+    }
+    memory = pinned.untyped_storage().data_ptr()
+
+    class Noted(nn.Linear):
+        def forward(self, x: Any) -> Tensor:
+            happened.append("layer")
+            return super().forward(x if isinstance(x, Tensor) else x[0] + x[1])
+
+    def to(x: Tensor, *given: Any, **named: Any) -> Tensor:
+        if "device" in named:
+            assert named["non_blocking"]
+            happened.append("copy")
+        return x
+
+    def record_event() -> Mock:
+        happened.append("event")
+        return Mock(synchronize=lambda: happened.append("wait"))
+
+    # As if the CPU were a GPU: its stream is only asked for an event.
+    stream = Mock(record_event=record_event)
+    layers = nn.Sequential(Noted(2, 2))
+    model = GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="never")
+    model._stages[0].runs_later = True
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda x: x.untyped_storage().data_ptr() == memory)
+    with torch.no_grad() if use == "forward" else torch.enable_grad():
+        USES[use](model, inputs[where])
+    copies = 1 if isinstance(inputs[where], Tensor) else 2
+    if where == "not":
+        assert happened == ["copy"] * copies + ["layer"] * 2
+    else:
+        assert happened == ["copy"] * copies + ["event"] + ["layer"] * 2 + ["wait"]

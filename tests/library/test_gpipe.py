@@ -18,6 +18,7 @@ from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import split
 from torchgpipe.random.seeded import PrivateGenerator
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import mode_stacks
 from torchgpipe.tensors.checkpoint import CheckpointPhase
 
@@ -183,14 +184,13 @@ DEVICES: list[tuple[Any, int, list[torch.device]]] = [
 def test_devices(
     given: Any, n: int, chosen: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(accelerator, "all_devices", lambda: CUDA)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
     assert choose_devices(given, n) == chosen
     assert choose_devices(None, 1) == [CUDA[0]], "without a warning that there are more"
     with pytest.raises(IndexError, match="too few devices: 4 partitions, but 3 devices"):
         choose_devices(None, 4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "all_devices", list)
     assert choose_devices(None, 4) == [CPU] * 4
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchgpipe.balance.minimise import check_partitions, minimise_heaviest
 from torchgpipe.balance.profile import checked_sample, profile_sizes, profile_times
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import TensorOrTensors
 
 __all__ = ["balance_by_size", "balance_by_time"]
@@ -116,5 +117,5 @@ def _check(
     sample = checked_sample(module, sample, "balanced")
     check_partitions(partitions, len(module))
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator.default_kind()
     return sample, torch.device(device)

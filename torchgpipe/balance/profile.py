@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
 from torchgpipe.trace.layer import batched, flat
 
@@ -286,7 +287,7 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enable gradients, also within `torch.no_grad()`, and restore the random state at the end."""
-    devices = [device] if device.type == "cuda" else []
+    devices = accelerator.with_generators([device])
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
 

@@ -49,10 +49,10 @@ from torchgpipe.distributed.liveness.liveness import (
     gist,
 )
 from torchgpipe.distributed.liveness.monitor import Activity
-from torchgpipe.distributed.wires.cuda import NEVER, Stages, Transfers
-from torchgpipe.distributed.wires.message import Message
+from torchgpipe.distributed.wires.message import NEVER, Message
 from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.transfer import Stages, Transfers
 from torchgpipe.distributed.wires.wire import WireAddress, tag_of
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
@@ -179,7 +179,7 @@ class Connections(Wires):
             placement: The rank of each stage.
             crossings: The skip connections from one stage to another.
             peers: The ranks that share a parameter with this one.
-            late: Whether each skip is sent only shortly before it is needed (wires/cuda.py).
+            late: Whether each skip is sent only shortly before it is needed (wires/transfer.py).
         """
         if not self._met:
             self._met = True

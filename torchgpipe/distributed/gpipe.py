@@ -308,7 +308,7 @@ class DistributedGPipe(Partitioned):
 
     def _run_batch(self, connections: Connections, args: Any, kwargs: Any, request: Request) -> Any:
         stage = self._stages[0]
-        micro_batches = [] if stage.index else self._scattered(args, kwargs)
+        micro_batches, copied = ([], None) if stage.index else self._scattered(args, kwargs)
         placement = self._steps.arrangement.placement
         late = self._order == "gpipe"
         peers = self._tied.peers
@@ -323,10 +323,16 @@ class DistributedGPipe(Partitioned):
         if batch.last and not self._warned:
             self._warned = warn_if_unlike(given, batch.given, self.rank, placement[0])
         if isinstance(request, StepRequest):
-            return run_step(batch, micro_batches, batch.sizes, request, self._seen)
-        return batch.finished(request)
+            result = run_step(batch, micro_batches, batch.sizes, request, self._seen)
+        else:
+            result = batch.finished(request)
+        if copied is not None:
+            copied.synchronize()
+        return result
 
-    def _scattered(self, args: Any, kwargs: Any) -> list[TensorOrTensors]:
+    def _scattered(
+        self, args: Any, kwargs: Any
+    ) -> tuple[list[TensorOrTensors], torch.Event | None]:
         if self._signature is None:
             input = taken_apart(the_input(args, kwargs))
         else:

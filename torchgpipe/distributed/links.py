@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchgpipe.distributed.connections import Connections, E
-from torchgpipe.distributed.wires.cuda import Stages
 from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.transfer import Stages
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.engine.seeds import Seeds

@@ -31,6 +31,7 @@ from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.task.where import shorten
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.item import unshared
@@ -154,7 +155,7 @@ class Batch:
         # Tasks need seeds only if they overlap: otherwise they draw from the default generator in
         # the same order as without a pipeline. On a GPU they need none, because the GPU has its
         # own generator, which only this rank uses.
-        on_gpu = any(device.type == "cuda" for device in self.devices)
+        on_gpu = any(device.type == accelerator.KIND for device in self.devices)
         seeded = self._overlaps and not on_gpu
         self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = self._seeds.of if seeded else in_turn

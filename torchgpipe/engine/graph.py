@@ -7,9 +7,9 @@ more node, its gate, which hands on the sums of the parameters' gradients. Arrow
 
     gate of the parameters ─▶ task (i, j) ─▶ copy ─▶ task (i, j + 1) ─▶ …
 
-In backward, autograd has a thread for each CUDA device, and these threads run independently. To
-force one order of the nodes (torchgpipe paper, section 3.2.2), each task has one more output: an
-empty tensor, called its tie. Other nodes take the tie as an input:
+In backward, autograd has a thread for each GPU, and these threads run independently. To force one
+order of the nodes (torchgpipe paper, section 3.2.2), each task has one more output: an empty
+tensor, called its tie. Other nodes take the tie as an input:
 
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
                                ╰────────▶ copy to j + 1
@@ -19,39 +19,33 @@ after the backward of task (i + 1, j), and task (i, j) is recomputed while its g
 from the next device.
 
 Ties are CPU tensors, and their gradients are `None`, so that a tie only orders the nodes. For a
-CUDA gradient, autograd would also make a CUDA stream wait.
+gradient on a GPU, autograd would also make a stream wait.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.engine.arrangement import Arrangement, orders
 from torchgpipe.engine.batch import one_node
+from torchgpipe.engine.graph_nodes import NodeTask, Recomputation, TaskNode
+from torchgpipe.engine.in_partitions import InPartitions
 from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
-from torchgpipe.task.entrance import all_none, mark, refuse_unusual_backward
 from torchgpipe.task.guards.in_place import InPlaceForTask
-from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
-from torchgpipe.task.task import TaskGraph
-from torchgpipe.task.where import note_task, shorten
-from torchgpipe.tensors._autograd import (
-    backward_id,
-    keeps_graph,
-    let_gradients_go_forward,
-    refuse_transforms,
-)
+from torchgpipe.task.where import note_task
+from torchgpipe.tensors import accelerator
+from torchgpipe.tensors._autograd import refuse_transforms
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
-from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence, current_stream, using
+from torchgpipe.tensors.copy import NO_FENCE, CopyPath, StreamFence
 from torchgpipe.tensors.item import Item, shared_by, unshared, versions
-from torchgpipe.tensors.microbatch import Flat, Form, TensorOrTensors, form_of, tensors_of, together
-from torchgpipe.tensors.observe import Observer, observed
+from torchgpipe.tensors.microbatch import TensorOrTensors, form_of, tensors_of, together
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
 class GraphEngine:
@@ -61,7 +55,7 @@ class GraphEngine:
         stages: All stages of the pipeline, in order.
         arrangement: The schedule, and the device of each stage.
         dependency: Whether a task takes the tie of the previous task on its stage.
-        copy_streams: Whether copies between GPUs have their own CUDA streams.
+        copy_streams: Whether copies between GPUs have their own streams.
     """
 
     def __init__(
@@ -76,9 +70,10 @@ class GraphEngine:
         self.stages, self.arrangement = stages, arrangement
         self.copies = len({*devices}) > 1
         self.path = cache(partial(CopyPath, devices, own=copy_streams))
-        self.fenced = [self.copies and current_stream(device) is not None for device in devices]
-        # Without CUDA copies, autograd runs all nodes in one thread, the latest node first. This is
-        # already the right order, so no ties are needed.
+        streams = [accelerator.current_stream(device) for device in devices]
+        self.fenced = [self.copies and stream is not None for stream in streams]
+        # Without copies between GPUs, autograd runs all nodes in one thread, the latest node first.
+        # This is already the right order, so no ties are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
 
@@ -126,7 +121,9 @@ class _MiniBatch:
             refuse_transforms()
         held = self._stages if self._apart else []
         self._guards = [self._guarded(stage) for stage in held]
-        self._streams = [current_stream(stage.device) for stage in held]
+        self._streams = [accelerator.current_stream(stage.device) for stage in held]
+        # Without ties, one thread runs the whole backward.
+        self._inside = InPartitions() if engine.tied else NOTHING
         # The backward of a stage's gate hands the summed gradients to the stage's parameters. All
         # tasks of the stage take the gate's output, so its backward comes after theirs. All gates
         # are made before all tasks, and a thread of autograd runs its earliest nodes last. So if a
@@ -181,7 +178,7 @@ class _MiniBatch:
         """Run a task as one node of the caller's graph; the task has its own graph."""
         stage, guards = self._stages[j], self._guards[j]
         recomputed = i < self._checkpointed
-        task = _Task(
+        task = NodeTask(
             in_turn(i, stage, recomputed),
             stage,
             guards,
@@ -191,17 +188,18 @@ class _MiniBatch:
             stream=self._streams[j],
             arrival=item.fence,
             departure=self._fence(j),
+            inside=self._inside,
         )
         # The node takes two ties: of the previous task on this stage, and of the task that has
         # computed its inputs. So the backwards of these two tasks come after this backward.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
-        outputs = _TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
+        outputs = TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
         tie: Tensor | None = None
         if tied:
             *outputs, tie = outputs
             if task.checkpoint:
-                tie = _Recomputation.apply(task, tie)
+                tie = Recomputation.apply(task, tie)
         shared = shared_by(tuple(outputs), item.flat, item.shared, guards.held)
         return Item(tuple(outputs), task.output_form, shared, task.departure, tie)
 
@@ -254,97 +252,3 @@ class _MiniBatch:
 
     def _fence(self, j: int) -> StreamFence:
         return StreamFence(self._stages[j].device) if self._engine.fenced[j] else NO_FENCE
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Task(TaskGraph):
-    """A task that is a node of the caller's graph.
-
-    Attributes:
-        stream: The CUDA stream of the task.
-        arrival: Makes CUDA streams wait for each other when the task's inputs are copied.
-        departure: The same for the task's outputs.
-        output_form: The class of the output: `Tensor`, or a tuple class.
-    """
-
-    stream: torch.cuda.Stream | None
-    arrival: StreamFence
-    departure: StreamFence
-    output_form: Form = Tensor
-
-    def recompute_now(self) -> None:
-        """Recompute this task during the current backward, if it is checkpointed."""
-        self.guards.backward_begins(backward_id())
-        if self.checkpoint:
-            # The node of a recomputation only has CPU tensors (ties), so autograd does not choose
-            # the task's CUDA stream for it. Choose the stream here.
-            with using(self.stream), SetBackOnFailure():
-                try:
-                    self.recompute(keep=keeps_graph())
-                except Exception as error:
-                    self.note(error, "recomputation")
-                    raise
-
-    def note(self, error: Exception, doing: str) -> None:
-        """Add a note to an error that says in which task it was raised; shorten its traceback."""
-        note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
-        shorten(error)
-
-
-class _TaskNode(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913 - each input of a node is an argument
-        ctx: Any,
-        task: _Task,
-        item: Item,
-        tied: bool,
-        gate: Tensor,
-        before: Tensor | None,
-        source: Tensor | None,
-        *inputs: Tensor | None,
-    ) -> Flat:
-        ctx.task, ctx.tied = task, tied
-        ctx.set_materialize_grads(False)
-        task.arrival.arrive(inputs)
-        let_gradients_go_forward(True)  # until this function ends
-        outputs, task.output_form = task.forward(item)  # whose tensors are `inputs`
-        task.departure.leave()
-        mark(ctx, outputs)
-        return (*outputs, torch.empty(0)) if tied else outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_unusual_backward(grads)
-        task, grads = ctx.task, grads[:-1] if ctx.tied else grads
-        task.check_unspent()
-        if all_none(grads):
-            task.guards.backward_begins(backward_id())
-        else:
-            task.recompute_now()
-        task.departure.arrive(grads)
-        try:
-            input_grads = task.backward(grads, keep=keeps_graph())
-        except Exception as error:
-            task.note(error, "backward")
-            raise
-        task.arrival.leave()
-        return (*[None] * 6, *input_grads)
-
-
-class _Recomputation(torch.autograd.Function):
-    """A node of the caller's graph whose backward recomputes a task.
-
-    The node passes on the task's tie: an empty tensor that only orders nodes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, task: _Task, tie: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.task = task
-        return tie.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        refuse_unusual_backward(grads)
-        ctx.task.recompute_now()
-        return None, None

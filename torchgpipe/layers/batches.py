@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.stage import Stage
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import (
     UNCOUNTED,
     Input,
@@ -26,29 +27,55 @@ from torchgpipe.trace.signature import Signature
 
 def divided(
     input: Input, chunks: int, stage: Stage, signature: Signature | None
-) -> list[TensorOrTensors]:
+) -> tuple[list[TensorOrTensors], torch.Event | None]:
     """Return the micro-batches of a mini-batch, on the device of the first stage.
+
+    A copy from pinned memory still runs when this function returns. The caller of the pipeline may
+    refill the pinned tensors as soon as the pipeline returns. So the pipeline has to wait for the
+    copy before it returns. It waits at its end, when the copy has nearly always ended, and not
+    here: the copy only starts when the GPU has done the work of the step before, and until then the
+    calling thread can already submit tasks.
 
     Args:
         input: The mini-batch, or the micro-batches that the caller has made.
         chunks: The largest number of micro-batches into which a mini-batch is divided.
         stage: The first stage.
         signature: The signature of a traced module: it says which tensors have a batch dimension.
+
+    Returns:
+        The micro-batches, and an event that occurs when the copies from pinned memory have ended;
+        `None` if there are no such copies.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
-    move = partial(Tensor.to, device=device, non_blocking=device.type == "cuda")
+    move = partial(Tensor.to, device=device, non_blocking=stage.runs_later)
     if isinstance(input, MicroBatches):
         micro_batches = [mapped(move, micro_batch) for micro_batch in input]
     else:
         batched = None if signature is None else signature.batched
         micro_batches = scatter(mapped(move, input), chunks, batched)
+    copied = record_copies(input, device) if stage.runs_later else None
     one_tensor = len(micro_batches) > 1 and isinstance(micro_batches[0], Tensor)
     if one_tensor and begins_in_place(stage.partition):
         # Micro-batches are views of one tensor, and share its version counter. If a layer changed
         # one of them in place, this would look like a change of all. So clone them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
-    return micro_batches
+    return micro_batches, copied
+
+
+def record_copies(input: Input, device: torch.device) -> torch.Event | None:
+    """Record an event behind the copies of an input's pinned tensors to a GPU.
+
+    Return `None` if no tensor of the input is pinned.
+    """
+    given = input if isinstance(input, MicroBatches) else [input]
+    for each in given:
+        for x in tensors_of(each):
+            if x.device.type == "cpu" and x.is_pinned():
+                stream = accelerator.current_stream(device)
+                assert stream is not None
+                return stream.record_event()
+    return None
 
 
 def taken_apart(input: Any) -> Any:

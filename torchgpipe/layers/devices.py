@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchgpipe.tensors import accelerator
+
 MOVING = (
     "a pipeline keeps each partition on the device that it was made with, and cannot be moved; "
     "name the devices when wrapping the module: GPipe(module, balance, devices=[…]), or device=… "
@@ -22,8 +24,7 @@ def choose_devices(
 ) -> list[torch.device]:
     """Return the first `n` of the given devices.
 
-    If `devices` is `None`, return the first `n` CUDA devices, or the CPU `n` times if there is no
-    CUDA device.
+    If `devices` is `None`, return the first `n` GPUs, or the CPU `n` times if there is no GPU.
 
     Raises:
         IndexError: If there are fewer than `n` devices.
@@ -35,10 +36,8 @@ def choose_devices(
         )
     if devices is not None:
         found = [torch.device(device) for device in devices]
-    elif torch.cuda.is_available():
-        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     else:
-        found = [torch.device("cpu")] * n
+        found = accelerator.all_devices() or [torch.device("cpu")] * n
     if len(found) < n:
         raise IndexError(
             f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
@@ -50,13 +49,7 @@ def choose_devices(
             "name no more than it uses, or choose a balance and a schedule for all of them",
             stacklevel=3,
         )
-    return [_with_index(device) for device in found][:n]
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its index; the device "cuda" is the current CUDA device."""
-    # "cuda" and "cuda:0" are one device, and have to compare equal.
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+    return [accelerator.with_index(device) for device in found][:n]
 
 
 class FixedDevices(nn.Module):
@@ -64,9 +57,8 @@ class FixedDevices(nn.Module):
 
     def cuda(self: M, device: int | str | torch.device | None = None) -> M:
         """Return this pipeline if all of it is on the given CUDA device; else raise `TypeError`."""
-        return self.to(
-            torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
-        )
+        kind = accelerator.KIND
+        return self.to(torch.device(kind, device) if isinstance(device, int) else device or kind)
 
     def cpu(self: M) -> M:
         """Return this pipeline if all of it is on the CPU; else raise `TypeError`."""
@@ -87,6 +79,6 @@ class FixedDevices(nn.Module):
     def _is_on(self, device: torch.device) -> bool:
         if device.type == "cpu":
             device = torch.device("cpu")  # "cpu:0" is the same device
-        elif torch.cuda.is_available():
-            device = _with_index(device)
+        elif accelerator.default_kind() == device.type:
+            device = accelerator.with_index(device)
         return {x.device for x in (*self.parameters(), *self.buffers())} <= {device}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.layers.checks import AVERAGED
 from torchgpipe.random.generators import default_generators
+from torchgpipe.tensors import accelerator
 
 Init = Callable[[int, nn.Module], object]
 """A function that fills the parameters and buffers of a layer, given its index in the model."""
@@ -146,7 +147,7 @@ def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init
     """Call `init` for each layer of a partition, whose first layer has the number `first`."""
     seed = torch.initial_seed()
     for k, layer in enumerate(partition, first):
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with torch.random.fork_rng(accelerator.with_generators([device])), torch.no_grad():
             for generator in default_generators(device):
                 generator.manual_seed(seed + k)
             init(k, layer)

@@ -22,6 +22,7 @@ from torchgpipe.plan.search.impossible import refuse_hopeless
 from torchgpipe.plan.search.search import search
 from torchgpipe.plan.search.trial import Choices, data_parallel
 from torchgpipe.schedules import Schedule, make
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
@@ -114,7 +115,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     _check_headroom(headroom)
 
     on_cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
-    kind = "cpu" if on_cpu else "cuda"
+    kind = "cpu" if on_cpu else accelerator.KIND
     counts = count(module, sample, device=kind, autocast=autocast)
     if node is None:
         with nullcontext() if autocast is None else torch.autocast(kind, autocast):

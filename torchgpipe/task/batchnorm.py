@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.modules import modules_of_pipelines
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm", "commit"]
@@ -281,7 +282,8 @@ def _update(group: Sequence[_Tracked]) -> None:
         rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
     # A single copy moves the numbers of channels, the momenta and the counts of all layers to the
     # GPU. The copy is made from pinned memory, so the CPU does not wait for it.
-    table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    pinned = accelerator.has_streams(device)
+    table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=pinned)
     table = table.to(device, non_blocking=True).t()
     if batches and layers[0].momentum is None:
         table[1] = 1 / torch.stack(batches).to(dtype)

@@ -18,9 +18,9 @@ from torchgpipe.task.batchnorm import DeferredBatchNorm
 from torchgpipe.task.guards.gradients import Needs
 from torchgpipe.task.halves import Halves
 from torchgpipe.task.turns import Lock, as_one
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
-from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.parts import Slots
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -49,6 +49,7 @@ class Stage:
     Attributes:
         away: The parameters that are on another device, because a partition there shares them, each
             with the device of this partition.
+        runs_later: Whether the device is a GPU: it runs work after the host has submitted it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Stage:
         self.is_last = is_last
         self.partition = partition
         self.device = device
+        self.runs_later = device.type == accelerator.KIND
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
         self.away: dict[Tensor, torch.device] = {}
@@ -99,12 +101,9 @@ class Stage:
         self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
-        # Most partitions need no current CUDA device, no scope for skips, and no copies.
+        # Most partitions need no current device, no scope for skips, and no copies of parameters.
         self._special = (
-            self.device.type == "cuda"
-            or bool(self._keys)
-            or any(skips_of(self.partition))
-            or bool(self.away)
+            self.runs_later or bool(self._keys) or any(skips_of(self.partition)) or bool(self.away)
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
@@ -139,8 +138,7 @@ class Stage:
         if not self._special:
             y = self.partition(inputs[0] if form is Tensor else together(form, inputs))
         else:
-            with InPlace(self._copies()) if self.away else NOTHING:
-                y, skips = self._run_with_skips(inputs, form)
+            y, skips = self._run_with_skips(inputs, form)
         if before:
             self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
@@ -159,8 +157,8 @@ class Stage:
         count = len(inputs) - len(self._keys)
         arrived = dict(zip(self._keys, inputs[count:], strict=True))
         # The current device matters for layers that create tensors on device "cuda".
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else NOTHING
-        with on_device, skip_scope(arrived) as scope:
+        on_device, copies = accelerator.current(self.device), InPlace(self._copies())
+        with on_device, copies, skip_scope(arrived) as scope:
             y = self.partition(together(form, inputs[:count]))
             skips = [scope[departure.key] for departure in self.departures]
         return y, tuple(skips)
@@ -171,7 +169,7 @@ class Stage:
         With gradients, stand-ins have already replaced them, and the result is empty.
         """
         swaps = []
-        for module in self.modules:
+        for module in self.modules if self.away else ():
             replaced = {}
             for name, p in module._parameters.items():
                 if p is not None and p in self.away:

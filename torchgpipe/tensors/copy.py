@@ -1,4 +1,4 @@
-"""Copies between devices, on separate CUDA streams (torchgpipe paper, section 3.2.4).
+"""Copies between devices, on separate streams of the GPUs (torchgpipe paper, section 3.2.4).
 
 One node of the autograd graph copies all tensors that a task sends to another device. The right
 column has the method of `StreamFence` that is called at each moment:
@@ -18,20 +18,19 @@ for all work of another stream, and each `CopyPath` has its own copy streams.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.cuda import Event, Stream
+from torch import Event, Stream, Tensor
 
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import Flat, moved
-from torchgpipe.tensors.observe import NOTHING, Observer, observed
+from torchgpipe.tensors.observe import Observer, observed
 
 
 class StreamFence:
-    """The synchronization of CUDA streams for the inputs of a task, or for its outputs.
+    """The synchronization of streams for the inputs of a task, or for its outputs.
 
     A task has two fences:
 
@@ -43,7 +42,7 @@ class StreamFence:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._compute = current_stream(device)
+        self._compute = accelerator.current_stream(device)
         self._left: Event | None = None
         self._expected: list[Event] = []
 
@@ -79,7 +78,7 @@ class CopyPath:
         devices: The device of each partition.
         source: The partition that sends.
         target: The partition that receives.
-        own: Whether the path makes new copy streams on CUDA. Otherwise copies use the streams that
+        own: Whether the path makes new copy streams on GPUs. Otherwise copies use the streams that
             are current at the time of the copy.
 
     Attributes:
@@ -94,7 +93,7 @@ class CopyPath:
         self.elsewhere = devices[source] != devices[target]
         self._own: list[Stream | None] = [None, None]
         if own and self.elsewhere:
-            self._own = [new_stream(device) for device in self._devices]
+            self._own = [accelerator.new_stream(device) for device in self._devices]
 
     def copy(
         self,
@@ -118,8 +117,8 @@ class CopyPath:
             return tensors
         streams = []
         for own, device in zip(self._own, self._devices, strict=True):
-            streams.append(own or current_stream(device))
-        with using(*streams):
+            streams.append(own or accelerator.current_stream(device))
+        with accelerator.using(*streams):
             forth = partial(self.move, i, fences, observer)
             back = partial(self.move, i, fences[::-1], observer, back=True)
             return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
@@ -148,8 +147,10 @@ class CopyPath:
         departure, arrival = fences
         departure.hold(self._own[here], tensors)
         device = self._devices[there]
+        # The host can read a copy on the CPU at once, so it must have arrived.
+        runs_later = accelerator.current_stream(device) is not None
         with observed(observer, "copy", i, self._ends[here]):
-            copies = moved(tensors, device, non_blocking=current_stream(device) is not None)
+            copies = moved(tensors, device, non_blocking=runs_later)
         arrival.expect(self._own[there])
         return copies
 
@@ -179,40 +180,16 @@ class _Copy(torch.autograd.Function):
         nothing = (None,) * _GIVEN
         if all(grad is None for grad in grads):
             return (*nothing, *grads)
-        with using(*ctx.streams):
+        with accelerator.using(*ctx.streams):
             return (*nothing, *ctx.back(grads))
 
 
 def _keep(tensors: Flat, stream: Stream) -> None:
-    """Make PyTorch keep the memory of CUDA tensors until a stream has done its current work."""
+    """Make PyTorch keep the memory of a GPU's tensors until a stream has done its current work."""
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)
 
 
-def new_stream(device: torch.device) -> Stream | None:
-    """Return a new stream of a device, or `None` if the device is not a CUDA device."""
-    return Stream(device) if device.type == "cuda" else None
-
-
-def current_stream(device: torch.device) -> Stream | None:
-    """Return the current stream of a device, or `None` if the device is not a CUDA device."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def using(*streams: Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which each stream is the current stream of its device.
-
-    `None` stands for a device without streams.
-    """
-    contexts = [torch.cuda.stream(stream) for stream in streams if stream is not None]
-    if not contexts:
-        return NOTHING
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
-
-
 NO_FENCE = StreamFence(torch.device("cpu"))
-"""A fence that does nothing, for tasks that need no synchronization of CUDA streams."""
+"""A fence that does nothing, for tasks that need no synchronization of streams."""

@@ -30,7 +30,7 @@ class Item:
         flat: The tensors of a micro-batch, then its skips.
         form: The class of the micro-batch: `Tensor`, `tuple` or a subclass of `tuple`.
         shared: For each tensor, whether it shares memory with another tensor.
-        fence: The synchronization of CUDA streams; only the graph engine uses it.
+        fence: The synchronization of streams; only the graph engine uses it.
         tie: A tensor that makes an extra edge in the graph, so that tasks run in the right order in
             backward; only the graph engine uses it.
         versions: The version counter of each tensor at the time when the item was made.

@@ -1,8 +1,8 @@
 """Measure when each task, and each copy between devices, starts and ends on its device.
 
-On a CPU, a task starts and ends when its thread starts and ends it. A CUDA device does the work
-later, while the thread continues. So CUDA events are recorded on the stream before and after the
-task. The times of these events are read after all work has ended.
+On a CPU, a task starts and ends when its thread starts and ends it. A GPU does the work later,
+while the thread continues. So events are recorded on the GPU's stream before and after the task.
+The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import NamedTuple
 import torch
 
 from torchgpipe.schedules.replay import Event
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.observe import Task
 
 
 class Mark:
-    """A point in time of the calling thread and, on CUDA, of the device's current stream."""
+    """A point in time of the calling thread and, on a GPU, of its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self.event is not None:
-            self.event.record(torch.cuda.current_stream(device))
+        self.event = accelerator.time_now(device)
         self.work = time.thread_time()
 
     def since(self, origin: Mark) -> float:
         """Return the seconds from an earlier mark of the same device to this mark."""
         if self.event is not None and origin.event is not None:
-            return float(origin.event.elapsed_time(self.event)) / 1000  # from milliseconds
+            return origin.event.elapsed_time(self.event) / 1000  # from milliseconds
         return self.time - origin.time
 
     def work_since(self, origin: Mark) -> float:
@@ -65,7 +64,7 @@ class Stopwatch:
 
     def __init__(self, devices: dict[int, torch.device]) -> None:
         self._devices = devices
-        self._synchronize()
+        accelerator.synchronize({*devices.values()})
         # The devices are idle, so all of these marks are within microseconds of each other.
         self._origins = {device: Mark(device) for device in devices.values()}
         self.tasks: list[Timed] = []  # several threads append to this list, which is safe
@@ -85,7 +84,7 @@ class Stopwatch:
 
         Times are in seconds of `time.perf_counter`.
         """
-        self._synchronize()
+        accelerator.synchronize({*self._devices.values()})
         events = []
         for task, start, end in self.tasks:
             origin = self._origins[self._devices[task.partition]]
@@ -93,8 +92,3 @@ class Stopwatch:
             ended = origin.time + end.since(origin)
             events.append(Event(*task, started, ended))
         return events
-
-    def _synchronize(self) -> None:
-        for device in {*self._devices.values()}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)

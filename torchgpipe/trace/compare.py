@@ -117,7 +117,7 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
     grads: dict[str, Tensor] = {}
     for name, x in zip(wanted, found, strict=True):
         if x is None:
-            grads[name] = torch.empty(0)
+            grads[name] = torch.empty(0, device=wanted[name].device)
         else:
             grads[name] = x.to_dense() if x.is_sparse else x
     return grads

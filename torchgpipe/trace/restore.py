@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Module
 
+from torchgpipe.tensors import accelerator
 from torchgpipe.trace.parts import tensors_in
 
 
@@ -80,12 +81,12 @@ def _same_contents(root: Module) -> Iterator[None]:
 @contextmanager
 def _same_random_states(root: Module) -> Iterator[None]:
     """Restore the random states of Python, NumPy and PyTorch (on the CPU and on the GPUs used)."""
-    devices = {x.device for x in (*root.parameters(), *root.buffers()) if x.is_cuda}
+    held = [x.device for x in (*root.parameters(), *root.buffers())]
     numpy = sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
     python = random.getstate()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(accelerator.with_generators(held)):
             yield
     finally:
         random.setstate(python)

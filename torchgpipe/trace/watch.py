@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 from torch.utils import checkpoint
 
+from torchgpipe.tensors import accelerator
 from torchgpipe.trace.notes import CHECKPOINT
 from torchgpipe.trace.recorder import Recorder
 
@@ -123,7 +124,7 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
         noted(torch, "from_numpy", "an array of NumPy"),
         noted(checkpoint.CheckpointFunction, "apply", CHECKPOINT),
     ]
-    for owner in (torch, torch.random, torch.cuda):
+    for owner in (torch, torch.random, accelerator.RANDOM):
         for name in dir(owner):
             state = "seed" in name or "rng_state" in name
             if state and not name.startswith("_"):

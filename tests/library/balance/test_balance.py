@@ -21,6 +21,7 @@ from torchgpipe.balance import balance_by_size, balance_by_time
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.skip import Namespace
 from torchgpipe.skip.scope import current_scope
+from torchgpipe.tensors import accelerator
 
 from ...behaviours.parts.kinds import KINDS
 from ...behaviours.parts.layers import Do, shared_parts
@@ -215,12 +216,10 @@ def test_error_in_a_layer_arrives_and_leaves_nothing_behind(
     assert state(model, X) == before
 
 
-@pytest.mark.parametrize("available, device", [(False, "cpu"), (True, "cuda")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["profile_times", "profile_sizes"])
-def test_default_device(
-    name: str, available: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+def test_default_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "default_kind", lambda: device)
     profile = Mock(return_value=[1.0])
     monkeypatch.setattr(f"torchgpipe.balance.{name}", profile)
     balance_by = balance_by_time if name == "profile_times" else balance_by_size

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
-from torchgpipe.distributed.wires import cuda
-from torchgpipe.distributed.wires.cuda import Departure, Transfer
+from torchgpipe.distributed.wires import nccl
 from torchgpipe.distributed.wires.layout import dense
 from torchgpipe.distributed.wires.message import Message
 from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.transfer import Departure, Transfer
 from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.engine.relay import Stopped
+from torchgpipe.layers import batches
+from torchgpipe.tensors import accelerator
 
 from ...behaviours.compare import differences
 from ...parts import Fails
@@ -195,13 +197,16 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
     """Return the two ends of the connection from rank 0 to rank 1: the sender's, the receiver's."""
     world = simulate_ranks(streams, GPUS[:2])
-    here: Any = None
-    there: Any = None
-    if way == "NCCL":
-        here = Pair(world, "forward 0 1")
-        there = Pair(world, "forward 0 1")
-    sender = Transfer(torch.device("cpu", 0), here, 1)
-    return sender, Transfer(torch.device("cpu", 1), there, 0)
+    ends = []
+    for own in (0, 1):
+        device = torch.device("cpu", own)
+        pair: Any = None
+        if way == "NCCL":
+            group = Pair(world, "forward 0 1")
+            pair = nccl.Pair(group, 1 - own, accelerator.new_stream(device))
+        ends.append(Transfer(device, pair))
+    sender, receiver = ends
+    return sender, receiver
 
 
 OUTSIDE = ["cpu:0 copies waits for cpu:0 compute", "memory is used by cpu:0 copies"]
@@ -257,25 +262,45 @@ def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_o
 
 
 def test_what_nccl_says_is_raised_unless_it_was_aborted(streams: Any) -> None:
-    transfer, _ = ends("NCCL", streams)
-    group: Any = transfer._group
-    group.abort()
-    with pytest.raises(RuntimeError):
-        transfer.depart((X,))
+    for transfer in ends("NCCL", streams):
+        pair: Any = transfer._pair
+        pair._group.abort()
+        with pytest.raises(RuntimeError, match="was aborted"):
+            pair.move([X])
 
-    transfer, _ = ends("NCCL", streams)
-    transfer.abort()
-    with pytest.raises(Stopped):
-        transfer.depart((X,))
+    for transfer in ends("NCCL", streams):
+        aborted: Any = transfer._pair
+        aborted.abort()
+        with pytest.raises(Stopped):
+            aborted.move([X])
 
 
-@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"])
 def test_where_the_host_would_wait_for_nccl_it_is_not_used(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setenv(name, "1")
-    assert cuda._identity(torch.device("cuda", 0)) == cuda._UNFIT
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert nccl.identity(torch.device("cuda", 0)) == nccl.UNFIT
+
+
+def test_the_first_rank_waits_until_its_pinned_input_is_copied(streams: Any) -> None:
+    world = simulate_ranks(streams, GPUS[:2])
+    happened: list[str] = []
+    event = Mock(synchronize=lambda: happened.append("wait"))
+    streams.patch.setattr(batches, "record_copies", lambda input, device: event)
+    x = torch.rand(4, 3)
+
+    def program(rank: int) -> None:
+        model = DistributedGPipe(nn.Sequential(Fails(), Fails()), [1, 1], device=f"cpu:{rank}")
+        model._stages[0].runs_later = True
+        with torch.no_grad():
+            model.evaluate(nn.functional.mse_loss, x, x)
+            happened.append(f"rank {rank}")
+        model.close()
+
+    assert world.run(program) == [None] * 2
+    assert sorted(happened) == ["rank 0", "rank 1", "wait"]
+    assert happened.index("wait") < happened.index("rank 0")
 
 
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(

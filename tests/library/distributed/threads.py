@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.distributed import connections
-from torchgpipe.distributed.wires import cuda
+from torchgpipe.distributed.wires import transfer
 from torchgpipe.distributed.wires.message import SLOT
 from torchgpipe.distributed.wires.wire import KINDS
 from torchgpipe.engine import batch
@@ -166,8 +166,13 @@ class Pair:
         world = self.world
         stream = world.streams.current[-1]
         box = world.box(self.name)
+
+        def ready() -> bool:
+            return bool(box) or self.latest is not None or self.aborted
+
         with world.changed:
-            assert world.changed.wait_for(lambda: box or self.latest is not None, PATIENCE)
+            assert world.changed.wait_for(ready, PATIENCE)
+            self._check()
             assert box, "a receive was issued before its sending"
             move = box.popleft()
             self.latest = move
@@ -260,7 +265,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     }
     for name, value in of_distributed.items():
         patch.setattr(dist, name, value, raising=False)
-    for module in (connections, cuda):
+    for module in (connections, transfer):
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     patch.setattr(connections, "_get_default_store", lambda: "")
     patch.setattr(connections, "gather", lambda store, own, others: None)
@@ -271,5 +276,5 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
         return Seeds(*given, **options)
 
     patch.setattr(batch, "Seeds", seeds_of_one_generator)
-    patch.setattr(cuda, "_identity", lambda device: gpus[device.index].ljust(36).encode())
+    patch.setattr(transfer, "identity", lambda device: gpus[device.index].ljust(36).encode())
     return world

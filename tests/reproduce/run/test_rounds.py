@@ -98,6 +98,19 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     assert run.said.count("process 77 runs here, too") == 1
 
 
+def test_clock_rates_are_recorded_with_each_step(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"clock": 1755.0, "slowed": 4.0}
+    monkeypatch.setattr(Load, "round", lambda self: {"others": 0.0})
+    monkeypatch.setattr("reproduce.run.speed.clocks", lambda devices: now)
+    found = run("tiny-speed", "--steps=2")
+    for name in EVERY:
+        assert found[name].samples["clock"] == [1755.0] * 2
+        assert found[name].samples["slowed"] == [4.0] * 2
+        assert found[name].samples["others"] == [0.0] * 2
+
+
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
     fake: type[Fake], run: Any
 ) -> None:

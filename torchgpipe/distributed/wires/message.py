@@ -15,6 +15,7 @@ sends each of them only once; later messages have only its number. A message con
 
 import struct
 from collections.abc import Hashable, Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor
 from torchgpipe.distributed.wires.layout import Layout
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
+
+NEVER = timedelta(days=365)
+"""The timeout of operations between ranks. It is long, because other ranks may compute for long."""
 
 SLOT = 2**20
 """How many bytes a slot (the buffer at the beginning of a message) has."""

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.cuda import NEVER
 from torchgpipe.distributed.wires.layout import placed
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, places, sizes
+from torchgpipe.distributed.wires.message import HEAD, NEVER, SLOT, Message, places, sizes
 from torchgpipe.distributed.wires.wire import LARGE, End, WireAddress, bytes_of
 
 Wait = Callable[..., Any]

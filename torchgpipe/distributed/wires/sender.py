@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.cuda import Departure
 from torchgpipe.distributed.wires.layout import dense, disjoint, layout_of, once, row
 from torchgpipe.distributed.wires.message import HEAD, Description, Message, described, places
+from torchgpipe.distributed.wires.transfer import Departure
 from torchgpipe.distributed.wires.wire import LARGE, End, WireAddress, bytes_of
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
@@ -132,7 +132,7 @@ class Sender(End):
         Args:
             leaving: The message to send over gloo.
             works: The operations of gloo, or `None` if the message is not sent yet.
-            departure: The CUDA events to wait for.
+            departure: The events to wait for.
             tensors: The tensors that `give` was called with.
             before: The versions of these tensors when `give` was called.
         """

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed.wires.cuda import NEVER, Stages, Transfer
-from torchgpipe.distributed.wires.message import Predicted
+from torchgpipe.distributed.wires.message import NEVER, Predicted
+from torchgpipe.distributed.wires.transfer import Stages, Transfer
 from torchgpipe.engine.relay import Stopped
 
 KINDS = (

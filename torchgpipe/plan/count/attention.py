@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.plan.hardware.operators import Operator, bytes_of, dtype_of
+from torchgpipe.tensors import accelerator
 from torchgpipe.trace.parts import tensors_in
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -69,7 +70,7 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
         mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype)
     aten = torch.ops.aten
     double = query.dtype is torch.float64
-    flash = torch.backends.cuda.flash_sdp_enabled() and len(sizes) == 1
+    flash = accelerator.KERNELS.flash_sdp_enabled() and len(sizes) == 1
     if device == "cpu":
         if not flash or grouped or dropout or double:
             return None
@@ -78,7 +79,7 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
         )
     elif flash and mask is None and query.dtype in HALVES and max(sizes) <= LARGEST_HEAD:
         made = aten._scaled_dot_product_flash_attention(*heads, dropout, causal, scale=scale)
-    elif grouped or double or not torch.backends.cuda.mem_efficient_sdp_enabled():
+    elif grouped or double or not accelerator.KERNELS.mem_efficient_sdp_enabled():
         return None
     else:
         if mask is not None:

@@ -28,6 +28,7 @@ from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
@@ -110,7 +111,7 @@ def count(
     module: Sequential,
     sample: TensorOrTensors,
     *,
-    device: str = "cuda",
+    device: str = accelerator.KIND,
     autocast: torch.dtype | None = None,
     alike: Alike | None = None,
 ) -> Counts:

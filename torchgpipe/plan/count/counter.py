@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgpipe.plan.count.attention import attention_operator
 from torchgpipe.plan.count.convolution import convolution
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, flops_of
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
@@ -77,7 +78,7 @@ def _operators(
     kind: OperatorClass = "elementwise"
     if flops:
         kind = "matmul"
-        if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        if dtype == "float32" and accelerator.KERNELS.matmul.fp32_precision == "tf32":
             dtype = "tf32"
     else:
         for part, named in KINDS.items():

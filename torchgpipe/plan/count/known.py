@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.balance.profile import Rehearsal
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.parts import tensors_in
@@ -45,10 +46,9 @@ class Alike:
         """
         self._layers.clear()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        backends = torch.backends
         precisions = (
-            backends.cuda.matmul.fp32_precision,
-            backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+            accelerator.KERNELS.matmul.fp32_precision,
+            torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         )
         self._how = module.training, device, autocast, precisions
 

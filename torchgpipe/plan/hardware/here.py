@@ -15,6 +15,7 @@ from torchgpipe.balance.profile import seconds_of, undisturbed
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import CLASSES
+from torchgpipe.tensors import accelerator
 
 CPU = torch.device("cpu")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -45,14 +46,14 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
     Raises:
         ValueError: If `memory` is not given, and the system does not tell how much memory it has.
     """
-    cuda = device.type == "cuda"
+    on_gpu = accelerator.has_streams(device)
     if devices is None:
-        devices = torch.cuda.device_count() if cuda else _cpu_devices()
-    if memory is None and cuda:
-        memory = torch.cuda.get_device_properties(device).total_memory
+        devices = len(accelerator.all_devices()) if on_gpu else _cpu_devices()
+    if memory is None and on_gpu:
+        memory = accelerator.properties(device).total_memory
     elif memory is None:
         memory = _main_memory() / devices
-    source = torch.ones(2**26 if cuda else 2**22, device=device)
+    source = torch.ones(2**26 if on_gpu else 2**22, device=device)
     target = torch.empty_like(source)
     seconds = _seconds(lambda: target.copy_(source), device)
     link_bandwidth, link = _measure_link(source)
@@ -65,7 +66,7 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
         link_bandwidth=link_bandwidth,
         link_latency=hand_over() if device.type == "cpu" and devices > 1 else 0.0,
         memory_efficiency=dict.fromkeys(CLASSES, 1.0),
-        launch_overlaps=cuda,
+        launch_overlaps=on_gpu,
         sources={"link_bandwidth": link, "memory_bandwidth": "a copy on the device"},
     )
 
@@ -89,10 +90,11 @@ def _measure_link(source: Tensor) -> tuple[float, str]:
     between them are infinitely fast.
     """
     device = source.device
-    if device.type != "cuda":
+    if not accelerator.has_streams(device):
         return math.inf, "nothing is copied between devices, which share memory"
-    if torch.cuda.device_count() > 1:
-        other = torch.device("cuda", 0 if device.index else 1)
+    others = [each for each in accelerator.all_devices() if each.index != (device.index or 0)]
+    if others:
+        other = others[0]
         seconds = _seconds(lambda: source.to(other), device)
         return source.nbytes / seconds, f"links as fast as a copy from {device} to {other}"
     host = torch.empty_like(source, device="cpu").pin_memory()
@@ -107,7 +109,7 @@ def hand_over() -> float:
     """
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=HAND_OVERS, checkpoint="never")
-    x = torch.zeros(HAND_OVERS, 8, requires_grad=True)
+    x = torch.zeros(HAND_OVERS, 8, device=CPU, requires_grad=True)
     with undisturbed(CPU):
         seconds = _seconds(lambda: model(x).sum().backward(), CPU)
     return seconds / (2 * (HAND_OVERS + 1))
@@ -166,8 +168,8 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
 
 def device_name(device: torch.device) -> str:
     """Return a device's name for messages and reports."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if accelerator.has_streams(device):
+        return str(accelerator.properties(device).name)
     threads = torch.get_num_threads()
     plural = "" if threads == 1 else "s"
     return f"this machine's CPU, {threads} thread{plural} for each device"

@@ -25,6 +25,7 @@ from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, dev
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.layer import batched
 
@@ -201,8 +202,7 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
     """
     device = _device(sample)
     sizes = _sizes(module, sample)
-    cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if cuda else 0
+    before = accelerator.allocated(device)
     with undisturbed(device):
         found = _in_steps(module, sample, sizes, device) if whole else []
         whole = bool(found)
@@ -213,7 +213,7 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
     measured = torch.tensor(found, dtype=torch.float64, device="cpu")
     forward, graph, backward = measured.median(dim=1).values.unbind(dim=1)
     curves = _curves(sizes, forward), _curves(sizes, graph), _curves(sizes, backward)
-    workspace = torch.cuda.memory_allocated(device) - before if cuda else 0
+    workspace = accelerator.allocated(device) - before
     return Profile(curves, device, sizes, whole, max(0.0, workspace))
 
 

@@ -36,11 +36,9 @@ from torchgpipe.tensors._autograd import (
     torch_function_enabled,
     with_torch_function,
 )
+from torchgpipe.tensors.accelerator import WITH_AUTOCAST
 from torchgpipe.tensors.checkpoint import CheckpointPhase, is_checkpointing, is_recomputing
 from torchgpipe.tensors.observe import NOTHING
-
-_WITH_AUTOCAST = {"cpu", "cuda", "xpu"}
-
 
 RUNNING: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("running", default=())
 """The pools of threads (`Workers`) that run the current code.
@@ -80,7 +78,7 @@ class AmbientModes(Guard):
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = {}
         # Layers on other devices may compute on the CPU, too.
-        for kind in _WITH_AUTOCAST.intersection({"cpu", *[device.type for device in devices]}):
+        for kind in WITH_AUTOCAST.intersection({"cpu", *[device.type for device in devices]}):
             self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.casts = any(enabled for enabled, _ in self._autocast.values())
         self._dtype = torch.get_default_dtype()

@@ -44,7 +44,7 @@ _LAZY = "{} has no shape for {!r} before its first input: run the layers once, t
 
 _OF_A_LAYER = "_made_by_a_layer"
 
-TOKEN = torch.empty(0, requires_grad=True)
+TOKEN = torch.empty(0, device="cpu", requires_grad=True)
 """A dummy input that requires grad: it makes autograd create a node in any case."""
 
 _TOKENS_NODE = accumulator_of(TOKEN)

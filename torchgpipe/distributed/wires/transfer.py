@@ -3,13 +3,14 @@
 The descriptions of messages (shapes and types) always go over gloo. The tensors go in one of two
 ways, the same on all ranks:
 
-    NCCL      from GPU to GPU, by a process group of two ranks for each wire (message channel)
+    NCCL      from GPU to GPU, by a pair of ranks for each wire, or message channel (nccl.py)
     staging   through pinned memory of the hosts, and over gloo with their description
 
-NCCL needs a separate GPU for each rank. In both ways, each wire has its own CUDA stream, so that
-tensors are transferred while tasks compute. The wire's stream waits for the compute stream before a
-tensor is sent, and the compute stream waits for the wire's stream until a tensor has arrived. The
-thread that runs the tasks does not wait for streams.
+NCCL needs a separate GPU for each rank. If it does not connect one of the ranks, all ranks use
+staging. In both ways, each wire has its own stream, so that tensors are transferred while tasks
+compute. The wire's stream waits for the compute stream before a tensor is sent, and the compute
+stream waits for the wire's stream until a tensor has arrived. The thread that runs the tasks does
+not wait for streams.
 
 An operation of NCCL occupies a part of its GPU while it waits for the other rank's operation. Two
 rules keep this time short:
@@ -20,34 +21,24 @@ rules keep this time short:
   tasks later. Only then is stage p about to need it.
 """
 
-import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchgpipe.distributed.wires.layout import dense, row
-from torchgpipe.engine.relay import Stopped
+from torchgpipe.distributed.wires.nccl import NO_GPU, UNFIT, Pair, PairAddress, Pairs, identity
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.tensors.copy import StreamFence, new_stream, using
+from torchgpipe.tensors import accelerator
+from torchgpipe.tensors.copy import StreamFence
 from torchgpipe.tensors.microbatch import Flat
-
-NEVER = timedelta(days=365)
-"""The timeout of operations between ranks. It is long, because other ranks may compute for long."""
 
 Stages = tuple[int, int]
 """The two stages that a wire connects."""
-
-_NO_GPU, _UNFIT = b"0" * 36, b"-" * 36
-"""Values in place of a GPU's UUID: for a rank on the CPU, and for a rank that cannot use NCCL."""
-
-_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-"""Environment variables that make the host wait for NCCL operations, and so for other ranks."""
 
 
 class Departure(NamedTuple):
@@ -61,8 +52,8 @@ class Departure(NamedTuple):
     """
 
     tensors: Flat
-    before: torch.cuda.Event | None = None
-    after: torch.cuda.Event | None = None
+    before: torch.Event | None = None
+    after: torch.Event | None = None
 
 
 class Transfer:
@@ -70,9 +61,8 @@ class Transfer:
 
     Args:
         device: This rank's device.
-        group: The NCCL group of the two ranks, in which rank 0 sends and rank 1 receives. Without a
-            group, tensors are copied through host memory.
-        peer: The other rank's index in the group.
+        pair: This rank and the other rank, connected by NCCL. Without a pair, tensors are copied
+            through host memory.
         late: By how many messages sending is delayed: a message is sent only when `late` later
             messages have been given to the sender.
 
@@ -81,28 +71,16 @@ class Transfer:
         late: The argument `late`.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        peer: int = 0,
-        late: int = 0,
-    ) -> None:
+    def __init__(self, device: torch.device, pair: Pair | None = None, late: int = 0) -> None:
         self._device = device
-        self._stream = new_stream(device)
-        self._group = group
-        self._peer = peer
-        self.pins = group is None and device.type == "cuda"
+        self._stream = accelerator.new_stream(device) if pair is None else pair.stream
+        self._pair = pair
+        self.pins = pair is None and accelerator.has_streams(device)
         self.late = late
-        self._aborted = False
 
     def begin(self) -> None:
-        """Make this GPU the current device of the calling thread.
-
-        Otherwise the thread would also create a CUDA context on GPU 0.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        """Make this GPU the current device of the calling thread."""
+        accelerator.make_current(self._device)
 
     def depart(self, tensors: Flat) -> Departure:
         """Begin to send tensors, as soon as the compute stream has made them.
@@ -123,11 +101,10 @@ class Transfer:
         fence = StreamFence(self._device)
         fence.leave()
         fence.hold(self._stream, tuple(leaving))
-        staged = self._group is None
-        with using(self._stream):
+        staged = self._pair is None
+        with accelerator.using(self._stream):
             sent = self._staged(leaving) if staged else self._described(leaving)
-            # A thread that waits for a blocking event sleeps, so other threads can use its core.
-            end = self._stream.record_event(torch.cuda.Event(blocking=True))
+            end = accelerator.sleep_until_now(self._device)
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in moved])
         if staged:
             return Departure(over_gloo, before=end)
@@ -154,7 +131,7 @@ class Transfer:
         fence = StreamFence(self._device)
         arriving: list[Tensor | None] = []
         received = []
-        with using(self._stream):
+        with accelerator.using(self._stream):
             for x in tensors:
                 y = None if x is None else self._placed(x)
                 arriving.append(y)
@@ -170,16 +147,6 @@ class Transfer:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def abort(self) -> None:
-        """Abort all NCCL operations, even those that wait for a failed rank.
-
-        Any thread can call this method.
-        """
-        aborted = self._aborted
-        self._aborted = True
-        if self._group is not None and not aborted:
-            self._group.abort()
-
     def _placed(self, x: Tensor) -> Tensor:
         if x.is_meta:
             return torch.empty_like(x, device=self._device)
@@ -187,17 +154,21 @@ class Transfer:
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
         """Send or receive tensors by NCCL; make the current stream wait for the transfer."""
-        if self._group is None:
-            return
-        operation = self._group.send if self._peer else self._group.recv
-        try:
-            for x in tensors:
-                if x.numel():
-                    operation([row(x)], self._peer, 0).wait()
-        except RuntimeError:
-            if self._aborted:
-                raise Stopped from None
-            raise
+        if self._pair is not None:
+            self._pair.move([row(x) for x in tensors if x.numel()])
+
+
+class _Wire(NamedTuple):
+    """A wire that transfers tensors: its kind, and the stages and the ranks of its two ends."""
+
+    kind: str
+    stages: Stages
+    source: int
+    target: int
+
+    def has_end(self, rank: int) -> bool:
+        """Return whether a rank has one of the two ends; a wire within a rank has none."""
+        return self.source != self.target and rank in (self.source, self.target)
 
 
 class Transfers:
@@ -205,7 +176,7 @@ class Transfers:
 
     Args:
         own: This rank.
-        store: The key-value store through which the two ranks of each NCCL group connect.
+        store: The key-value store through which the two ranks of each pair connect.
 
     Attributes:
         made: The transfer of each wire (message channel). A key has the kind of the wire, the other
@@ -215,6 +186,7 @@ class Transfers:
     def __init__(self, own: int, store: Store) -> None:
         self._own = own
         self._store = store
+        self._pairs = Pairs()
         self.made: dict[tuple[str, int, Stages], Transfer] = {}
 
     def connect(
@@ -228,8 +200,8 @@ class Transfers:
     ) -> None:
         """Make a transfer for each wire of this rank; all ranks call this method together.
 
-        Transfers use NCCL if every rank has a separate GPU, and host memory otherwise. On the CPU,
-        there are no transfers.
+        Transfers use NCCL if every rank has a separate GPU and NCCL connects all ranks, and host
+        memory otherwise. On the CPU, there are no transfers.
 
         Args:
             device: This rank's device.
@@ -239,48 +211,55 @@ class Transfers:
                 ranks.
             late: Whether skips are sent only shortly before they are needed.
         """
-        gpu = _identity(device)
+        gpu = identity(device)
         told = exchange(torch.tensor(list(gpu), device="cpu"))
-        if gpu == _NO_GPU:
+        if gpu == NO_GPU:
             return
+        wires = [wire for wire in _wires(placement, crossings) if wire.has_end(self._own)]
         gpus = {bytes(x.tolist()) for x in told}
-        direct = len(gpus - {_NO_GPU, _UNFIT}) == len(told)
-        for kind, stages in _wires(len(placement), crossings):
-            source, target = placement[stages[0]], placement[stages[1]]
-            if source == target or self._own not in (source, target):
-                continue
-            if direct:
-                group, peer = self._nccl(kind, stages, source, target)
-                tasks = late * (abs(stages[1] - stages[0]) - 1)
-                transfer = Transfer(device, group, peer, tasks)
-            else:
-                transfer = Transfer(device)
-            low, high = sorted(stages)
-            self.made[kind, source + target - self._own, (low, high)] = transfer
-            # Send one tensor now, because NCCL connects two ranks at their first transfer. All
-            # ranks go through the wires in the same order, so there is no deadlock.
-            with using(transfer._stream):
-                transfer._move([torch.zeros(1, device=device)])
-            transfer.finish()
+        separate = len(gpus - {NO_GPU, UNFIT}) == len(told)
+        pairs = self._paired(device, wires, exchange) if separate else []
+        for k, wire in enumerate(wires):
+            tasks = late * (abs(wire.stages[1] - wire.stages[0]) - 1)
+            transfer = Transfer(device, pairs[k], tasks) if pairs else Transfer(device)
+            low, high = sorted(wire.stages)
+            self.made[wire.kind, wire.source + wire.target - self._own, (low, high)] = transfer
         # The last stage's rank tells all others the loss.
         last = placement[-1]
         self.stage("loss", range(len(told)) if self._own == last else [last], device)
 
     def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
         """Make transfers through host memory for wires of a kind; on the CPU, make none."""
+        if identity(device) == NO_GPU:
+            return
         for peer in peers:
-            if device.type == "cuda":
-                self.made[kind, peer, (0, 0)] = Transfer(device)
+            self.made[kind, peer, (0, 0)] = Transfer(device)
 
-    def _nccl(
-        self, kind: str, stages: Stages, source: int, target: int
-    ) -> tuple[dist.ProcessGroup, int]:
-        """Make the NCCL group of a wire; return the group and the other rank's index in it."""
-        # `new_group` is not used here, because all ranks may have to call it.
-        store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
-        own = int(self._own == target)
-        group = dist.ProcessGroupNCCL(store, own, 2, NEVER)  # type: ignore[arg-type]
-        return cast(dist.ProcessGroup, group), 1 - own
+    def _paired(
+        self,
+        device: torch.device,
+        wires: Sequence[_Wire],
+        exchange: Callable[[Tensor], list[Tensor]],
+    ) -> Sequence[Pair]:
+        """Return a pair for each wire, or none if NCCL does not connect all ranks."""
+        addresses = []
+        for kind, stages, source, target in wires:
+            store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
+            addresses.append(PairAddress(store, int(self._own == target)))
+        why = self._pairs.connect(device, addresses)
+        told = exchange(torch.tensor([bool(why)], device="cpu"))
+        failed = [str(rank) for rank, (fails,) in enumerate(told) if fails]
+        if not failed:
+            return self._pairs.made
+        self._pairs.abort()
+        more = f" ({why})" if why else ""
+        warnings.warn(
+            f"NCCL does not connect the GPUs of all ranks: it fails on rank {', '.join(failed)}"
+            f"{more}; so tensors go through host memory, which is slower; set NCCL_DEBUG=INFO to "
+            "see what NCCL does",
+            stacklevel=2,
+        )
+        return []
 
     def finish(self) -> None:
         """Wait until the streams of all transfers have done their work."""
@@ -288,27 +267,19 @@ class Transfers:
             transfer.finish()
 
     def abort(self) -> None:
-        """Abort all NCCL operations; any thread can call this method."""
-        for transfer in list(self.made.values()):
-            transfer.abort()
+        """Abort all transfers by NCCL; any thread can call this method."""
+        self._pairs.abort()
 
 
-def _identity(device: torch.device) -> bytes:
-    """Return the UUID of this rank's GPU, or `_NO_GPU`, or `_UNFIT` if NCCL cannot be used."""
-    if device.type != "cuda":
-        return _NO_GPU
-    blocking = any(os.environ.get(name, "0") != "0" for name in _BLOCKING)
-    if blocking or not dist.is_nccl_available():
-        return _UNFIT
-    return str(torch.cuda.get_device_properties(device).uuid).encode()
-
-
-def _wires(stages: int, crossings: Sequence[Crossing]) -> Iterator[tuple[str, Stages]]:
-    """Yield the kind and the source and target stage of every wire that transfers tensors."""
-    for source, target in pairwise(range(stages)):
-        yield "forward", (source, target)
-        yield "backward", (target, source)
+def _wires(placement: Sequence[int], crossings: Sequence[Crossing]) -> Iterator[_Wire]:
+    """Yield every wire that transfers tensors, in the order in which all ranks connect them."""
+    kinds: list[tuple[str, Stages]] = []
+    for source, target in pairwise(range(len(placement))):
+        kinds.append(("forward", (source, target)))
+        kinds.append(("backward", (target, source)))
     far = {(crossing.source, crossing.target) for crossing in crossings}
     for source, target in sorted(far):
-        yield "forward skips", (source, target)
-        yield "backward skips", (target, source)
+        kinds.append(("forward skips", (source, target)))
+        kinds.append(("backward skips", (target, source)))
+    for kind, (source, target) in kinds:
+        yield _Wire(kind, (source, target), placement[source], placement[target])

@@ -1,0 +1,141 @@
+"""The nodes of the caller's autograd graph that the graph engine makes: tasks and recomputations.
+
+graph.py draws how the nodes are tied to each other.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.task.entrance import all_none, mark, refuse_unusual_backward
+from torchgpipe.task.guards.modes import SetBackOnFailure
+from torchgpipe.task.task import TaskGraph
+from torchgpipe.task.where import note_task, shorten
+from torchgpipe.tensors import accelerator
+from torchgpipe.tensors._autograd import backward_id, keeps_graph, let_gradients_go_forward
+from torchgpipe.tensors.copy import StreamFence
+from torchgpipe.tensors.item import Item
+from torchgpipe.tensors.microbatch import Flat, Form
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class NodeTask(TaskGraph):
+    """A task that is a node of the caller's graph.
+
+    Attributes:
+        stream: The stream of the task; `None` on devices without streams.
+        arrival: Makes streams wait for each other when the task's inputs are copied.
+        departure: The same for the task's outputs.
+        inside: A context for backwards: it says which threads are inside a partition.
+        output_form: The class of the output: `Tensor`, or a tuple class.
+    """
+
+    stream: torch.Stream | None
+    arrival: StreamFence
+    departure: StreamFence
+    inside: AbstractContextManager[object]
+    output_form: Form = Tensor
+
+    def recompute_now(self) -> None:
+        """Recompute this task during the current backward, if it is checkpointed."""
+        self.guards.backward_begins(backward_id())
+        if self.checkpoint:
+            # The node of a recomputation only has CPU tensors (ties), so autograd does not choose
+            # the task's stream for it. Choose the stream here.
+            with accelerator.using(self.stream), SetBackOnFailure(), self.inside:
+                try:
+                    self.recompute(keep=keeps_graph())
+                except Exception as error:
+                    self.note(error, "recomputation")
+                    raise
+
+    def note(self, error: Exception, doing: str) -> None:
+        """Add a note to an error that says in which task it was raised; shorten its traceback."""
+        note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
+        shorten(error)
+
+
+class TaskNode(torch.autograd.Function):
+    """A node of the caller's graph whose forward and backward run a task."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - each input of a node is an argument
+        ctx: Any,
+        task: NodeTask,
+        item: Item,
+        tied: bool,
+        gate: Tensor,
+        before: Tensor | None,
+        source: Tensor | None,
+        *inputs: Tensor | None,
+    ) -> Flat:
+        """Run the task's forward. `gate`, `before` and `source` only make edges of the graph.
+
+        Args:
+            ctx: The node.
+            task: The task.
+            item: The inputs, with all that the task needs to know about them.
+            tied: Whether the task returns a tie after its outputs.
+            gate: The output of the gate of the stage's parameters.
+            before: The tie of the previous task on this stage.
+            source: The tie of the task that has computed the inputs.
+            inputs: The tensors of `item`.
+        """
+        ctx.task, ctx.tied = task, tied
+        ctx.set_materialize_grads(False)
+        task.arrival.arrive(inputs)
+        let_gradients_go_forward(True)  # until this function ends
+        outputs, task.output_form = task.forward(item)  # whose tensors are `inputs`
+        task.departure.leave()
+        mark(ctx, outputs)
+        return (*outputs, torch.empty(0, device="cpu")) if tied else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the task's backward, and its recomputation if it has none yet."""
+        refuse_unusual_backward(grads)
+        task, grads = ctx.task, grads[:-1] if ctx.tied else grads
+        task.check_unspent()
+        if all_none(grads):
+            task.guards.backward_begins(backward_id())
+        else:
+            task.recompute_now()
+        task.departure.arrive(grads)
+        with task.inside:
+            try:
+                input_grads = task.backward(grads, keep=keeps_graph())
+            except Exception as error:
+                task.note(error, "backward")
+                raise
+        task.arrival.leave()
+        return (*[None] * 6, *input_grads)
+
+
+class Recomputation(torch.autograd.Function):
+    """A node of the caller's graph whose backward recomputes a task.
+
+    The node passes on the task's tie: an empty tensor that only orders nodes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, task: NodeTask, tie: Tensor) -> Tensor:
+        """Pass on the tie.
+
+        Args:
+            ctx: The node.
+            task: The task that `backward` recomputes.
+            tie: The task's tie.
+        """
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        return tie.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        """Recompute the task."""
+        refuse_unusual_backward(grads)
+        ctx.task.recompute_now()
+        return None, None

@@ -1,0 +1,74 @@
+"""Hand on the error of a backward only when no thread is inside a partition any more.
+
+On several GPUs, autograd has a thread for each GPU. If a node raises an error in one thread,
+`backward()` raises this error in the caller's thread at once:
+
+    thread of GPU 1    backward of micro-batch 1 on stage 1 fails
+    thread of GPU 0    backward of micro-batch 2 on stage 0 … … … … still runs
+    caller             gets the error, and calls the model again
+
+The layers of stage 0 have stand-ins in place of their parameters until the thread of GPU 0 leaves
+them. So a caller who catches the error would find other parameters in the layers. Therefore the
+thread that has failed waits before it raises its error, and no thread begins another task.
+"""
+
+import copy
+import threading
+from types import TracebackType
+
+from torchgpipe.caught import in_one_line
+from torchgpipe.tensors._autograd import backward_id
+
+PATIENCE = 10.0
+"""How many seconds a thread that has failed waits for other threads.
+
+Without a limit, it could wait for ever: if a layer uses the GPU of another stage, its backward
+needs the thread of that GPU, which waits here.
+"""
+
+
+class InPartitions:
+    """A context that a thread enters while it runs a partition in a backward of a mini-batch.
+
+    If another thread of the same backward has failed, entering raises an error like that thread's.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        # The number of the backward that has failed, and an error like its error.
+        self._failed: int | None = None
+        self._error: BaseException = RuntimeError()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._failed == backward_id():
+                raise _like(self._error)
+            self._inside += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+            if error is not None:
+                self._failed = backward_id()
+                self._error = _like(error)
+                self._changed.wait_for(lambda: self._inside == 0, PATIENCE)
+
+
+def _like(error: BaseException) -> BaseException:
+    """Return an error with the same class, message and notes, but without frames.
+
+    The frames of an error keep the tensors of a task alive. Autograd shows the caller the error of
+    the thread that raises first, so the errors of all threads have to tell the same.
+    """
+    try:
+        another = copy.copy(error)
+    except Exception:  # the class takes other arguments than the error has in `args`
+        another = RuntimeError(in_one_line(error))
+    return another.with_traceback(None)

@@ -1,0 +1,146 @@
+"""The one place for what the library asks of GPUs: streams, events, memory, and the current device.
+
+Most of it is the same for all of PyTorch's accelerators: `torch.accelerator`, `torch.Stream` and
+`torch.Event`. Of these accelerators only CUDA was tried (`KIND`), and what only CUDA has is here,
+too. The one other place is NCCL (torchgpipe/distributed/wires/nccl.py).
+
+Devices of other types, such as the CPU, have no streams here: what is submitted to them has ended
+when the call returns.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchgpipe.tensors.observe import NOTHING
+
+KIND = "cuda"
+"""The type of the devices that have streams. PyTorch calls AMD's GPUs "cuda", too."""
+
+WITH_AUTOCAST = frozenset({"cpu", KIND, "xpu"})
+"""The types of devices whose autocast a pipeline hands on to its threads and recomputations."""
+
+RANDOM: ModuleType = torch.cuda
+"""The module with the functions that set and read the random states of GPUs."""
+
+KERNELS: Any = torch.backends.cuda
+"""PyTorch's settings that choose kernels: for matrix products, and for attention."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on a device is submitted to a stream, and runs later."""
+    return device.type == KIND
+
+
+def default_kind() -> str:
+    """Return the type of the devices to use by default: that of the GPUs, or "cpu" without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return KIND if found is not None and found.type == KIND else "cpu"
+
+
+def all_devices() -> list[torch.device]:
+    """Return all GPUs of this machine that this process may use."""
+    if default_kind() != KIND:
+        return []
+    return [torch.device(KIND, index) for index in range(torch.accelerator.device_count())]
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with its index; without an index, a GPU is the current one."""
+    # "cuda" and "cuda:0" are one device, and have to compare equal.
+    if device.type != KIND or device.index is not None:
+        return device
+    return torch.device(KIND, torch.accelerator.current_device_index())
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current device of the calling thread; do nothing for other devices.
+
+    Otherwise a new thread would also create a CUDA context on GPU 0.
+    """
+    if has_streams(device):
+        torch.accelerator.set_device_index(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a GPU is the current device; for other devices, it does nothing."""
+    return torch.accelerator.device_index(device.index) if has_streams(device) else NOTHING
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until the GPUs among some devices have done all their work."""
+    for device in devices:
+        if has_streams(device):
+            torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream of a device, or `None` if the device has no streams."""
+    return torch.Stream(device) if has_streams(device) else None
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of a device, or `None` if the device has no streams."""
+    return torch.accelerator.current_stream(device) if device.type == KIND else None
+
+
+def using(*streams: torch.Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which each stream is the current stream of its device.
+
+    `None` stands for a device without streams.
+    """
+    given = [stream for stream in streams if stream is not None]
+    return _using(given) if given else NOTHING
+
+
+@contextmanager
+def _using(streams: list[torch.Stream]) -> Iterator[None]:
+    # `with stream` would not do: the `torch.Stream` itself keeps the stream to go back to, but
+    # several threads can use the same copy stream at the same time.
+    with torch.accelerator.device_index(streams[0].device.index):
+        before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            for stream in reversed(before):
+                torch.accelerator.set_stream(stream)
+
+
+def time_now(device: torch.device) -> torch.Event | None:
+    """Record an event with a time on the device's current stream; `None` without streams."""
+    if not has_streams(device):
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def sleep_until_now(device: torch.device) -> torch.Event:
+    """Record an event on the device's current stream; a thread that waits for it will sleep.
+
+    While the thread sleeps, other threads can use its core. (`torch.Event` has an argument
+    `blocking` for this, but PyTorch 2.11 ignores it.)
+    """
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def properties(device: torch.device) -> Any:
+    """Return the properties of a GPU, such as `name`, `total_memory` (in bytes) and `uuid`."""
+    return torch.get_device_module(device).get_device_properties(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Return how many bytes tensors have on a GPU now; 0 for other devices."""
+    return torch.accelerator.memory_allocated(device) if has_streams(device) else 0
+
+
+def with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return the GPUs among some devices: each has a random generator of its own."""
+    return [device for device in {*devices} if has_streams(device)]
