@@ -1,6 +1,6 @@
 """Define the command `plan`, which predicts the best setup or the largest model that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from reproduce.machine.devices import Devices, find_devices
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 HEADROOM = 0.15  # the default of the planner
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
-GROWS = ("depth", "width")  # the sizes of a model, in their order
+GROWS = ("depth", "width")  # the sizes of a model of the papers, in their order
 
 PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 
@@ -60,6 +60,22 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
         torch.set_autocast_dtype("cuda", dtype)
 
 
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str], None]]:
+    """Show what the command does now on standard error, by calls of a function.
+
+    A terminal shows it at once. Elsewhere, the first line is written after some seconds.
+    """
+    from reproduce.run.progress import Progress
+
+    progress = Progress()
+    progress.show_later()
+    try:
+        yield progress.show
+    finally:
+        progress.clear()
+
+
 def _shape(text: str) -> tuple[int, ...]:
     """Return the shape of a sample, parsed from a text such as `3x224x224`."""
     shape = []
@@ -72,7 +88,11 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-@command("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8")
+@command(
+    "plan unet --size 48 160 --memory 24GiB",
+    "plan torchvision:resnet50 --hardware a100x8",
+    "plan mymodels:gpt --largest layers --hardware rtx4090x4",
+)
 @click.argument("model", metavar="MODEL")
 @click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
 @click.option(
@@ -117,8 +137,9 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option(
     "--largest",
     "grows",
-    type=click.Choice(GROWS),
-    help="Find the largest model that fits: grow its first or its second size.",
+    metavar="SIZE",
+    help=f"Find the largest model that fits: grow its {' or '.join(GROWS)}, or an argument of your "
+    "function, which has a whole number as its default.",
 )
 def plan(**options: Any) -> None:
     """Predict the best setup to train MODEL on a node.
@@ -171,8 +192,11 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
     sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
     if asked.size and asked.model not in sized:
         yield "--size", f"{sizes_of} --size out"
-    if asked.grows and asked.model not in sized:
+    own = ":" in asked.model and not asked.model.startswith("torchvision:")
+    if asked.grows and asked.model not in sized and not own:
         yield "--largest", f"{sizes_of} --largest out"
+    if asked.grows and asked.model in sized and asked.grows not in GROWS:
+        yield "--largest", f"{asked.model} grows in {' or '.join(GROWS)}; got {asked.grows!r}"
     if asked.shape and asked.model in PAPERS:
         yield "--input", f"{asked.model} has samples of its own; leave --input out"
     if asked.grows:
@@ -211,14 +235,6 @@ def show_best(asked: Options) -> None:
     given = find_given(asked.model, asked.size or (), asked.shape or ())
     batch_size = asked.batch_size or given.batch_size
     optimizer = asked.optimizer or given.optimizer
-    parts = [given.title, f"batch size {batch_size}", optimizer]
-    if asked.autocast:
-        parts.append(f"autocast {asked.autocast}")
-    if asked.fp32_precision:
-        parts.append(asked.fp32_precision)
-    if asked.master_weights:
-        parts.append("master weights")
-    title = ", ".join(parts)
     devices = asked.devices
     if asked.hardware:
         found = Devices("meta", devices or 1)
@@ -226,7 +242,8 @@ def show_best(asked: Options) -> None:
         found = find_devices(None, None)
         devices = devices or found.count
     largest = min(batch_size, asked.profiled or PROFILED)  # micro-batch to profile layers with
-    with found.in_use(), precision(asked.fp32_precision):
+    with found.in_use(), precision(asked.fp32_precision), shown_progress() as progress:
+        progress("building the model")
         module, sample = given.built(largest, found.first(1)[0])
         planned = make_plan(
             module,
@@ -240,7 +257,9 @@ def show_best(asked: Options) -> None:
             schedules=(asked.orders or "GPipe").split(","),
             autocast=None if asked.autocast is None else getattr(torch, asked.autocast),
             master_weights=asked.master_weights,
+            progress=progress,
         )
+    title = ", ".join([given.title, f"batch size {batch_size}", optimizer, planned.precision])
     text = f"{title}\n\n{planned}\n"
     markdown = f"{title}\n\n```\n{planned}\n```\n"
     click.echo(written(asked.style, of_plan(planned, title), text, markdown), nl=False)
@@ -248,14 +267,8 @@ def show_best(asked: Options) -> None:
 
 def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
-    from reproduce.predict.asked import (
-        PAPERS,
-        Asked,
-        find_given,
-        find_largest,
-        lines_of,
-        title_of,
-    )
+    from reproduce.predict.asked import PAPERS, find_family, find_given
+    from reproduce.predict.largest import Asked, find_largest, lines_of, title_of
     from reproduce.tables.layout import bullets
     from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
@@ -263,18 +276,22 @@ def show_largest(asked: Options) -> None:
     hardware = asked.hardware
     assert hardware is not None and asked.grows is not None
     given = find_given(asked.model, asked.size or (), asked.shape or ())
+    if asked.model in PAPERS:
+        family = PAPERS[asked.model].family
+        axis = GROWS.index(asked.grows)
+    else:
+        family = find_family(asked.model, asked.grows, asked.shape or ())
+        axis = 0
     memory = parse_amount(asked.memory) if asked.memory else hardware.memory
-    paper = PAPERS[asked.model]
     question = Asked(
-        paper,
-        asked.size or paper.sizes,
+        family,
+        asked.size or family.sizes,
         asked.batch_size or given.batch_size,
         asked.devices or hardware.devices,
         hardware.room(memory, asked.headroom),
         asked.optimizer or given.optimizer,
         hardware,
     )
-    axis = GROWS.index(asked.grows)
     found = find_largest(question, axis, partial(click.echo, err=True))
     title = title_of(question)
     lines = list(lines_of(question, axis, found))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.predict.asked import Largest
+from reproduce.predict.largest import Largest
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
 from reproduce.tables.output import of_largest

@@ -9,6 +9,7 @@ sample. So the layers are counted for only two sizes, and the costs for all othe
 exception is a layer that multiplies samples with each other (see `growth`).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
+from torchgpipe.plan.count.tied import counted_once, tied_parameters
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
@@ -68,6 +70,11 @@ class Counts:
         default_factory=dict, repr=False, compare=False
     )
     """A cache of the results of `task`, by its arguments."""
+
+    @functools.cached_property
+    def once(self) -> list[LayerCount]:
+        """The layers for the smaller of `SIZES`, where a shared parameter is in one layer only."""
+        return counted_once(self.low)
 
     def at(self, size: int) -> LayerCounts:
         """Return the layers' operators and bytes for micro-batches of `size` samples."""
@@ -154,12 +161,13 @@ def _at(
 ) -> tuple[LayerCounts, Footprints]:
     """Return the layers' operators and the memory that the layers take, for a sample on `meta`."""
     names = list(module._modules)
+    tied = tied_parameters(module)
     storages = StorageNumbers(len(tensors_of(sample)))
     measure_count = partial(_count_layer, names)
 
     def does(rehearsal: Rehearsal) -> LayerCount:
         found = alike.once(measure_count, rehearsal)
-        return found._replace(name=names[rehearsal.index])
+        return found._replace(name=names[rehearsal.index], tied=tied[rehearsal.index])
 
     layers = tuple(rehearse(module, sample, META, does))
     gives = (*[layer.gives for layer in layers], None)

@@ -65,6 +65,16 @@ class Footprint(NamedTuple):
     """Whether the layer changes its input in place."""
 
 
+class Tied(NamedTuple):
+    """A parameter that a layer shares with other layers (see `tied`)."""
+
+    number: int
+    """The same number in all layers that have the parameter."""
+    bytes: int
+    trained: bool
+    """Whether the parameter gets gradients."""
+
+
 class LayerCount(NamedTuple):
     """The operators that one layer runs for one micro-batch, and the bytes of its tensors."""
 
@@ -83,6 +93,8 @@ class LayerCount(NamedTuple):
     """The bytes of buffers and of parameters that get no gradients."""
     gives: tuple[bool, ...]
     """For each input, whether the layer gives it a gradient."""
+    tied: tuple[Tied, ...] = ()
+    """The parameters of the layer that other layers have, too."""
 
     @property
     def products(self) -> tuple[Operator, ...]:

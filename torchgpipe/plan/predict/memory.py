@@ -5,7 +5,8 @@ adds up bytes for each action. It assumes that all micro-batches have the same s
 action, these tensors are on a device:
 
 - always: the parameters, the buffers and the optimizer's state. The device of the first stage also
-  has the mini-batch;
+  has the mini-batch. A parameter that several layers share counts once on each device that has one
+  of these layers;
 - stashed: the tensors that tasks between forward and backward keep. A checkpointed task keeps its
   inputs. A task without checkpointing keeps the tensors that its autograd graph has saved. A task
   that has only its weights' gradients left to compute keeps the tensors for that;
@@ -15,7 +16,8 @@ action, these tensors are on a device:
 - skips: the skips between two stages, and their gradients on the way back;
 - gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
   stay allocated between steps also count;
-- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
+- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`),
+  or the other devices' gradients of shared parameters, which arrive before it.
 
 CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
 use counts on only one of these devices.
@@ -25,14 +27,16 @@ tensors, the workspaces of libraries, the tensors that a criterion keeps, and th
 that checkpointed tasks make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.footprint import Footprint, Stashed
+from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.task_bytes import TaskBytes
+from torchgpipe.plan.count.tied import counted_once
+from torchgpipe.plan.predict.between import crossing, shared_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
-from torchgpipe.plan.predict.predict import Setup, crossing
+from torchgpipe.plan.predict.predict import Setup
 from torchgpipe.tensors.checkpoint import checkpointed
 
 Crossings = Sequence[tuple[int, int, Stashed]]
@@ -70,15 +74,17 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     if isinstance(setup.schedule, str) and not setup.gathered:
         m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
     recomputed = checkpointed(setup.checkpoint, m)
+    shared = shared_parameters(counts.low, setup.cuts, setup.lists.placement)
     peaks = []
-    for own in moments(setup.lists_of(m), recomputed, bool(crossings)):
-        device = _Device(counts, setup, own[0].stages, crossings)
+    for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(crossings))):
+        arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))
+        device = _Device(counts, setup, own[0].stages, crossings, arriving)
         peaks.append(device.fullest(own))
     return peaks
 
 
 class _Stage:
-    """The bytes of a stage's parameters, and of a task with and without checkpointing."""
+    """The bytes of a stage's largest parameter, and of a task with and without checkpointing."""
 
     def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
         start, stop = setup.cuts[s]
@@ -92,10 +98,9 @@ class _Stage:
         if recomputed < len(sizes) or start == 0:
             self.plain = counts.task(size, start, stop, checkpoint=False)
         self.layers = counts.low[start:stop]
-        self.parameters: list[float] = []
+        self.largest = 0.0
         for layer in self.layers:
-            self.parameters += map(float, layer.parameter_sizes)
-        self.all_parameters = sum(self.parameters)
+            self.largest = max(self.largest, *layer.parameter_sizes, 0.0)
         # A backward that computes only weights' gradients needs the tensors that layers with matrix
         # products have saved, and the gradients of these layers' outputs.
         late: list[Footprint] = []
@@ -117,6 +122,24 @@ class _Stage:
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
 
 
+def _gradients(stages: Mapping[int, _Stage]) -> dict[int, float]:
+    """Return the bytes of gradients that each stage's first backward adds on its device.
+
+    If stages share a parameter, the last of them makes the gradient, because its backward is first.
+
+    Args:
+        stages: The stages on the device.
+    """
+    found = {}
+    later: list[LayerCount] = []
+    for s in sorted(stages, reverse=True):
+        both = [*later, *stages[s].layers]
+        once = counted_once(both)[len(later) :]
+        found[s] = float(sum([layer.parameters for layer in once]))
+        later = both
+    return found
+
+
 class _Device:
     """The bytes that a device holds during each action of a step.
 
@@ -127,7 +150,12 @@ class _Device:
     """
 
     def __init__(
-        self, counts: Counts, setup: Setup, own: Sequence[int], crossings: Crossings
+        self,
+        counts: Counts,
+        setup: Setup,
+        own: Sequence[int],
+        crossings: Crossings,
+        arriving: float,
     ) -> None:
         self._setup = setup
         self._crossings = crossings
@@ -137,14 +165,21 @@ class _Device:
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._last = len(setup.balance) - 1
         self._stages = {s: _Stage(counts, setup, s) for s in own}
-        parameters = frozen = 0.0
+        layers: list[LayerCount] = []
         for stage in self._stages.values():
-            for layer in stage.layers:
-                parameters += layer.parameters
-                frozen += layer.frozen
+            layers += stage.layers
+        self._sizes: list[float] = []
+        """The bytes of each parameter."""
+        frozen = 0.0
+        for layer in counted_once(layers):
+            self._sizes += layer.parameter_sizes
+            frozen += layer.frozen
         if 0 in own:
             frozen += counts.input * setup.batch_size
+        parameters = sum(self._sizes)
         self._parameters = parameters
+        self._gradients = _gradients(self._stages)
+        self._arriving = arriving
         self._kept_grads = parameters if setup.zeroed else 0.0
         """The bytes of gradients that stay between steps."""
         state = setup.optimizer.state * parameters
@@ -160,10 +195,8 @@ class _Device:
         gathered = 0.0
         if self._gathered and self._last in self._stages:
             gathered = self._m * self._stages[self._last].plain.output
-        parameters: list[float] = []
         stashed = 0.0
         for stage in self._stages.values():
-            parameters += stage.parameters
             stashed += stage.stashed(self._recomputed, self._m - self._recomputed)
         if gathered:
             working = gathered if self._m > 1 else 0.0
@@ -171,7 +204,7 @@ class _Device:
         gradients = self._parameters
         if not self._gathered:
             gradients += self._kept_grads
-        update = self._setup.optimizer.temporaries(parameters)
+        update = max(self._setup.optimizer.temporaries(self._sizes), self._arriving)
         found.append(self._always._replace(gradients=gradients, stashed=gathered, update=update))
         return max(found, key=lambda each: each.peak)
 
@@ -199,7 +232,7 @@ class _Device:
             if coming and s > 0:
                 copies += task.inputs - task.arrivals
             if begun:
-                gradients += stage.all_parameters
+                gradients += self._gradients[s]
         if backward and not first and now.stage > 0:
             copies += task.input_grad
         return self._always._replace(
@@ -235,7 +268,7 @@ class _Device:
         if now.kind == "recompute":
             return task.inputs + task.graph
         if now.kind == "backward_weights":
-            return stage.half + max(stage.parameters, default=0.0)
+            return stage.half + stage.largest
         if not self._gathered or self._last > 0 or self._recomputed:
             # Copies and checkpoints cut the autograd graph, so each task has a separate graph.
             return task.kept + stage.output_grads + (task.first if first else task.later)
