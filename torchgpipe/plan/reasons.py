@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from typing import NamedTuple
 
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.alternatives import Alternative
-from torchgpipe.plan.search.balances import Work
 from torchgpipe.plan.search.search import Found
 from torchgpipe.plan.search.trial import Candidate, assess
 
@@ -37,7 +37,8 @@ class Bottleneck(NamedTuple):
 def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
     """Find the layer that takes longest on the device that works longest."""
     setup = best.setup
-    seconds = Work(predictor, setup).seconds
+    timed = predictor.layers(setup.sizes[0])
+    seconds = list(map(add, timed.graph, timed.backward))
     layers: list[list[int]] = [[] for _ in best.devices]
     for device, (start, stop) in zip(setup.lists.placement, setup.cuts, strict=True):
         layers[device] += range(start, stop)

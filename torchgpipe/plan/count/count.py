@@ -11,7 +11,7 @@ exception is a layer that multiplies samples with each other (see `growth`).
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.caught import caught
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.count.footprint import Footprint, LayerCount
+from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed, list_skips
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
@@ -70,11 +70,18 @@ class Counts:
         default_factory=dict, repr=False, compare=False
     )
     """A cache of the results of `task`, by its arguments."""
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """A cache of what else is derived from the counts."""
 
     @functools.cached_property
     def once(self) -> list[LayerCount]:
         """The layers for the smaller of `SIZES`, where a shared parameter is in one layer only."""
         return counted_once(self.low)
+
+    @functools.cached_property
+    def on_one_device(self) -> "Counts":
+        """The same counts, for partitions that are all on one device, so that nothing is copied."""
+        return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:
         """Return the layers' operators and bytes for micro-batches of `size` samples."""
@@ -85,6 +92,17 @@ class Counts:
         if size not in self.known:
             self.known[size] = _line(*self.held, size)
         return self.known[size]
+
+    def skips(self, size: int) -> Sequence[tuple[int, int, Stashed]]:
+        """Return the skips for micro-batches of `size` samples.
+
+        Each item is a tuple: the layer that stashes, the layer that pops, and the skip.
+        """
+        key = "skips", size
+        if key not in self.cache:
+            self.cache[key] = list_skips(self.footprints(size))
+        found: list[tuple[int, int, Stashed]] = self.cache[key]
+        return found
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
         """Return the bytes of one task: one micro-batch on one partition.
@@ -102,6 +120,10 @@ class Counts:
                 footprints, start, stop, checkpoint=checkpoint, copied=self.copied
             )
         return self.tasks[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle or a copy needs: the fields, but nothing that is cached."""
+        return {**vars(replace(self, known={}, tasks={}, cache={}))}
 
     def __len__(self) -> int:
         return len(self.low)

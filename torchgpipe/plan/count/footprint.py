@@ -4,6 +4,7 @@ Footprints refer to storages by numbers. If several layers use a storage, it has
 all their footprints.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.hardware.operators import Operator
@@ -63,6 +64,17 @@ class Footprint(NamedTuple):
     """The bytes of the gradients of the layer's outputs, without gradients of stashed skips."""
     in_place: bool = False
     """Whether the layer changes its input in place."""
+
+
+def list_skips(layers: Sequence[Footprint]) -> list[tuple[int, int, Stashed]]:
+    """List a model's skips: for each, the layer that stashes, the layer that pops, and the skip."""
+    popped: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        popped |= dict.fromkeys(layer.pops, index)
+    found = []
+    for index, layer in enumerate(layers):
+        found += [(index, popped[stashed.skip], stashed) for stashed in layer.stashes]
+    return found
 
 
 class Tied(NamedTuple):

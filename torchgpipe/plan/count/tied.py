@@ -34,8 +34,11 @@ def counted_once(layers: Sequence[LayerCount]) -> list[LayerCount]:
         layers: The layers of one device, or of a whole model.
     """
     seen: set[int] = set()
-    found = []
+    found: list[LayerCount] = []
     for layer in layers:
+        if not layer.tied:
+            found.append(layer)
+            continue
         again = [tied for tied in layer.tied if tied.number in seen]
         seen.update([tied.number for tied in layer.tied])
         found.append(_without(layer, again) if again else layer)

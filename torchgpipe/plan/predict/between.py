@@ -2,31 +2,32 @@
 
 from collections.abc import Sequence
 
-from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed, Tied
+from torchgpipe.plan.count.footprint import LayerCount, Stashed, Tied
 from torchgpipe.plan.hardware.hardware import Hardware
 
 Cuts = Sequence[tuple[int, int]]
 """For each partition, the half-open range of its layers: (first, last + 1)."""
 
 
-def crossing(layers: Sequence[Footprint], cuts: Cuts) -> list[tuple[int, int, Stashed]]:
+def crossing(
+    skips: Sequence[tuple[int, int, Stashed]], cuts: Cuts
+) -> list[tuple[int, int, Stashed]]:
     """List the skips that go from one partition to another.
 
     Each item is a tuple: the partition that stashes, the partition that pops, and the skip.
+
+    Args:
+        skips: All skips, each with the layers that stash and pop it (see `list_skips`).
+        cuts: The range of layers of each partition.
     """
-    popped: dict[int, int] = {}
-    stashed: list[tuple[int, Stashed]] = []
+    partitions: list[int] = []  # of each layer
     for j, (start, stop) in enumerate(cuts):
-        for layer in layers[start:stop]:
-            if layer.pops:
-                popped |= dict.fromkeys(layer.pops, j)
-            if layer.stashes:
-                stashed += [(j, skip) for skip in layer.stashes]
+        partitions += [j] * (stop - start)
     found = []
-    for j, skip in stashed:
-        target = popped[skip.skip]
-        if target != j:
-            found.append((j, target, skip))
+    for stashing, popping, skip in skips:
+        source, target = partitions[stashing], partitions[popping]
+        if source != target:
+            found.append((source, target, skip))
     return found
 
 

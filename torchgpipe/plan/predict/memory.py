@@ -27,20 +27,16 @@ tensors, the workspaces of libraries, the tensors that a criterion keeps, and th
 that checkpointed tasks make.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.task_bytes import TaskBytes
-from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.predict.between import crossing, shared_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
 from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.stages import Held, Routes, Stage, routes_of
 from torchgpipe.tensors.checkpoint import checkpointed
-
-Crossings = Sequence[tuple[int, int, Stashed]]
-"""The skips between stages: for each, the stage that stashes, the stage that pops, and the skip."""
 
 
 class DeviceBytes(NamedTuple):
@@ -69,75 +65,18 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     the last micro-batch can be smaller.
     """
     sizes = setup.sizes
-    crossings = crossing(counts.footprints(sizes[0]), setup.cuts)
+    routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
     m = len(sizes)
     if isinstance(setup.schedule, str) and not setup.gathered:
         m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
     recomputed = checkpointed(setup.checkpoint, m)
     shared = shared_parameters(counts.low, setup.cuts, setup.lists.placement)
     peaks = []
-    for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(crossings))):
+    for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(routes))):
         arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))
-        device = _Device(counts, setup, own[0].stages, crossings, arriving)
+        device = _Device(counts, setup, own, routes, arriving)
         peaks.append(device.fullest(own))
     return peaks
-
-
-class _Stage:
-    """The bytes of a stage's largest parameter, and of a task with and without checkpointing."""
-
-    def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
-        start, stop = setup.cuts[s]
-        sizes = setup.sizes
-        size = sizes[0]
-        recomputed = checkpointed(setup.checkpoint, len(sizes))
-        # `counts.task` is slow, so it is called a second time, for tasks without checkpointing,
-        # only if its result is needed.
-        self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
-        self.plain = self.checkpointed
-        if recomputed < len(sizes) or start == 0:
-            self.plain = counts.task(size, start, stop, checkpoint=False)
-        self.layers = counts.low[start:stop]
-        self.largest = 0.0
-        for layer in self.layers:
-            self.largest = max(self.largest, *layer.parameter_sizes, 0.0)
-        # A backward that computes only weights' gradients needs the tensors that layers with matrix
-        # products have saved, and the gradients of these layers' outputs.
-        late: list[Footprint] = []
-        if setup.halves:
-            footprints = counts.footprints(size)[start:stop]
-            for footprint, layer in zip(footprints, self.layers, strict=True):
-                if layer.products:
-                    late.append(footprint)
-        self.output_grads = sum(footprint.output_grad for footprint in late)
-        saved: dict[int, float] = {}
-        for footprint in late:
-            saves = footprint.saves
-            saved |= {storage: size for storage, size in footprint.sizes if storage in saves}
-        self.half = sum(saved.values()) + self.output_grads
-        """The bytes that a task keeps until the weights' gradients are computed."""
-
-    def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that so many tasks in flight keep (see `InFlight`)."""
-        return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
-
-
-def _gradients(stages: Mapping[int, _Stage]) -> dict[int, float]:
-    """Return the bytes of gradients that each stage's first backward adds on its device.
-
-    If stages share a parameter, the last of them makes the gradient, because its backward is first.
-
-    Args:
-        stages: The stages on the device.
-    """
-    found = {}
-    later: list[LayerCount] = []
-    for s in sorted(stages, reverse=True):
-        both = [*later, *stages[s].layers]
-        once = counted_once(both)[len(later) :]
-        found[s] = float(sum([layer.parameters for layer in once]))
-        later = both
-    return found
 
 
 class _Device:
@@ -153,32 +92,25 @@ class _Device:
         self,
         counts: Counts,
         setup: Setup,
-        own: Sequence[int],
-        crossings: Crossings,
+        moments: Sequence[Moment],
+        routes: Routes,
         arriving: float,
     ) -> None:
+        own = moments[0].stages
         self._setup = setup
-        self._crossings = crossings
         self._copied = counts.copied
         self._gathered = setup.gathered
         self._m = len(setup.sizes)
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._last = len(setup.balance) - 1
-        self._stages = {s: _Stage(counts, setup, s) for s in own}
-        layers: list[LayerCount] = []
-        for stage in self._stages.values():
-            layers += stage.layers
-        self._sizes: list[float] = []
-        """The bytes of each parameter."""
-        frozen = 0.0
-        for layer in counted_once(layers):
-            self._sizes += layer.parameter_sizes
-            frozen += layer.frozen
+        self._stages = {s: Stage.of(counts, setup, s) for s in own}
+        self._held = Held.of(counts, setup.cuts, own)
+        frozen = self._held.frozen
         if 0 in own:
             frozen += counts.input * setup.batch_size
-        parameters = sum(self._sizes)
+        parameters = sum(self._held.sizes)
         self._parameters = parameters
-        self._gradients = _gradients(self._stages)
+        self._traffic = self._skips(moments[0].skips, routes)
         self._arriving = arriving
         self._kept_grads = parameters if setup.zeroed else 0.0
         """The bytes of gradients that stay between steps."""
@@ -204,7 +136,7 @@ class _Device:
         gradients = self._parameters
         if not self._gathered:
             gradients += self._kept_grads
-        update = max(self._setup.optimizer.temporaries(self._sizes), self._arriving)
+        update = max(self._setup.optimizer.temporaries(self._held.sizes), self._arriving)
         found.append(self._always._replace(gradients=gradients, stashed=gathered, update=update))
         return max(found, key=lambda each: each.peak)
 
@@ -232,14 +164,18 @@ class _Device:
             if coming and s > 0:
                 copies += task.inputs - task.arrivals
             if begun:
-                gradients += self._gradients[s]
+                gradients += self._held.gradients[s]
         if backward and not first and now.stage > 0:
             copies += task.input_grad
+        skips = 0.0
+        for index, away, early, waits in self._traffic:
+            traffic = now.skips[index]
+            skips += traffic.away * away + traffic.early * early + traffic.waiting * waits
         return self._always._replace(
             gradients=gradients,
             stashed=stashed,
             working=self._working(now, running, task, first),
-            skips=sum([self._skips(traffic) for traffic in now.skips]),
+            skips=skips,
             copies=copies,
         )
 
@@ -258,7 +194,7 @@ class _Device:
             return (waiting + 1) * plain.output + plain.output_grad
         return waiting * plain.output
 
-    def _working(self, now: Moment, stage: _Stage, task: TaskBytes, first: bool) -> float:
+    def _working(self, now: Moment, stage: Stage, task: TaskBytes, first: bool) -> float:
         """Return the bytes that the action allocates.
 
         `first` is true until the action's stage has done a backward.
@@ -277,20 +213,30 @@ class _Device:
             peak = task.later if self._setup.zeroed and self._m == 1 else task.first
         return task.kept + peak
 
-    def _skips(self, traffic: Traffic) -> float:
+    def _skips(
+        self, skips: Sequence[Traffic], routes: Routes
+    ) -> list[tuple[int, float, float, float]]:
         """Return the bytes of skips and of skips' gradients on their way between two stages.
 
         On devices that share one memory, such as the CPU, a skip is not copied. Then it counts as
         memory of the partition that computes it, and its gradient as memory of the partition that
         computes the gradient.
+
+        Args:
+            skips: The traffic at any moment.
+            routes: The bytes of all skips.
+
+        Returns:
+            The traffic that takes memory here: its index in `skips`, and the bytes for each of the
+            micro-batches that it counts as `away`, `early` and `waiting`.
         """
-        route = (traffic.source, traffic.target)
-        found = 0.0
-        for stashing, popping, skip in self._crossings:
-            if route == (stashing, popping):
-                found += traffic.away * skip.bytes
-                if self._copied:
-                    found += traffic.early * skip.grad
-            elif route == (popping, stashing) and not self._copied:
-                found += traffic.waiting * skip.grad
+        found = []
+        for index, traffic in enumerate(skips):
+            there = routes.get((traffic.source, traffic.target))
+            back = routes.get((traffic.target, traffic.source))
+            if there is not None:
+                nbytes, grad = there
+                found.append((index, nbytes, grad if self._copied else 0.0, 0.0))
+            elif back is not None and not self._copied:
+                found.append((index, 0.0, 0.0, back[1]))
         return found

@@ -260,7 +260,7 @@ class Predictor:
         layers = self.layers(size).layers
         through = [layers[stop - 1].output for _, stop in cuts[:-1]]
         beside: dict[tuple[int, int], float] = {}
-        for source, target, skip in crossing(self.counts.footprints(size), cuts):
+        for source, target, skip in crossing(self.counts.skips(size), cuts):
             if setup.portals:
                 beside[source, target] = beside.get((source, target), 0.0) + skip.copied
             else:

@@ -112,13 +112,18 @@ class _Share:
         """Return the seconds if the devices slow each other down."""
         return seconds * (1 + self.predictor.hardware.sharing * (self.devices - 1))
 
-    def memory(self, optimizer: Optimizer, units: tuple[int, ...]) -> DeviceBytes:
-        """Return the peak memory of a device that has the whole model."""
-        # All micro-batches after the first take the same memory, so two of them are enough.
-        m = min(2, self.micro_batches)
+    def memory(self, optimizer: Optimizer, units: tuple[int, ...], most: int) -> DeviceBytes:
+        """Return the peak memory of a device that has the whole model.
+
+        Args:
+            optimizer: The memory that the optimizer takes.
+            units: The number of layers in each unit.
+            most: The most micro-batches to look at.
+        """
+        m = min(most, self.micro_batches)
         mode = "always" if self.recomputed else "never"
         setup = Setup(m * self.size, units, m, mode, optimizer, schedule=_in_turn(len(units), m))
-        counts = self.predictor.counts
+        counts = self.predictor.counts.on_one_device
         (device,) = setup_memory(counts, setup)
         inputs = counts.input * (self.micro_batches - m) * self.size
         return device._replace(parameters=device.parameters + inputs)
@@ -196,7 +201,8 @@ def data_parallel(share: _Share) -> Alternative:
     hardware, parameters = share.predictor.hardware, share.parameters
     # With recomputation, the units are stages: each runs again by itself.
     units = share.units if share.recomputed else (sum(share.units),)
-    memory = share.memory(share.optimizer, units)
+    # All micro-batches after the first take the same memory, so two of them are enough.
+    memory = share.memory(share.optimizer, units, most=2)
     if share.devices > 1:
         memory = memory._replace(gradients=memory.gradients + parameters)
     m = share.micro_batches
@@ -234,10 +240,9 @@ def _sharded_memory(share: _Share) -> DeviceBytes:
     gathered = 0.0
     for start, stop in pairwise(accumulate(share.units, initial=0)):
         unit = counted_once(share.predictor.counts.low[start:stop])
-        gradients = sum([layer.parameters for layer in unit])
-        frozen = sum([layer.frozen for layer in unit])
-        gathered = max(gathered, 2.0 * (gradients + frozen) + gradients)
-    whole = share.memory(STATELESS, share.units)
+        gathered = max(gathered, 2.0 * sum([layer.parameters + layer.frozen for layer in unit]))
+    # Each micro-batch makes the gradients of a unit anew, as the first one does.
+    whole = share.memory(STATELESS, share.units, most=1)
     backward = whole._replace(
         parameters=whole.parameters - held + held / k,
         gradients=trained / k,
