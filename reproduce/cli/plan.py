@@ -1,6 +1,6 @@
 """Define the command `plan`, which predicts the best setup or the largest model that fits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,11 +88,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-@command(
-    "plan unet --size 48 160 --memory 24GiB",
-    "plan torchvision:resnet50 --hardware a100x8",
-    "plan mymodels:gpt --largest layers --hardware rtx4090x4",
-)
+@command("plan unet --size 48 160 --memory 24GiB", "plan torchvision:resnet50 --hardware a100x8")
 @click.argument("model", metavar="MODEL")
 @click.option("--size", type=(int, int), metavar="N N", help="(L, D) of amoebanet, (B, C) of unet.")
 @click.option(
@@ -124,7 +120,7 @@ def _shape(text: str) -> tuple[int, ...]:
 @autocast
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
 @fp32_precision
-@hardware(f"or {HERE}: time the layers")
+@hardware(f"or {HERE}")
 @click.option(
     "--profile",
     "profiled",
@@ -189,33 +185,38 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
-    sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
     if asked.size and asked.model not in sized:
-        yield "--size", f"{sizes_of} --size out"
-    own = ":" in asked.model and not asked.model.startswith("torchvision:")
-    if asked.grows and asked.model not in sized and not own:
-        yield "--largest", f"{sizes_of} --largest out"
-    if asked.grows and asked.model in sized and asked.grows not in GROWS:
-        yield "--largest", f"{asked.model} grows in {' or '.join(GROWS)}; got {asked.grows!r}"
+        yield "--size", f"only {' and '.join(sized)} have sizes to choose; leave --size out"
     if asked.shape and asked.model in PAPERS:
         yield "--input", f"{asked.model} has samples of its own; leave --input out"
     if asked.grows:
-        yield from conflicts_with_largest(asked)
+        yield from conflicts_with_largest(asked, sized)
     if asked.profiled and asked.hardware:
         yield (
             "--profile",
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
         )
-    if asked.grows and asked.hardware is None:
+
+
+def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option that does not go with `--largest`, with the reason.
+
+    Args:
+        asked: The values of the options.
+        sized: The models of the papers that have sizes to choose.
+    """
+    own = ":" in asked.model and not asked.model.startswith("torchvision:")
+    if asked.model in sized and asked.grows not in GROWS:
+        yield "--largest", f"{asked.model} grows in {' or '.join(GROWS)}; got {asked.grows!r}"
+    elif asked.model not in sized and not own:
+        models = f"{', '.join(sized)} and your own functions"
+        yield "--largest", f"only {models} have sizes to choose; leave --largest out"
+    if asked.hardware is None:
         yield (
             f"--hardware {HERE}",
             "the largest model is a question of memory alone, nothing is timed for it: name a "
             "description",
         )
-
-
-def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not go with `--largest`, with the reason."""
     if asked.orders:
         yield "--schedules", "the largest model is found for GPipe; leave it out"
     if asked.autocast:

@@ -16,7 +16,7 @@ from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.predict.predict import Predictor
-from torchgpipe.plan.search.search import Goal, search
+from torchgpipe.plan.search.search import Aim, search
 from torchgpipe.plan.search.trial import Choices
 
 Sizes = tuple[int, ...]
@@ -160,7 +160,7 @@ def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) ->
         choices = Choices(asked.batch_size, optimizer, [1], ["never"])
     partitions = [min(asked.devices, len(counts))]
     try:
-        search(predictor, choices, partitions, Goal(asked.memory, close=inf))
+        search(predictor, choices, partitions, Aim(asked.memory, close=inf))
     except Impossible:
         return False
     return True

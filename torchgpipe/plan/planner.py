@@ -21,7 +21,7 @@ from torchgpipe.plan.predict.profiled import predictor_here
 from torchgpipe.plan.report import Plan
 from torchgpipe.plan.search.alternatives import alternatives
 from torchgpipe.plan.search.impossible import refuse_hopeless
-from torchgpipe.plan.search.search import Found, Goal, merged, search, unheard
+from torchgpipe.plan.search.search import Aim, Found, merged, search, unheard
 from torchgpipe.plan.search.trial import Candidate, Choices
 from torchgpipe.schedules import Schedule, make
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -140,7 +140,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     refuse_hopeless(predictor, batch_size, most, room, held)
     choices = Choices(batch_size, held, numbers, modes, orders)
     partitions = _numbers(min(most, len(counts)))
-    found = search(predictor, choices, partitions, Goal(room, progress=progress))
+    found = search(predictor, choices, partitions, Aim(room, progress=progress))
     beside = {}
     for n in partitions:
         beside[n] = alternatives(predictor, batch_size, n, held, room)

@@ -42,7 +42,10 @@ def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
     layers: list[list[int]] = [[] for _ in best.devices]
     for device, (start, stop) in zip(setup.lists.placement, setup.cuts, strict=True):
         layers[device] += range(start, stop)
-    work = [sum([seconds[layer] for layer in own]) for own in layers]
+    work = [0.0] * len(layers)
+    for device, own in enumerate(layers):
+        for layer in own:
+            work[device] += seconds[layer]
     device = work.index(max(work))
     slowest = max(layers[device], key=seconds.__getitem__)
     share = seconds[slowest] / (work[device] or 1.0)
@@ -75,7 +78,13 @@ def about_memory(best: Candidate, unlimited: float) -> str:
 def about_alternatives(
     best: Candidate, found: Mapping[int, Sequence[Alternative]], room: float
 ) -> str:
-    """Say which training without a pipeline has room and is faster; "" if none is."""
+    """Say which training without a pipeline has room and is faster; "" if none is.
+
+    Args:
+        best: The best setup.
+        found: The predictions without a pipeline, for each number of devices.
+        room: How many bytes of each device tensors may take.
+    """
     fitting = [each for ways in found.values() for each in ways if each.peak <= room]
     fastest = min(fitting, key=lambda each: each.seconds, default=None)
     if fastest is None or fastest.seconds * CLEARLY >= best.seconds:

@@ -41,7 +41,7 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
         warnings.warn(
             f"other programs used {share:.0%} of the cores while {what} was measured, which "
             "makes the plan wrong; plan again when the machine is quiet",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 

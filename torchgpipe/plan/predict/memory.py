@@ -35,7 +35,7 @@ from torchgpipe.plan.count.task_bytes import TaskBytes
 from torchgpipe.plan.predict.between import crossing, shared_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
 from torchgpipe.plan.predict.predict import Setup
-from torchgpipe.plan.predict.stages import Held, Routes, Stage, routes_of
+from torchgpipe.plan.predict.stages import HeldBytes, Routes, StageBytes, routes_of
 from torchgpipe.tensors.checkpoint import checkpointed
 
 
@@ -103,8 +103,8 @@ class _Device:
         self._m = len(setup.sizes)
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._last = len(setup.balance) - 1
-        self._stages = {s: Stage.of(counts, setup, s) for s in own}
-        self._held = Held.of(counts, setup.cuts, own)
+        self._stages = {s: StageBytes.of(counts, setup, s) for s in own}
+        self._held = HeldBytes.of(counts, setup.cuts, own)
         frozen = self._held.frozen
         if 0 in own:
             frozen += counts.input * setup.batch_size
@@ -194,7 +194,7 @@ class _Device:
             return (waiting + 1) * plain.output + plain.output_grad
         return waiting * plain.output
 
-    def _working(self, now: Moment, stage: Stage, task: TaskBytes, first: bool) -> float:
+    def _working(self, now: Moment, stage: StageBytes, task: TaskBytes, first: bool) -> float:
         """Return the bytes that the action allocates.
 
         `first` is true until the action's stage has done a backward.

@@ -55,7 +55,7 @@ def _gradients(stages: Mapping[int, Sequence[LayerCount]]) -> dict[int, float]:
     return found
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """The bytes of the parameters and buffers of a device's stages."""
 
     sizes: list[float]
@@ -65,7 +65,7 @@ class Held(NamedTuple):
     """The bytes of gradients that each stage's first backward adds."""
 
     @classmethod
-    def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "Held":
+    def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "HeldBytes":
         """Return what the stages `own` hold, from the counts' cache if it is there."""
         key = cls, tuple([cuts[s] for s in own])
         if key not in counts.cache:
@@ -80,7 +80,7 @@ class Held(NamedTuple):
         return cls(sizes, frozen, dict(zip(own, gradients, strict=True)))
 
 
-class Stage:
+class StageBytes:
     """The bytes of a stage's largest parameter, and of a task with and without checkpointing."""
 
     def __init__(self, counts: Counts, key: "StageKey") -> None:
@@ -112,7 +112,7 @@ class Stage:
         """The bytes that a task keeps until the weights' gradients are computed."""
 
     @classmethod
-    def of(cls, counts: Counts, setup: Setup, s: int) -> "Stage":
+    def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
         """Return stage number `s` of a setup, from the counts' cache if it is there."""
         start, stop = setup.cuts[s]
         sizes = setup.sizes
@@ -121,7 +121,7 @@ class Stage:
         key = StageKey(sizes[0], start, stop, recomputed > 0, plain, setup.halves)
         if key not in counts.cache:
             counts.cache[key] = cls(counts, key)
-        found: Stage = counts.cache[key]
+        found: StageBytes = counts.cache[key]
         return found
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:

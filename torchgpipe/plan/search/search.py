@@ -41,7 +41,7 @@ def unheard(line: str) -> None:
     """Tell nobody about the progress."""
 
 
-class Goal(NamedTuple):
+class Aim(NamedTuple):
     """What a search aims at, and who hears how far it is.
 
     Attributes:
@@ -90,7 +90,7 @@ def chunk_choices(batch_size: int) -> list[int]:
 
 
 def search(
-    predictor: Predictor, choices: Choices, partitions: Sequence[int], goal: Goal
+    predictor: Predictor, choices: Choices, partitions: Sequence[int], aim: Aim
 ) -> list[dict[int, Found]]:
     """Return the best setup for each schedule and each number of devices.
 
@@ -99,7 +99,7 @@ def search(
         choices: What to choose from. If any number of micro-batches is allowed, the numbers of
             `chunk_choices` are tried.
         partitions: The numbers of devices to choose from.
-        goal: When a setup fits and is good enough.
+        aim: When a setup fits and is good enough.
 
     Returns:
         For each schedule of the choices, in their order, the best setups by number of devices.
@@ -111,19 +111,19 @@ def search(
     found = [{n: Found() for n in partitions} for _ in schedules]
     for own, schedule in zip(found, schedules, strict=True):
         one = choices._replace(schedules=[schedule])
-        _search_one(own, predictor, one, goal)
+        _search_one(own, predictor, one, aim)
     every = [each for own in found for each in own.values()]
     if all(each.best is None for each in every):
         n = max(partitions)
         smallest = least(predictor, n, choices)
-        if smallest.peak > goal.memory:
-            raise Impossible(why(predictor, smallest, choices.batch_size, n, goal.memory))
+        if smallest.peak > aim.memory:
+            raise Impossible(why(predictor, smallest, choices.batch_size, n, aim.memory))
         found[schedules.index(smallest.setup.schedule)][n].best = smallest
     for own in found:
         for n, each in own.items():
             each.bound = min(each.bound, each.limit)
-            if each.best is not None and each.limit > each.bound * (1 + goal.close):
-                _finish(each, n, Work(predictor, each.best.setup), goal)
+            if each.best is not None and each.limit > each.bound * (1 + aim.close):
+                _finish(each, n, Work(predictor, each.best.setup), aim)
     return found
 
 
@@ -139,14 +139,12 @@ def merged(found: Sequence[Mapping[int, Found]]) -> dict[int, Found]:
     return best
 
 
-def _search_one(
-    found: dict[int, Found], predictor: Predictor, choices: Choices, goal: Goal
-) -> None:
+def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices, aim: Aim) -> None:
     """Search with one schedule, for each number of devices in `found`; store the setups there."""
     batch_size, optimizer, chunks, checkpoint, (schedule,) = choices
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer, schedule=schedule)
     kept = sum(held_by_layers(predictor.counts.once, optimizer))
-    roomy = [n for n in found if kept <= n * goal.memory]
+    roomy = [n for n in found if kept <= n * aim.memory]
     numbers = sorted(set(chunks or chunk_choices(batch_size)))
     works = []
     for m, mode in product(numbers, checkpoint):
@@ -157,11 +155,11 @@ def _search_one(
     asked = _in_order(works, roomy)
     for k, (lower, n, work) in enumerate(asked):
         name = schedule if isinstance(schedule, str) else schedule.name
-        goal.progress(f"searching with {name}: choice {k} of {len(asked)}")
+        aim.progress(f"searching with {name}: choice {k} of {len(asked)}")
         bound = lower
         few = 3 * len(work.setup.sizes) * n <= MOST_TASKS
-        if found[n].limit > lower * (1 + goal.close) and (chunks or few):
-            bound = _try(found[n], n, work, goal)
+        if found[n].limit > lower * (1 + aim.close) and (chunks or few):
+            bound = _try(found[n], n, work, aim)
         found[n].bound = min(found[n].bound, bound)
 
 
@@ -177,7 +175,7 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
     return sorted(asked, key=lambda each: each[0])
 
 
-def _try(found: Found, n: int, work: Work, goal: Goal) -> float:
+def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
     """Look for a faster setup among the balances on `n` devices, and store that setup in `found`.
 
     Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
@@ -185,26 +183,26 @@ def _try(found: Found, n: int, work: Work, goal: Goal) -> float:
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
     found.unlimited = min(found.unlimited, step.seconds)
-    if heaviest(work.held, work.balance(n, 1.0)) > goal.memory:
+    if heaviest(work.held, work.balance(n, 1.0)) > aim.memory:
         return inf
     lower = work.bound(n, heaviest(work.seconds, setup.balance))
-    trial = Trial(work, assess(work.predictor, setup, step), goal.memory)
+    trial = Trial(work, assess(work.predictor, setup, step), aim.memory)
     if found.best is not None and len(found.best.setup.balance) == len(setup.balance):
         trial.take(found.best.setup.balance)
     if trial.lacking:
         for share in BYTES:
             trial.take(work.balance(n, share))
     if trial.best.seconds < found.limit * (1 + NEAR):
-        _improve(found, trial, lower * (1 + goal.close))
+        _improve(found, trial, lower * (1 + aim.close))
     return lower
 
 
-def _finish(found: Found, n: int, work: Work, goal: Goal) -> None:
+def _finish(found: Found, n: int, work: Work, aim: Aim) -> None:
     """Search again, but begin with balances by bytes, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
-        trial = Trial(work, assess(work.predictor, setup), goal.memory)
-        _improve(found, trial, found.bound * (1 + goal.close))
+        trial = Trial(work, assess(work.predictor, setup), aim.memory)
+        _improve(found, trial, found.bound * (1 + aim.close))
 
 
 def _improve(found: Found, trial: Trial, enough: float) -> None:
