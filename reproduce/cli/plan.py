@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from textwrap import fill
 from typing import Any
 
 import click
@@ -230,6 +231,7 @@ def show_best(asked: Options) -> None:
     import torch
 
     from reproduce.predict.asked import find_given
+    from reproduce.tables.layout import WIDTH
     from reproduce.tables.output import of_plan, written
     from torchgpipe.plan import plan as make_plan
 
@@ -261,7 +263,7 @@ def show_best(asked: Options) -> None:
             progress=progress,
         )
     title = ", ".join([given.title, f"batch size {batch_size}", optimizer, planned.precision])
-    text = f"{title}\n\n{planned}\n"
+    text = f"{fill(title, WIDTH)}\n\n{planned}\n"
     markdown = f"{title}\n\n```\n{planned}\n```\n"
     click.echo(written(asked.style, of_plan(planned, title), text, markdown), nl=False)
 
@@ -270,7 +272,7 @@ def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
     from reproduce.predict.asked import PAPERS, find_family, find_given
     from reproduce.predict.largest import Asked, find_largest, lines_of, title_of
-    from reproduce.tables.layout import bullets
+    from reproduce.tables.layout import WIDTH, bullets
     from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
 
@@ -296,6 +298,6 @@ def show_largest(asked: Options) -> None:
     found = find_largest(question, axis, partial(click.echo, err=True))
     title = title_of(question)
     lines = list(lines_of(question, axis, found))
-    text = f"{title}\n\n{bullets(lines)}\n"
+    text = f"{fill(title, WIDTH)}\n\n{bullets(lines)}\n"
     markdown = f"{title}\n\n{bullets(lines, wrap=False)}\n"
     click.echo(written(asked.style, of_largest(found, title), text, markdown), nl=False)

@@ -33,7 +33,13 @@ def precision_of(
 
 
 def check_precision(module: Module, autocast: torch.dtype | None, *, master_weights: bool) -> None:
-    """Raise `ValueError` if the options do not fit each other or the module."""
+    """Raise `ValueError` if an option has a wrong value or does not fit the module.
+
+    Args:
+        module: The layers.
+        autocast: The dtype of autocast.
+        master_weights: Whether the optimizer keeps a float32 copy of the parameters.
+    """
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
     if not master_weights:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import add
 from typing import NamedTuple
 
@@ -85,7 +86,8 @@ def about_alternatives(
         found: The predictions without a pipeline, for each number of devices.
         room: How many bytes of each device tensors may take.
     """
-    fitting = [each for ways in found.values() for each in ways if each.peak <= room]
+    every = chain.from_iterable(found.values())
+    fitting = [each for each in every if each.peak <= room]
     fastest = min(fitting, key=lambda each: each.seconds, default=None)
     if fastest is None or fastest.seconds * CLEARLY >= best.seconds:
         return ""
