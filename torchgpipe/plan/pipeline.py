@@ -104,7 +104,12 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
 def schedules_of(
     schedule: str | Schedule | None, schedules: Sequence[str | Schedule] | None
 ) -> str | Schedule | Sequence[str | Schedule]:
-    """Return what a plan chooses the schedule from, by two arguments of `pipeline`."""
+    """Return what a plan chooses the schedule from; raise `ValueError` if both are given.
+
+    Args:
+        schedule: The argument of `pipeline`.
+        schedules: The argument of `pipeline`.
+    """
     if schedule is not None and schedules is not None:
         raise ValueError(
             "schedule is the schedule to use, and schedules are those to choose from: "

@@ -66,7 +66,13 @@ class HeldBytes(NamedTuple):
 
     @classmethod
     def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "HeldBytes":
-        """Return what the stages `own` hold, from the counts' cache if it is there."""
+        """Return what the stages of a device hold, from the counts' cache if it is there.
+
+        Args:
+            counts: The counts of the model.
+            cuts: The range of layers of each stage of the model.
+            own: The stages on the device.
+        """
         key = cls, tuple([cuts[s] for s in own])
         if key not in counts.cache:
             stages = {s: counts.low[slice(*cuts[s])] for s in own}
@@ -113,7 +119,13 @@ class StageBytes:
 
     @classmethod
     def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
-        """Return stage number `s` of a setup, from the counts' cache if it is there."""
+        """Return a stage, from the counts' cache if it is there.
+
+        Args:
+            counts: The counts of the model.
+            setup: The setup.
+            s: The number of the stage.
+        """
         start, stop = setup.cuts[s]
         sizes = setup.sizes
         recomputed = checkpointed(setup.checkpoint, len(sizes))

@@ -108,12 +108,12 @@ def search(
         Impossible: If no setup fits. The message says why.
     """
     schedules = choices.schedules
-    found = [{n: Found() for n in partitions} for _ in schedules]
-    for own, schedule in zip(found, schedules, strict=True):
-        one = choices._replace(schedules=[schedule])
-        _search_one(own, predictor, one, aim)
-    every = [each for own in found for each in own.values()]
-    if all(each.best is None for each in every):
+    found = []
+    for schedule in schedules:
+        own = {n: Found() for n in partitions}
+        _search_one(own, predictor, choices._replace(schedules=[schedule]), aim)
+        found.append(own)
+    if all(each.best is None for each in merged(found).values()):
         n = max(partitions)
         smallest = least(predictor, n, choices)
         if smallest.peak > aim.memory:
