@@ -13,6 +13,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.alternatives import Alternative, alternatives
+from torchgpipe.tensors.checkpoint import Mode
 
 NODE = replace(load_hardware("a100x8"), launch=1e-9, link_latency=0.0)
 ADAM = optimizer_named("adam", foreach=True)
@@ -55,7 +56,7 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
     (found,) = alternatives(made, 512, 1, SGD, plain.peak * 0.6)
     assert found.peak <= plain.peak * 0.6
     assert found.micro_batches > 1 or found.recomputed
-    mode = "always" if found.recomputed else "never"
+    mode: Mode = "always" if found.recomputed else "never"
     setup = Setup(512, (16,), found.micro_batches, mode, SGD, schedule="1F1B")
     assert found.seconds == pytest.approx(made.step(setup).seconds)
 

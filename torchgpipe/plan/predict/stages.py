@@ -137,5 +137,11 @@ class StageBytes:
         return found
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that so many tasks in flight keep (see `InFlight`)."""
+        """Return the bytes that tasks in flight keep.
+
+        Args:
+            recomputed: How many of them are checkpointed.
+            plain: How many of them are not checkpointed.
+            later: How many have only the gradients of their weights left to compute.
+        """
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half

@@ -31,6 +31,7 @@ from torchgpipe.plan.predict.between import all_reduce
 from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.schedules import Action, Schedule
+from torchgpipe.tensors.checkpoint import Mode
 
 Way = Literal["data parallel", "FSDP"]
 
@@ -121,7 +122,7 @@ class _Share:
             most: The most micro-batches to look at.
         """
         m = min(most, self.micro_batches)
-        mode = "always" if self.recomputed else "never"
+        mode: Mode = "always" if self.recomputed else "never"
         setup = Setup(m * self.size, units, m, mode, optimizer, schedule=_in_turn(len(units), m))
         counts = self.predictor.counts.on_one_device
         (device,) = setup_memory(counts, setup)
