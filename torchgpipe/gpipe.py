@@ -82,6 +82,8 @@ class GPipe(Partitioned):
             stage), and `report()`, which returns a line for each stage.
         observer: A function that is called with each task (`torchgpipe.tensors.observe.Task`), and
             returns a context manager in which the task runs. It is `None` by default.
+        plan: The `torchgpipe.plan.Plan` with which `torchgpipe.pipeline` made the pipeline, or
+            `None`.
 
     Raises:
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a

@@ -62,6 +62,7 @@ class Partitioned(FixedDevices, ABC):
     checkpoint: Mode
     observer: Observer | None
     logs: list[Any]
+    plan: Any = None
     rank: int = 0
     _traced_instead: ClassVar[str]
     _partitions: nn.ModuleList

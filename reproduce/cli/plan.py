@@ -1,9 +1,10 @@
 """Define the command `plan`, which predicts the best setup or the largest model that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from textwrap import fill
 from typing import Any
 
 import click
@@ -26,7 +27,7 @@ from reproduce.machine.devices import Devices, find_devices
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 HEADROOM = 0.15  # the default of the planner
 IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
-GROWS = ("depth", "width")  # the sizes of a model, in their order
+GROWS = ("depth", "width")  # the sizes of a model of the papers, in their order
 
 PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 
@@ -58,6 +59,22 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
             kind.fp32_precision = was
         torch.set_autocast_enabled("cuda", enabled)
         torch.set_autocast_dtype("cuda", dtype)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str], None]]:
+    """Show what the command does now on standard error, by calls of a function.
+
+    A terminal shows it at once. Elsewhere, the first line is written after some seconds.
+    """
+    from reproduce.run.progress import Progress
+
+    progress = Progress()
+    progress.show_later()
+    try:
+        yield progress.show
+    finally:
+        progress.clear()
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -104,7 +121,7 @@ def _shape(text: str) -> tuple[int, ...]:
 @autocast
 @click.option("--master-weights", is_flag=True, help="The optimizer keeps a float32 copy.")
 @fp32_precision
-@hardware(f"or {HERE}: time the layers")
+@hardware(f"or {HERE}")
 @click.option(
     "--profile",
     "profiled",
@@ -117,8 +134,9 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option(
     "--largest",
     "grows",
-    type=click.Choice(GROWS),
-    help="Find the largest model that fits: grow its first or its second size.",
+    metavar="SIZE",
+    help=f"Find the largest model that fits: grow its {' or '.join(GROWS)}, or an argument of your "
+    "function, which has a whole number as its default.",
 )
 def plan(**options: Any) -> None:
     """Predict the best setup to train MODEL on a node.
@@ -168,30 +186,38 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
-    sizes_of = f"only {' and '.join(sized)} have sizes to choose; leave"
     if asked.size and asked.model not in sized:
-        yield "--size", f"{sizes_of} --size out"
-    if asked.grows and asked.model not in sized:
-        yield "--largest", f"{sizes_of} --largest out"
+        yield "--size", f"only {' and '.join(sized)} have sizes to choose; leave --size out"
     if asked.shape and asked.model in PAPERS:
         yield "--input", f"{asked.model} has samples of its own; leave --input out"
     if asked.grows:
-        yield from conflicts_with_largest(asked)
+        yield from conflicts_with_largest(asked, sized)
     if asked.profiled and asked.hardware:
         yield (
             "--profile",
             f"nothing is timed with a description; leave it out, or say --hardware {HERE}",
         )
-    if asked.grows and asked.hardware is None:
+
+
+def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option that does not go with `--largest`, with the reason.
+
+    Args:
+        asked: The values of the options.
+        sized: The models of the papers that have sizes to choose.
+    """
+    own = ":" in asked.model and not asked.model.startswith("torchvision:")
+    if asked.model in sized and asked.grows not in GROWS:
+        yield "--largest", f"{asked.model} grows in {' or '.join(GROWS)}; got {asked.grows!r}"
+    elif asked.model not in sized and not own:
+        models = f"{', '.join(sized)} and your own functions"
+        yield "--largest", f"only {models} have sizes to choose; leave --largest out"
+    if asked.hardware is None:
         yield (
             f"--hardware {HERE}",
             "the largest model is a question of memory alone, nothing is timed for it: name a "
             "description",
         )
-
-
-def conflicts_with_largest(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not go with `--largest`, with the reason."""
     if asked.orders:
         yield "--schedules", "the largest model is found for GPipe; leave it out"
     if asked.autocast:
@@ -205,20 +231,13 @@ def show_best(asked: Options) -> None:
     import torch
 
     from reproduce.predict.asked import find_given
+    from reproduce.tables.layout import WIDTH
     from reproduce.tables.output import of_plan, written
     from torchgpipe.plan import plan as make_plan
 
     given = find_given(asked.model, asked.size or (), asked.shape or ())
     batch_size = asked.batch_size or given.batch_size
     optimizer = asked.optimizer or given.optimizer
-    parts = [given.title, f"batch size {batch_size}", optimizer]
-    if asked.autocast:
-        parts.append(f"autocast {asked.autocast}")
-    if asked.fp32_precision:
-        parts.append(asked.fp32_precision)
-    if asked.master_weights:
-        parts.append("master weights")
-    title = ", ".join(parts)
     devices = asked.devices
     if asked.hardware:
         found = Devices("meta", devices or 1)
@@ -226,7 +245,8 @@ def show_best(asked: Options) -> None:
         found = find_devices(None, None)
         devices = devices or found.count
     largest = min(batch_size, asked.profiled or PROFILED)  # micro-batch to profile layers with
-    with found.in_use(), precision(asked.fp32_precision):
+    with found.in_use(), precision(asked.fp32_precision), shown_progress() as progress:
+        progress("building the model")
         module, sample = given.built(largest, found.first(1)[0])
         planned = make_plan(
             module,
@@ -240,44 +260,44 @@ def show_best(asked: Options) -> None:
             schedules=(asked.orders or "GPipe").split(","),
             autocast=None if asked.autocast is None else getattr(torch, asked.autocast),
             master_weights=asked.master_weights,
+            progress=progress,
         )
-    text = f"{title}\n\n{planned}\n"
+    title = ", ".join([given.title, f"batch size {batch_size}", optimizer, planned.precision])
+    text = f"{fill(title, WIDTH)}\n\n{planned}\n"
     markdown = f"{title}\n\n```\n{planned}\n```\n"
     click.echo(written(asked.style, of_plan(planned, title), text, markdown), nl=False)
 
 
 def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
-    from reproduce.predict.asked import (
-        PAPERS,
-        Asked,
-        find_given,
-        find_largest,
-        lines_of,
-        title_of,
-    )
-    from reproduce.tables.layout import bullets
+    from reproduce.predict.asked import PAPERS, find_family, find_given
+    from reproduce.predict.largest import Asked, find_largest, lines_of, title_of
+    from reproduce.tables.layout import WIDTH, bullets
     from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
 
     hardware = asked.hardware
     assert hardware is not None and asked.grows is not None
     given = find_given(asked.model, asked.size or (), asked.shape or ())
+    if asked.model in PAPERS:
+        family = PAPERS[asked.model].family
+        axis = GROWS.index(asked.grows)
+    else:
+        family = find_family(asked.model, asked.grows, asked.shape or ())
+        axis = 0
     memory = parse_amount(asked.memory) if asked.memory else hardware.memory
-    paper = PAPERS[asked.model]
     question = Asked(
-        paper,
-        asked.size or paper.sizes,
+        family,
+        asked.size or family.sizes,
         asked.batch_size or given.batch_size,
         asked.devices or hardware.devices,
         hardware.room(memory, asked.headroom),
         asked.optimizer or given.optimizer,
         hardware,
     )
-    axis = GROWS.index(asked.grows)
     found = find_largest(question, axis, partial(click.echo, err=True))
     title = title_of(question)
     lines = list(lines_of(question, axis, found))
-    text = f"{title}\n\n{bullets(lines)}\n"
+    text = f"{fill(title, WIDTH)}\n\n{bullets(lines)}\n"
     markdown = f"{title}\n\n{bullets(lines, wrap=False)}\n"
     click.echo(written(asked.style, of_largest(found, title), text, markdown), nl=False)

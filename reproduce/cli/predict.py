@@ -41,7 +41,7 @@ ALL = "all"
     metavar="RECORD",
     help="Predict the emulated rows of this run.",
 )
-@hardware(f"or, with --run, {HERE}: time the run's models")
+@hardware(f"or, with --run, {HERE}")
 @autocast
 @fp32_precision
 @style

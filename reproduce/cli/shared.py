@@ -152,7 +152,7 @@ def hardware(here: str) -> Option:
         show_default=True,
         metavar="NAME|FILE",
         callback=parsed(lambda name: None if name == HERE else _described(name)),
-        help=f"{', '.join(HARDWARE)}, a file (.json), {here} on this machine.",
+        help=f"{', '.join(HARDWARE)}, a file, {here}: time layers.",
     )
 
 

@@ -1,17 +1,14 @@
-"""Find the model for `python -m reproduce plan`, and the largest model that fits in memory.
+"""Find the model for `python -m reproduce plan`.
 
 The user names a model: one of the papers' models, one of torchvision's models, or a function that
-returns a model. The largest model is found both for naive model parallelism and for a pipeline, as
-in the papers.
+returns a model.
 """
 
-import bisect
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +17,14 @@ from torch import Tensor, nn
 
 import torchgpipe
 from reproduce.models import built as models
-from reproduce.models.counted import counted
+from reproduce.models.counted import ALIKE, counted
 from reproduce.models.resnet import torchvision_model
-from torchgpipe.plan import Hardware, Impossible
-from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.hardware.amount import amount
-from torchgpipe.plan.predict.predict import Predictor
-from torchgpipe.plan.search.search import search
-from torchgpipe.plan.search.trial import Choices
+from reproduce.predict.largest import Family, Sizes
+from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.tensors.microbatch import mapped
-from torchgpipe.trace.layer import Layers
+from torchgpipe.trace.layer import Layers, flat
 
-Sizes = tuple[int, ...]
-
+MOST = 2**20  # the largest value of an argument of the user's function to try
 IMAGE = (3, 224, 224)  # the default shape of a sample for torchvision's models
 
 
@@ -53,10 +44,15 @@ class Paper(NamedTuple):
     steps: Sizes = ()
     most: Sizes = ()
 
-    def counts(self, sizes: Sizes) -> Counts:
-        """Count the operations and bytes of the layers of the model in these sizes."""
+    @property
+    def family(self) -> Family:
+        """The model in all its sizes."""
         model = models.MODELS[self.name]
-        return counted(models.SizedModel(self.name, sizes, model.input_shape))
+
+        def counts(sizes: Sizes) -> Counts:
+            return counted(models.SizedModel(self.name, sizes, model.input_shape))
+
+        return Family(self.name, model.sizes, self.sizes, self.steps, self.most, counts)
 
 
 PAPERS = {  # by the name on the command line
@@ -136,6 +132,39 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
     return Given(name, lambda: _returned(name, function(), shape))
 
 
+def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
+    """Return the models that a user's function returns for all values of one argument.
+
+    Raise `ValueError` if there is no such function, or no such argument.
+
+    Args:
+        name: The function, such as "package.module:function".
+        grows: The name of the argument. The search starts with its default.
+        shape: The shape of a sample, as for `find_given`.
+    """
+    where, _, what = name.partition(":")
+    function = _function(where, what)
+    parameters = inspect.signature(function).parameters
+    given = parameters.get(grows)
+    start = None if given is None else given.default
+    if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+        numbers = [
+            name for name, each in parameters.items() if type(each.default) is int and each.default
+        ]
+        known = " or ".join(numbers) or "it has none"
+        raise ValueError(
+            f"--largest {grows}: {name} needs an argument {grows} with a whole number as its "
+            f"default, such as def {what}({grows}=2); arguments like that: {known}"
+        )
+
+    def counts(sizes: Sizes) -> Counts:
+        made = Given(name, lambda: _returned(name, function(**{grows: sizes[0]}), shape))
+        module, sample = made.built(1, torch.device("meta"))
+        return count(module, flat(module, sample), alike=ALIKE)
+
+    return Family(name, (grows,), (start,), (1,), (MOST,), counts)
+
+
 def _of_paper(paper: Paper, sizes: Sizes) -> Given:
     model = models.MODELS[paper.name]
     sizes = sizes or paper.sizes
@@ -182,127 +211,3 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
             "or give the shape of an input, such as --input 3x224x224"
         )
     return module, sample
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The model, training options and devices for which the largest sizes are searched."""
-
-    paper: Paper
-    sizes: Sizes
-    batch_size: int
-    devices: int
-    memory: float  # the bytes that each device has for tensors
-    optimizer: str
-    hardware: Hardware
-
-
-def largest(
-    asked: Asked, axis: int, fit: Callable[[Sizes], bool]
-) -> tuple[Sizes | None, Sizes | None]:
-    """Search for the largest model that fits, by changing the size with index `axis`.
-
-    1. Double this size until the model does not fit.
-    2. Bisect between the largest size that fits and the smallest size that does not.
-
-    Returns:
-        The largest sizes that fit, or None if no size fits; and the next larger sizes, or None if
-        even the largest size to try fits.
-    """
-    step = asked.paper.steps[axis]
-    most = asked.paper.most[axis]
-
-    def sizes(steps: int) -> Sizes:
-        changed = list(asked.sizes)
-        changed[axis] = steps * step
-        return tuple(changed)
-
-    def fails(steps: int) -> bool:
-        return not fit(sizes(steps))
-
-    low = 0
-    high = max(1, asked.sizes[axis] // step)
-    while fit(sizes(high)):
-        low, high = high, 2 * high
-        if high * step > most:
-            return sizes(low), None
-    between = range(low + 1, high)  # `low` fits, and `high` does not
-    low += bisect.bisect_left(between, True, key=fails)
-    return sizes(low) if low else None, sizes(low + 1)
-
-
-class Largest(NamedTuple):
-    """The largest model that fits.
-
-    Attributes:
-        how: How it is trained: "naive" or "pipelined".
-        sizes: The largest sizes that fit, or None if no size fits.
-        beyond: The next larger sizes, or None if even the largest size to try fits.
-        parameters: The number of the model's parameters; 0 if no size fits.
-    """
-
-    how: str
-    sizes: Sizes | None
-    beyond: Sizes | None
-    parameters: int = 0
-
-
-def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list[Largest]:
-    """Find the largest model that fits, for naive model parallelism and for a pipeline.
-
-    Only one of the model's sizes is changed: the size with index `axis`. `tell` is called with a
-    text about each size that is tried.
-    """
-    made = []
-    for how in ("naive", "pipelined"):
-        fit = partial(_fit, asked, how, tell)
-        sizes, beyond = largest(asked, axis, fit)
-        parameters = 0
-        if sizes is not None:
-            counts = asked.paper.counts(sizes)
-            parameter_bytes = sum(layer.parameters for layer in counts.low)
-            parameters = round(parameter_bytes / 4)
-        made.append(Largest(how, sizes, beyond, parameters))
-    return made
-
-
-def title_of(asked: Asked) -> str:
-    """Return a line that says for what the largest model was searched."""
-    return (
-        f"largest {asked.paper.name} on {asked.devices} device(s) with {amount(asked.memory)} for "
-        f"tensors, batch size {asked.batch_size}, {asked.optimizer}"
-    )
-
-
-def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
-    """Yield lines that say how large the largest models are, and what grew."""
-    name = asked.paper.name
-    for each in found:
-        if each.sizes is None:
-            yield f"{each.how}: none: not even {models.titled(name, each.beyond or ())} fits"
-            continue
-        least = "at least " if each.beyond is None else ""
-        title = models.titled(name, each.sizes)
-        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters"
-    yield (
-        f"only {models.MODELS[name].sizes[axis]} grows. naive: one micro-batch, nothing "
-        "recomputed; pipelined: micro-batches of one, all but the last recomputed"
-    )
-    yield "predicted bytes allocated to tensors, not measured"
-
-
-def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
-    """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
-    tell(f"  trying {models.titled(asked.paper.name, sizes)}")
-    counts = asked.paper.counts(sizes)
-    predictor = Predictor(counts, asked.hardware)
-    optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
-    choices = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
-    if how == "naive":
-        choices = Choices(asked.batch_size, optimizer, [1], ["never"])
-    partitions = [min(asked.devices, len(counts))]
-    try:
-        search(predictor, choices, memory=asked.memory, partitions=partitions, close=inf)
-    except Impossible:
-        return False
-    return True

@@ -25,7 +25,7 @@ from reproduce.report.figure import (
 from reproduce.report.figures import Captioned
 from reproduce.report.looks import COLORS, HATCHES
 from reproduce.report.subjects import Source, Subject
-from torchgpipe.plan.report import figure as figure_text
+from torchgpipe.plan.tables import figure as figure_text
 
 KINDS = {"peak_reserved": "reserved", "peak_allocated": "allocated"}
 PARTS = {"model_memory": "model", "peak_activation_memory": "activations", "memory": "all devices"}

@@ -16,7 +16,7 @@ from reproduce.report.looks import Look, look, looks
 from reproduce.report.subjects import RUN, Source, Subject
 from reproduce.tables.history import Line, name_of
 from reproduce.tables.output import Number
-from torchgpipe.plan.report import figure as figure_text
+from torchgpipe.plan.tables import figure as figure_text
 
 IDEAL = "ideal, of equal tasks"
 ROOM = 1.1  # how much higher a chart is than its highest point, so that its marker is not cut

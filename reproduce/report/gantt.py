@@ -22,7 +22,7 @@ from reproduce.report.figure import (
     svg,
 )
 from torchgpipe.plan.predict.replay import Timeline
-from torchgpipe.plan.report import duration
+from torchgpipe.plan.tables import duration
 from torchgpipe.schedules import make
 from torchgpipe.schedules.replay import units
 

@@ -135,6 +135,10 @@ class Progress:
                 took += median(job.seconds)
         return took / guessed if guessed else 1.0
 
+    def show_later(self) -> None:
+        """Write no line in the first seconds, so that short work writes none."""
+        self.shown_at = self.clock()
+
     def show(self, text: str) -> None:
         """Replace the status line on a terminal. Elsewhere, write a line every few seconds."""
         if self.began_at is None:

@@ -19,8 +19,9 @@ from reproduce.records.places import Json
 from reproduce.records.record import Result
 
 if TYPE_CHECKING:
-    from reproduce.predict.asked import Largest
+    from reproduce.predict.largest import Largest
     from torchgpipe.plan import Plan
+    from torchgpipe.plan.search.alternatives import Alternative
     from torchgpipe.plan.search.trial import Candidate
 
 SCHEMA = 1
@@ -154,17 +155,19 @@ def _base(entry: Entry) -> Result | None:
 def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the numbers that a plan predicts, for each number of devices.
 
-    They are the numbers of the best pipeline and, for comparison, of data parallel training.
+    They are the numbers of the best pipeline and, for comparison, of training without a pipeline:
+    data parallel, and FSDP.
     """
     batch_size = plan.candidates[0].setup.batch_size
-    for (n, found), other in zip(plan.by_devices.items(), plan.beside, strict=True):
+    for n, found in plan.by_devices.items():
         best = found.best
         about = {"experiment": title, "row": f"pipeline n={n}", "kind": "predicted"}
         yield from _of_prediction(about, best, batch_size)
         if best is not None:
             yield from _of_setup(about, best)
-        about = {"experiment": title, "row": f"data parallel n={n}", "kind": "predicted"}
-        yield from _of_prediction(about, other, batch_size)
+        for other in plan.beside[n]:
+            about = {"experiment": title, "row": f"{other.way} n={n}", "kind": "predicted"}
+            yield from _of_prediction(about, other, batch_size)
 
 
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
@@ -181,7 +184,9 @@ def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
         yield parameters
 
 
-def _of_prediction(about: Number, found: "Candidate | None", batch_size: int) -> Numbers:
+def _of_prediction(
+    about: Number, found: "Candidate | Alternative | None", batch_size: int
+) -> Numbers:
     if found is None:
         yield {**about, "reason": "no room"}
         return

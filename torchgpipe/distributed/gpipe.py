@@ -77,7 +77,7 @@ class DistributedGPipe(Partitioned):
 
     Attributes:
         balance, chunks, checkpoint, timeout: The arguments.
-        observer: See `GPipe`.
+        observer, plan: See `GPipe`.
         schedule: See `GPipe`.
         partitions: The partitions of this rank.
         partition: The only partition of this rank, an `nn.Sequential`.

@@ -1,6 +1,6 @@
 """Choose a model's balance, number of micro-batches, checkpoint mode and schedule by prediction."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import inf
@@ -15,12 +15,14 @@ from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.hardware.amount import parse_amount
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
+from torchgpipe.plan.precision import check_precision, precision_of
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.profiled import predictor_here
 from torchgpipe.plan.report import Plan
+from torchgpipe.plan.search.alternatives import alternatives
 from torchgpipe.plan.search.impossible import refuse_hopeless
-from torchgpipe.plan.search.search import search
-from torchgpipe.plan.search.trial import Choices, data_parallel
+from torchgpipe.plan.search.search import Aim, Found, merged, search, unheard
+from torchgpipe.plan.search.trial import Candidate, Choices
 from torchgpipe.schedules import Schedule, make
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.checkpoint import MODES, Mode
@@ -45,6 +47,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     schedules: str | Schedule | Sequence[str | Schedule] = "GPipe",
     autocast: torch.dtype | None = None,
     master_weights: bool = False,
+    progress: Callable[[str], object] = unheard,
 ) -> Plan:
     """Plan a pipeline for `module`: find the fastest setup that fits the memory.
 
@@ -84,6 +87,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is
             the dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
+        progress: Called again and again with a line that says what the planner does now.
 
     Returns:
         The plan: the best setup, its prediction, and other setups to compare it with.
@@ -110,14 +114,16 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     if chunks is not None:
         check = partial(_check_number, "chunks", most=batch_size)
         numbers = _several("chunks", chunks, "whole number", check)
-    _check_precision(module, autocast, master_weights)
+    check_precision(module, autocast, master_weights=master_weights)
     asked = None if memory is None else parse_amount(memory)
     _check_headroom(headroom)
 
     on_cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
     kind = "cpu" if on_cpu else accelerator.KIND
+    progress("counting the operators of the layers")
     counts = count(module, sample, device=kind, autocast=autocast)
     if node is None:
+        progress("timing the layers")
         with nullcontext() if autocast is None else torch.autocast(kind, autocast):
             here = predictor_here(module, sample, counts, devices=devices, memory=asked)
         predictor: Predictor = here
@@ -133,17 +139,41 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         source += f", which has {node.devices} devices: more of them are taken to be linked alike"
     held = optimizer_named(optimizer, foreach=not node.cpu, master_weights=master_weights)
     refuse_hopeless(predictor, batch_size, most, room, held)
-    found = search(
-        predictor,
-        Choices(batch_size, held, numbers, modes, orders),
-        memory=room,
-        partitions=_numbers(min(most, len(counts))),
-    )
-    candidates = [setups.best for setups in found.values() if setups.best is not None]
+    choices = Choices(batch_size, held, numbers, modes, orders)
+    partitions = _numbers(min(most, len(counts)))
+    found = search(predictor, choices, partitions, Aim(room, progress=progress))
+    beside = {}
+    for n in partitions:
+        beside[n] = alternatives(predictor, batch_size, n, held, room)
+    by_devices = merged(found)
+    candidates = [setups.best for setups in by_devices.values() if setups.best is not None]
     candidates.sort(key=lambda candidate: candidate.seconds)
-    bound = min([setups.bound for setups in found.values()])
-    beside = [data_parallel(predictor, batch_size, n, held) for n in found]
-    return Plan(candidates, bound, each, room, node, source, found, beside, predictor, module)
+    return Plan(
+        candidates,
+        bound=min([setups.bound for setups in by_devices.values()]),
+        memory=each,
+        room=room,
+        precision=precision_of(counts, node, autocast, master_weights=master_weights),
+        hardware=node,
+        source=source,
+        by_devices=by_devices,
+        by_schedule=_by_schedule(orders, found),
+        beside=beside,
+        predictor=predictor,
+        module=module,
+    )
+
+
+def _by_schedule(
+    schedules: Sequence[str | Schedule], found: Sequence[Mapping[int, Found]]
+) -> list[tuple[str, Candidate | None]]:
+    """Return each schedule's name and its best setup."""
+    best = []
+    for schedule, own in zip(schedules, found, strict=True):
+        fastest = min(own.values(), key=lambda setups: setups.limit)
+        name = schedule.name if isinstance(schedule, Schedule) else make(schedule, 1, 1).name
+        best.append((name, fastest.best))
+    return best
 
 
 def _numbers(most: int) -> list[int]:
@@ -179,21 +209,6 @@ def _check_schedule(schedule: str | Schedule) -> None:
         schedule.replay(buffered=1)
     else:
         make(schedule, 1, 1)
-
-
-def _check_precision(
-    module: Sequential, autocast: torch.dtype | None, master_weights: bool
-) -> None:
-    if autocast not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"autocast must be torch.float16 or torch.bfloat16, got {autocast!r}")
-    if not master_weights:
-        return
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.element_size() != 2:
-            raise ValueError(
-                "master_weights is for parameters in 16 bits: "
-                "leave it out, because other parameters need no float32 copy"
-            )
 
 
 def _check_headroom(headroom: Any) -> None:

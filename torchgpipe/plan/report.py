@@ -1,4 +1,4 @@
-"""Write a plan as text: the best setup, the best one for each number of devices, and its limits."""
+"""`Plan`: the best setup, its prediction, and other setups to compare it with."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,38 +8,34 @@ import torch
 from torch.nn import Sequential
 
 from torchgpipe.gpipe import GPipe
+from torchgpipe.plan import tables
 from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.reasons import (
+    Bottleneck,
+    about_alternatives,
+    about_bottleneck,
+    about_bubble,
+    about_memory,
+    find_bottleneck,
+)
+from torchgpipe.plan.search.alternatives import Alternative
+from torchgpipe.plan.search.impossible import Impossible
 from torchgpipe.plan.search.search import Found
-from torchgpipe.plan.search.trial import Candidate, assess
+from torchgpipe.plan.search.trial import Candidate
+from torchgpipe.plan.tables import WIDTH, duration, figure
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import Mode
 
-GiB = 2**30
-WIDTH = 78
 INDENT = " " * 12
-MUCH = 0.1
-"""The text mentions memory if its limit makes the best setup slower by more than this share."""
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text, such as `1.23 s`, or `45.6 ms` if they are less than one."""
-    if seconds >= 1:
-        return f"{figure(seconds, 3)} s"
-    return f"{figure(seconds * 1e3, 3)} ms"
-
-
-def figure(value: float, digits: int = 4) -> str:
-    """Format a number: as an integer from 1,000 on, otherwise with `digits` significant digits."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The best setup that was found, its prediction, and other setups to compare it with.
 
-    `print(plan)` writes the plan as text.
+    `print(plan)` writes the plan as text, and `plan.summary` is one line.
     """
 
     candidates: Sequence[Candidate]
@@ -50,13 +46,17 @@ class Plan:
     """The bytes of each device."""
     room: float
     """How many bytes of each device tensors may take."""
+    precision: str
+    """The types in which matrix products are computed, such as "float32 and TF32"."""
     hardware: Hardware
     source: str
     """What the seconds were predicted from, as text: a profile or a hardware description."""
     by_devices: Mapping[int, Found] = field(repr=False)
     """For each number of devices, the best setup and the lowest seconds that any can reach."""
-    beside: Sequence[Candidate] = field(repr=False)
-    """The predictions for data parallel training, for the same numbers of devices."""
+    by_schedule: Sequence[tuple[str, Candidate | None]] = field(repr=False)
+    """For each schedule, its name and its best setup; `None` if no setup fits."""
+    beside: Mapping[int, Sequence[Alternative]] = field(repr=False)
+    """The predictions without a pipeline for each number of devices: data parallel, and FSDP."""
     predictor: Predictor = field(repr=False)
     """The predictor that the plan was made with."""
     module: Sequential = field(repr=False)
@@ -110,6 +110,41 @@ class Plan:
         """The predicted peak memory of each device, in bytes that tensors take."""
         return [device.peak for device in self.best.devices]
 
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """The layer that takes longest on the device that works longest."""
+        return find_bottleneck(self.predictor, self.best)
+
+    @property
+    def summary(self) -> str:
+        """The setup, its step and its memory in one line."""
+        setup = self.best.setup
+        n = len(self.best.devices)
+        devices = "1 device" if n == 1 else f"{n} devices"
+        peak, memory = amount(self.best.peak), amount(self.memory)
+        return (
+            f"plan: {setup.lists.name} on {devices}, balance {tables.listed(setup.balance, 60)}, "
+            f"{self.chunks} micro-batches of {setup.sizes[0]}, checkpoint {self.checkpoint}; "
+            f"predicted {duration(self.seconds)} a step in {self.precision}, "
+            f"at most {peak} of {memory} on a device"
+        )
+
+    def on(self, devices: int) -> "Plan":
+        """Return the plan for exactly so many devices, although fewer may be faster.
+
+        Raises:
+            Impossible: If no setup for so many devices was found.
+        """
+        found = self.by_devices.get(devices, Found())
+        if found.best is None:
+            numbers = ", ".join([str(len(each.devices)) for each in self.candidates])
+            raise Impossible(
+                f"no setup for {devices} devices fits; setups were found for {numbers}: "
+                "use so many devices, more layers, or another batch size"
+            )
+        others = [each for each in self.candidates if each is not found.best]
+        return replace(self, candidates=[found.best, *others], bound=found.bound)
+
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
         """Return the `GPipe` that the plan describes. It moves the model's layers to the devices.
 
@@ -146,28 +181,31 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        parts = [self._setup(), self._devices(), self._numbers()]
-        if reason := self.reason:
-            parts.append(fill(reason, WIDTH))
+        several = len(self.by_schedule) > 1
+        parts = [self._setup(), tables.of_devices(self.best)]
+        if several:
+            parts.append(tables.by_schedule(self.by_schedule))
+        parts += [
+            tables.by_number(self.by_devices, schedules=several),
+            tables.without_pipeline(self.beside, self.best.setup.batch_size, self.room),
+            fill(self.reason, WIDTH),
+        ]
         return "\n\n".join(parts)
 
     def _setup(self) -> str:
         """Return lines about the setup, its seconds, the gap to the lower bound, and its memory."""
         best, setup = self.best, self.best.setup
-        balance = str(self.balance)
-        if len(balance) > WIDTH - len(INDENT):
-            half = WIDTH // 2 - 8
-            balance = f"{balance[:half]} … {balance[-half:]}"
         rate = figure(setup.batch_size / best.seconds)
         faster = "faster"
         if self.gap >= 0.0005:
             faster = f"more than {self.gap:.1%} faster"
         peak, memory = amount(best.peak), amount(self.memory)
         lines = [
-            f"balance     {balance}",
+            f"balance     {tables.listed(self.balance, WIDTH - len(INDENT))}",
             f"chunks      {self.chunks}, each a micro-batch of {setup.sizes[0]}",
             f"checkpoint  {self.checkpoint}",
             f"schedule    {setup.lists.name}",
+            f"precision   {self.precision}",
             f"step        {duration(best.seconds)} predicted, {rate} samples/s",
             f"{INDENT}no balance, chunks or checkpoint can be {faster}",
             f"bubble      {best.bubble:.1%} of the devices' time",
@@ -180,111 +218,19 @@ class Plan:
         lines.append(fill(source, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         return "\n".join(lines)
 
-    def _devices(self) -> str:
-        """Return a table of the layers and the memory of each device."""
-        setup = self.best.setup
-        placement = setup.lists.placement
-        lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
-        for j, device in enumerate(self.best.devices):
-            stages = zip(setup.balance, placement, strict=True)
-            layers = "+".join([str(layers) for layers, where in stages if where == j])
-            cells = [
-                f"{j:>6}  {layers:>6}",
-                _gib(device.parameters + device.gradients, 13),
-                _gib(device.optimizer + device.update, 11),
-                _gib(device.stashed, 9),
-                _gib(device.working, 9),
-                _gib(device.copies + device.skips, 8),
-                _gib(device.peak, 9),
-            ]
-            lines.append("".join(cells))
-        lines.append("(GiB, at each device's fullest moment)")
-        return "\n".join(lines)
-
-    def _numbers(self) -> str:
-        """Return a table with a row for each number of devices.
-
-        A row has the best setup for this number and, beside it, data parallel training.
-        """
-        batch_size = self.best.setup.batch_size
-        lines = ["devices  samples/s  chunks   checkpoint    GiB  bubble  | data parallel    GiB"]
-        for (n, found), other in zip(self.by_devices.items(), self.beside, strict=True):
-            pipeline = f"{'no room':>9}"
-            best = found.best
-            if best is not None:
-                rate = figure(batch_size / best.seconds)
-                setup = best.setup
-                pipeline = f"{rate:>9}{len(setup.sizes):>8}{setup.checkpoint:>13}"
-                pipeline += f"{_gib(best.peak, 7)}{best.bubble:>8.1%}"
-            rate = "no room"
-            if other.peak <= self.room:
-                rate = figure(batch_size / other.seconds)
-            lines.append(f"{n:>7}  {pipeline:<45}  |{rate:>14}{_gib(other.peak, 7)}")
-        note = (
-            "(GiB of the fullest device. Data parallel: the whole model and a share of the batch "
-            "on each device, nothing recomputed; on one device that is plain training)"
-        )
-        lines.append(fill(note, WIDTH))
-        return "\n".join(lines)
-
     @property
     def reason(self) -> str:
         """What limits the plan's speed, in a few sentences.
 
-        The sentences say how much time the bubble takes, whether a larger batch, more devices or
-        more memory would help, and whether data parallel training fits the memory and is faster.
+        The sentences name the slowest layer. They say how much time the bubble takes, whether a
+        larger batch, more devices or more memory would help, and whether training without a
+        pipeline fits the memory and is faster.
         """
         best, n = self.best, len(self.best.devices)
-        sentences = []
-        if bubble := self._bubble():
-            sentences.append(bubble)
-        unlimited = self.by_devices[n].unlimited
-        if best.seconds > unlimited * (1 + MUCH):
-            faster = best.seconds / unlimited - 1
-            sentences.append(
-                f"Memory limits the speed: with more of it, n = {n} would be {faster:.0%} faster."
-            )
-        fitting = [other for other in self.beside if other.peak <= self.room]
-        other = min(fitting, key=lambda each: each.seconds, default=best)
-        if other.seconds * 1.005 < best.seconds:
-            gain = best.seconds / other.seconds - 1
-            sentences.append(
-                f"Data parallel training on {len(other.devices)} devices has room, "
-                f"and is {gain:.0%} faster: take DistributedDataParallel in place of a pipeline."
-            )
-        return " ".join(sentences)
-
-    def _bubble(self) -> str:
-        """Say how much time the bubble takes, and what a larger batch or another device gains."""
-        best, setup = self.best, self.best.setup
-        n = len(best.devices)
-        if len(self.by_devices) == 1:
-            return f"The bubble takes {best.bubble:.0%}." if n > 1 else ""
-        if n == 1:
-            return (
-                "Of pipelines, one device is the fastest: what a second one saves, "
-                "it loses to the bubble and to copies."
-            )
-        text = f"At n = {n} the bubble takes {best.bubble:.0%}"
-        chunks = 2 * len(setup.sizes)
-        most = getattr(setup.schedule, "micro_batches", chunks)
-        more = replace(setup, batch_size=2 * setup.batch_size, chunks=min(chunks, most))
-        doubled = assess(self.predictor, more)
-        if doubled.peak > self.room:
-            return f"{text}; twice the batch has no room with this balance."
-        by_batch = 2 * best.seconds / doubled.seconds - 1
-        smaller = [each for each in self.candidates if len(each.devices) < n]
-        if not smaller:
-            return f"{text}; twice the batch would bring {by_batch:.0%} more samples/s."
-        slower = max(smaller, key=lambda each: len(each.devices))
-        fewer = len(slower.devices)
-        by_device = (slower.seconds / best.seconds) ** (1 / (n - fewer)) - 1
-        helps = "the last device helps more than twice the batch would"
-        if by_batch > by_device:
-            helps = "twice the batch would help more than the last device does"
-        gains = f"{by_batch:+.0%} by the batch, {by_device:+.0%} by the device"
-        return f"{text}: {helps} (samples/s: {gains})."
-
-
-def _gib(nbytes: float, width: int) -> str:
-    return f"{nbytes / GiB:>{width}.2f}"
+        sentences = [
+            about_bottleneck(self.bottleneck, n),
+            about_bubble(self.predictor, best, self.by_devices, self.candidates, self.room),
+            about_memory(best, self.by_devices[n].unlimited),
+            about_alternatives(best, self.beside, self.room),
+        ]
+        return " ".join(filter(None, sentences))

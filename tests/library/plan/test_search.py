@@ -20,7 +20,7 @@ from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.balances import Work, heaviest
-from torchgpipe.plan.search.search import search
+from torchgpipe.plan.search.search import Aim, search
 from torchgpipe.plan.search.trial import Candidate, Choices, assess
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES
@@ -122,7 +122,7 @@ def test_against_every_setup(
 
     choices = Choices(BATCH_SIZE, optimizer_named(optimizer, foreach=True), CHUNKS)
     for memory, near in ((all_fit, 1.01), (half_fit, 1.02), (few_fit, 1.1)):
-        found = search(predictor, choices, memory=memory, partitions=NUMBERS)
+        (found,) = search(predictor, choices, NUMBERS, Aim(memory))
         fitting = [x for x in setups if x.peak <= memory]
         fastest = inf
         for x in fitting:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.predict.asked import Largest
+from reproduce.predict.largest import Largest
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
 from reproduce.tables.output import of_largest
@@ -25,6 +25,11 @@ def own() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
+def deep(layers: int = 2, width: int = 128) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose layers have equal sizes."""
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]), torch.rand(2, width)
+
+
 def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return a model, and a sample input with a mask that has no batch dimension."""
     mask = torch.rand(6) > 0.5
@@ -34,7 +39,12 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("unet", "--size 1 8 --memory 1GiB --batch-size 8", "U-Net (1, 8), batch size 8, sgd"),
+        (
+            "unet",
+            "--size 1 8 --memory 1GiB --batch-size 8",
+            "U-Net (1, 8), batch size 8, sgd, float32",
+        ),
+        (f"{HERE}:own", "--input 8 --autocast bfloat16 --hardware h100x8", "sgd, autocast to bf"),
         (
             "unet",
             "--size 1 4 --hardware here --batch-size 6 --profile 6",
@@ -42,6 +52,11 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         ),
         (f"{HERE}:own", "--input 8 --schedules ZBH1,1F1B", "schedule 1F1B"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),
+        (
+            f"{HERE}:deep",
+            "--largest layers --memory 2MB --headroom 0 --batch-size 4",
+            f"pipelined: {HERE}:deep (28): 0.5 M parameters - only layers grows.",
+        ),
         pytest.param(
             "unet",
             "--size 1 8 --largest width --memory 300MiB --batch-size 8",

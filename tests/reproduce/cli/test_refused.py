@@ -94,6 +94,9 @@ REFUSED = {
     "plan unet --size 1 8 --devices 1 --memory 1MiB": "alone needs",
     "history two.json --smaller-is-better --format csv": "prints JSON of its own; leave one",
     "plan resnet101 --largest depth": "leave --largest out",
+    "plan unet --largest height": "unet grows in depth or width; got 'height'",
+    f"plan {OWN} --largest layers": "needs an argument layers with a whole number as its default",
+    "plan torchvision:resnet18 --largest depth": "leave --largest out",
     "plan unet --input 3x32x32": "leave --input out",
     "plan resnet": (
         "no model is called 'resnet'; choose amoebanet, unet, resnet101, a model of torchvision"

@@ -12,7 +12,8 @@ import pytest
 from reproduce.experiments import predictable
 from reproduce.numbers.metrics import read
 from reproduce.numbers.sources import Entry
-from reproduce.predict.asked import PAPERS, Asked, largest
+from reproduce.predict.asked import PAPERS
+from reproduce.predict.largest import Asked, largest
 from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_table
 from reproduce.records.places import RESULTS
 from reproduce.records.published import published
@@ -133,7 +134,7 @@ def test_the_largest_that_fits(
     start: tuple[int, int], limit: int, sizes: object, beyond: object
 ) -> None:
     fit = Mock(side_effect=lambda tried: tried[0] <= limit)
-    asked = Asked(PAPERS["unet"], start, 32, 8, 2.0**30, "sgd", P40)
+    asked = Asked(PAPERS["unet"].family, start, 32, 8, 2.0**30, "sgd", P40)
     assert largest(asked, 0, fit) == (sizes, beyond)
     tried = {call.args for call in fit.mock_calls}
     assert len(tried) == fit.call_count, "no size is tried twice"

@@ -134,6 +134,15 @@ def test_without_a_plan_there_is_text_and_elsewhere_a_line_now_and_then(
     assert SECONDS_BETWEEN_LINES <= 5, "a few seconds"
     assert file.getvalue() == "4 s left: a\n5 s left: a\n"
 
+    file = io.StringIO()
+    clock = Clock()
+    progress = Progress(file, clock)
+    progress.show_later()
+    progress.show("at once")
+    clock.time += SECONDS_BETWEEN_LINES
+    progress.show("after seconds")
+    assert file.getvalue() == "after seconds\n"
+
     texts = {9.6: "10 s", 59.7: "60 s", 125: "2 min", 5940: "99 min", 40000: "11 h"}
     for seconds, text in texts.items():
         assert duration(seconds) == text

@@ -9,8 +9,9 @@ sample. So the layers are counted for only two sizes, and the costs for all othe
 exception is a layer that multiplies samples with each other (see `growth`).
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,12 @@ from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
 from torchgpipe.caught import caught
 from torchgpipe.plan.count.as_on import as_on
 from torchgpipe.plan.count.counter import Counter
-from torchgpipe.plan.count.footprint import Footprint, LayerCount
+from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed, list_skips
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
+from torchgpipe.plan.count.tied import counted_once, tied_parameters
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
@@ -69,6 +71,18 @@ class Counts:
         default_factory=dict, repr=False, compare=False
     )
     """A cache of the results of `task`, by its arguments."""
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """A cache of what else is derived from the counts."""
+
+    @functools.cached_property
+    def once(self) -> list[LayerCount]:
+        """The layers for the smaller of `SIZES`, where a shared parameter is in one layer only."""
+        return counted_once(self.low)
+
+    @functools.cached_property
+    def on_one_device(self) -> "Counts":
+        """The same counts, for partitions that are all on one device, so that nothing is copied."""
+        return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:
         """Return the layers' operators and bytes for micro-batches of `size` samples."""
@@ -79,6 +93,17 @@ class Counts:
         if size not in self.known:
             self.known[size] = _line(*self.held, size)
         return self.known[size]
+
+    def skips(self, size: int) -> Sequence[tuple[int, int, Stashed]]:
+        """Return the skips for micro-batches of `size` samples.
+
+        Each item is a tuple: the layer that stashes, the layer that pops, and the skip.
+        """
+        key = "skips", size
+        if key not in self.cache:
+            self.cache[key] = list_skips(self.footprints(size))
+        found: list[tuple[int, int, Stashed]] = self.cache[key]
+        return found
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
         """Return the bytes of one task: one micro-batch on one partition.
@@ -96,6 +121,10 @@ class Counts:
                 footprints, start, stop, checkpoint=checkpoint, copied=self.copied
             )
         return self.tasks[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle or a copy needs: the fields, but nothing that is cached."""
+        return {**vars(replace(self, known={}, tasks={}, cache={}))}
 
     def __len__(self) -> int:
         return len(self.low)
@@ -155,12 +184,13 @@ def _at(
 ) -> tuple[LayerCounts, Footprints]:
     """Return the layers' operators and the memory that the layers take, for a sample on `meta`."""
     names = list(module._modules)
+    tied = tied_parameters(module)
     storages = StorageNumbers(len(tensors_of(sample)))
     measure_count = partial(_count_layer, names)
 
     def does(rehearsal: Rehearsal) -> LayerCount:
         found = alike.once(measure_count, rehearsal)
-        return found._replace(name=names[rehearsal.index])
+        return found._replace(name=names[rehearsal.index], tied=tied[rehearsal.index])
 
     layers = tuple(rehearse(module, sample, META, does))
     gives = (*[layer.gives for layer in layers], None)

@@ -4,6 +4,7 @@ Footprints refer to storages by numbers. If several layers use a storage, it has
 all their footprints.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.hardware.operators import Operator
@@ -65,6 +66,27 @@ class Footprint(NamedTuple):
     """Whether the layer changes its input in place."""
 
 
+def list_skips(layers: Sequence[Footprint]) -> list[tuple[int, int, Stashed]]:
+    """List a model's skips: for each, the layer that stashes, the layer that pops, and the skip."""
+    popped: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        popped |= dict.fromkeys(layer.pops, index)
+    found = []
+    for index, layer in enumerate(layers):
+        found += [(index, popped[stashed.skip], stashed) for stashed in layer.stashes]
+    return found
+
+
+class Tied(NamedTuple):
+    """A parameter that a layer shares with other layers (see `tied`)."""
+
+    number: int
+    """The same number in all layers that have the parameter."""
+    bytes: int
+    trained: bool
+    """Whether the parameter gets gradients."""
+
+
 class LayerCount(NamedTuple):
     """The operators that one layer runs for one micro-batch, and the bytes of its tensors."""
 
@@ -83,6 +105,8 @@ class LayerCount(NamedTuple):
     """The bytes of buffers and of parameters that get no gradients."""
     gives: tuple[bool, ...]
     """For each input, whether the layer gives it a gradient."""
+    tied: tuple[Tied, ...] = ()
+    """The parameters of the layer that other layers have, too."""
 
     @property
     def products(self) -> tuple[Operator, ...]:

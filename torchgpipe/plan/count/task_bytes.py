@@ -1,5 +1,6 @@
 """Compute the memory of a task (one micro-batch on one partition) from its layers' footprints."""
 
+import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class TaskBytes:
     summed: float
     """How many bytes a backward adds at its peak, if all micro-batches share one graph.
 
-    Autograd then makes a new tensor for each sum of gradients, and does not add in place.
+    Autograd then makes a new tensor for each sum of gradients, and does not add in place. The
+    number is NaN unless the partition has all layers: several partitions have separate graphs.
     """
     arrivals: float
     """The skips among the inputs."""
@@ -53,6 +55,7 @@ def task_bytes(
             an earlier partition saves counts only for the earlier partition.
     """
     layers = footprints[start:stop]
+    whole = len(layers) == len(footprints)
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
     # The storages that something outside the task holds, such as the mini-batch in the first
@@ -98,7 +101,7 @@ def task_bytes(
         input_grad=layers[0].input_grad,
         first=_backward(layers, others, saver, later=False),
         later=_backward(layers, others, saver, later=True),
-        summed=_backward(layers, others, saver, later=True, apart=False),
+        summed=_backward(layers, others, saver, later=True, apart=False) if whole else math.nan,
         arrivals=_total(arrivals, size),
     )
 

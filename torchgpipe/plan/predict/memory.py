@@ -5,7 +5,8 @@ adds up bytes for each action. It assumes that all micro-batches have the same s
 action, these tensors are on a device:
 
 - always: the parameters, the buffers and the optimizer's state. The device of the first stage also
-  has the mini-batch;
+  has the mini-batch. A parameter that several layers share counts once on each device that has one
+  of these layers;
 - stashed: the tensors that tasks between forward and backward keep. A checkpointed task keeps its
   inputs. A task without checkpointing keeps the tensors that its autograd graph has saved. A task
   that has only its weights' gradients left to compute keeps the tensors for that;
@@ -15,7 +16,8 @@ action, these tensors are on a device:
 - skips: the skips between two stages, and their gradients on the way back;
 - gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
   stay allocated between steps also count;
-- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
+- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`),
+  or the other devices' gradients of shared parameters, which arrive before it.
 
 CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
 use counts on only one of these devices.
@@ -29,14 +31,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.footprint import Footprint, Stashed
 from torchgpipe.plan.count.task_bytes import TaskBytes
+from torchgpipe.plan.predict.between import crossing, shared_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
-from torchgpipe.plan.predict.predict import Setup, crossing
+from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.stages import HeldBytes, Routes, StageBytes, routes_of
 from torchgpipe.tensors.checkpoint import checkpointed
-
-Crossings = Sequence[tuple[int, int, Stashed]]
-"""The skips between stages: for each, the stage that stashes, the stage that pops, and the skip."""
 
 
 class DeviceBytes(NamedTuple):
@@ -65,56 +65,18 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     the last micro-batch can be smaller.
     """
     sizes = setup.sizes
-    crossings = crossing(counts.footprints(sizes[0]), setup.cuts)
+    routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
     m = len(sizes)
     if isinstance(setup.schedule, str) and not setup.gathered:
         m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
     recomputed = checkpointed(setup.checkpoint, m)
+    shared = shared_parameters(counts.low, setup.cuts, setup.lists.placement)
     peaks = []
-    for own in moments(setup.lists_of(m), recomputed, bool(crossings)):
-        device = _Device(counts, setup, own[0].stages, crossings)
+    for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(routes))):
+        arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))
+        device = _Device(counts, setup, own, routes, arriving)
         peaks.append(device.fullest(own))
     return peaks
-
-
-class _Stage:
-    """The bytes of a stage's parameters, and of a task with and without checkpointing."""
-
-    def __init__(self, counts: Counts, setup: Setup, s: int) -> None:
-        start, stop = setup.cuts[s]
-        sizes = setup.sizes
-        size = sizes[0]
-        recomputed = checkpointed(setup.checkpoint, len(sizes))
-        # `counts.task` is slow, so it is called a second time, for tasks without checkpointing,
-        # only if its result is needed.
-        self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed > 0)
-        self.plain = self.checkpointed
-        if recomputed < len(sizes) or start == 0:
-            self.plain = counts.task(size, start, stop, checkpoint=False)
-        self.layers = counts.low[start:stop]
-        self.parameters: list[float] = []
-        for layer in self.layers:
-            self.parameters += map(float, layer.parameter_sizes)
-        self.all_parameters = sum(self.parameters)
-        # A backward that computes only weights' gradients needs the tensors that layers with matrix
-        # products have saved, and the gradients of these layers' outputs.
-        late: list[Footprint] = []
-        if setup.halves:
-            footprints = counts.footprints(size)[start:stop]
-            for footprint, layer in zip(footprints, self.layers, strict=True):
-                if layer.products:
-                    late.append(footprint)
-        self.output_grads = sum(footprint.output_grad for footprint in late)
-        saved: dict[int, float] = {}
-        for footprint in late:
-            saves = footprint.saves
-            saved |= {storage: size for storage, size in footprint.sizes if storage in saves}
-        self.half = sum(saved.values()) + self.output_grads
-        """The bytes that a task keeps until the weights' gradients are computed."""
-
-    def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that so many tasks in flight keep (see `InFlight`)."""
-        return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
 
 
 class _Device:
@@ -127,24 +89,29 @@ class _Device:
     """
 
     def __init__(
-        self, counts: Counts, setup: Setup, own: Sequence[int], crossings: Crossings
+        self,
+        counts: Counts,
+        setup: Setup,
+        moments: Sequence[Moment],
+        routes: Routes,
+        arriving: float,
     ) -> None:
+        own = moments[0].stages
         self._setup = setup
-        self._crossings = crossings
         self._copied = counts.copied
         self._gathered = setup.gathered
         self._m = len(setup.sizes)
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._last = len(setup.balance) - 1
-        self._stages = {s: _Stage(counts, setup, s) for s in own}
-        parameters = frozen = 0.0
-        for stage in self._stages.values():
-            for layer in stage.layers:
-                parameters += layer.parameters
-                frozen += layer.frozen
+        self._stages = {s: StageBytes.of(counts, setup, s) for s in own}
+        self._held = HeldBytes.of(counts, setup.cuts, own)
+        frozen = self._held.frozen
         if 0 in own:
             frozen += counts.input * setup.batch_size
+        parameters = sum(self._held.sizes)
         self._parameters = parameters
+        self._traffic = self._skips(moments[0].skips, routes)
+        self._arriving = arriving
         self._kept_grads = parameters if setup.zeroed else 0.0
         """The bytes of gradients that stay between steps."""
         state = setup.optimizer.state * parameters
@@ -160,10 +127,8 @@ class _Device:
         gathered = 0.0
         if self._gathered and self._last in self._stages:
             gathered = self._m * self._stages[self._last].plain.output
-        parameters: list[float] = []
         stashed = 0.0
         for stage in self._stages.values():
-            parameters += stage.parameters
             stashed += stage.stashed(self._recomputed, self._m - self._recomputed)
         if gathered:
             working = gathered if self._m > 1 else 0.0
@@ -171,7 +136,7 @@ class _Device:
         gradients = self._parameters
         if not self._gathered:
             gradients += self._kept_grads
-        update = self._setup.optimizer.temporaries(parameters)
+        update = max(self._setup.optimizer.temporaries(self._held.sizes), self._arriving)
         found.append(self._always._replace(gradients=gradients, stashed=gathered, update=update))
         return max(found, key=lambda each: each.peak)
 
@@ -199,14 +164,18 @@ class _Device:
             if coming and s > 0:
                 copies += task.inputs - task.arrivals
             if begun:
-                gradients += stage.all_parameters
+                gradients += self._held.gradients[s]
         if backward and not first and now.stage > 0:
             copies += task.input_grad
+        skips = 0.0
+        for index, away, early, waits in self._traffic:
+            traffic = now.skips[index]
+            skips += traffic.away * away + traffic.early * early + traffic.waiting * waits
         return self._always._replace(
             gradients=gradients,
             stashed=stashed,
             working=self._working(now, running, task, first),
-            skips=sum([self._skips(traffic) for traffic in now.skips]),
+            skips=skips,
             copies=copies,
         )
 
@@ -225,7 +194,7 @@ class _Device:
             return (waiting + 1) * plain.output + plain.output_grad
         return waiting * plain.output
 
-    def _working(self, now: Moment, stage: _Stage, task: TaskBytes, first: bool) -> float:
+    def _working(self, now: Moment, stage: StageBytes, task: TaskBytes, first: bool) -> float:
         """Return the bytes that the action allocates.
 
         `first` is true until the action's stage has done a backward.
@@ -235,7 +204,7 @@ class _Device:
         if now.kind == "recompute":
             return task.inputs + task.graph
         if now.kind == "backward_weights":
-            return stage.half + max(stage.parameters, default=0.0)
+            return stage.half + stage.largest
         if not self._gathered or self._last > 0 or self._recomputed:
             # Copies and checkpoints cut the autograd graph, so each task has a separate graph.
             return task.kept + stage.output_grads + (task.first if first else task.later)
@@ -244,20 +213,30 @@ class _Device:
             peak = task.later if self._setup.zeroed and self._m == 1 else task.first
         return task.kept + peak
 
-    def _skips(self, traffic: Traffic) -> float:
+    def _skips(
+        self, skips: Sequence[Traffic], routes: Routes
+    ) -> list[tuple[int, float, float, float]]:
         """Return the bytes of skips and of skips' gradients on their way between two stages.
 
         On devices that share one memory, such as the CPU, a skip is not copied. Then it counts as
         memory of the partition that computes it, and its gradient as memory of the partition that
         computes the gradient.
+
+        Args:
+            skips: The traffic at any moment.
+            routes: The bytes of all skips.
+
+        Returns:
+            The traffic that takes memory here: its index in `skips`, and the bytes for each of the
+            micro-batches that it counts as `away`, `early` and `waiting`.
         """
-        route = (traffic.source, traffic.target)
-        found = 0.0
-        for stashing, popping, skip in self._crossings:
-            if route == (stashing, popping):
-                found += traffic.away * skip.bytes
-                if self._copied:
-                    found += traffic.early * skip.grad
-            elif route == (popping, stashing) and not self._copied:
-                found += traffic.waiting * skip.grad
+        found = []
+        for index, traffic in enumerate(skips):
+            there = routes.get((traffic.source, traffic.target))
+            back = routes.get((traffic.target, traffic.source))
+            if there is not None:
+                nbytes, grad = there
+                found.append((index, nbytes, grad if self._copied else 0.0, 0.0))
+            elif back is not None and not self._copied:
+                found.append((index, 0.0, 0.0, back[1]))
         return found

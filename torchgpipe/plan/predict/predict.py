@@ -14,18 +14,17 @@ from itertools import accumulate, pairwise
 
 from torchgpipe.engine.arrangement import arranged, overlaps
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
+from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
+from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import Operator
+from torchgpipe.plan.predict.between import Cuts, all_reduce, crossing, shared_parameters
 from torchgpipe.plan.predict.replay import Costs, Timeline, recomputing, replay, shared
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 
 Seconds = list[float]
-Cuts = Sequence[tuple[int, int]]
-"""For each partition, the half-open range of its layers: (first, last + 1)."""
-
 DEARER = 1.05
 """How many times longer a backward takes if it is split into two halves.
 
@@ -261,7 +260,7 @@ class Predictor:
         layers = self.layers(size).layers
         through = [layers[stop - 1].output for _, stop in cuts[:-1]]
         beside: dict[tuple[int, int], float] = {}
-        for source, target, skip in crossing(self.counts.footprints(size), cuts):
+        for source, target, skip in crossing(self.counts.skips(size), cuts):
             if setup.portals:
                 beside[source, target] = beside.get((source, target), 0.0) + skip.copied
             else:
@@ -279,17 +278,36 @@ class Predictor:
         return copies, skips
 
     def step(self, setup: Setup) -> Timeline:
-        """Predict one step. Its seconds include the optimizer's step, which follows all tasks."""
+        """Predict one step.
+
+        Its seconds include what follows all tasks: the exchange of gradients of parameters that
+        several devices have, and the optimizer's step.
+        """
         layers = self.layers(setup.sizes[0]).layers
         lists = setup.lists
-        parameters = [0.0] * len(lists.lists)
+        own: list[list[LayerCount]] = [[] for _ in lists.lists]
         for device, (start, stop) in zip(lists.placement, setup.cuts, strict=True):
-            for layer in layers[start:stop]:
-                parameters[device] += layer.parameters
+            own[device] += layers[start:stop]
+        parameters = []
+        for of_device in own:
+            held = counted_once(of_device)
+            parameters.append(float(sum([layer.parameters for layer in held])))
         timeline = replay(self.costs(setup), lists)
         if self.hardware.sharing:
             timeline = shared(timeline, self.hardware.sharing)
-        return replace(timeline, seconds=timeline.seconds + self.update(setup, parameters))
+        after = self.exchange(setup) + self.update(setup, parameters)
+        return replace(timeline, seconds=timeline.seconds + after)
+
+    def exchange(self, setup: Setup) -> float:
+        """Return the seconds of summing gradients of parameters that several devices have.
+
+        They are summed after the last backward, by a ring all-reduce (see `all_reduce`).
+        """
+        seconds = 0.0
+        parameters = shared_parameters(self.counts.low, setup.cuts, setup.lists.placement)
+        for tied, devices in parameters.items():
+            seconds += all_reduce(self.hardware, tied.bytes, len(devices))
+        return seconds
 
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
         """Return the seconds of the optimizer's step, from the bytes of each device's parameters.
@@ -307,24 +325,3 @@ class Predictor:
         if setup.zeroed:
             moved += 1.0
         return hardware.seconds(Operator("elementwise", "float32", 0.0, moved * updated))
-
-
-def crossing(layers: Sequence[Footprint], cuts: Cuts) -> list[tuple[int, int, Stashed]]:
-    """List the skips that go from one partition to another.
-
-    Each item is a tuple: the partition that stashes, the partition that pops, and the skip.
-    """
-    popped: dict[int, int] = {}
-    stashed: list[tuple[int, Stashed]] = []
-    for j, (start, stop) in enumerate(cuts):
-        for layer in layers[start:stop]:
-            if layer.pops:
-                popped |= dict.fromkeys(layer.pops, j)
-            if layer.stashes:
-                stashed += [(j, skip) for skip in layer.stashes]
-    found = []
-    for j, skip in stashed:
-        target = popped[skip.skip]
-        if target != j:
-            found.append((j, target, skip))
-    return found

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
+from torchgpipe.plan.hardware.others import warn_if_disturbed
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
@@ -33,6 +35,17 @@ LEAST = 2
 """The fewest samples of a timed micro-batch. The largest one has at least twice as many.
 
 A single sample is not timed, because batch normalization can refuse it.
+"""
+PATIENCE = 10.0
+"""How many seconds whole steps are timed, before no further step starts.
+
+A step that takes longer is timed once, without a warm-up, and only with the fewest samples: then a
+layer's time is in proportion to the samples.
+"""
+A_PART = 1.0
+"""How many seconds of a step are enough to measure how much devices slow each other down.
+
+The first layers that take so long are run, and not the whole model.
 """
 
 
@@ -71,8 +84,11 @@ class Curve:
 
         Between timed sizes, the seconds are interpolated linearly. For other sizes, the two nearest
         timed sizes are extrapolated. There, the seconds grow at most in proportion to the size,
-        because a steeper line would give negative seconds for zero samples.
+        because a steeper line would give negative seconds for zero samples. If only one size was
+        timed, the seconds are in proportion to the size.
         """
+        if len(self.sizes) == 1:
+            return self.seconds[0] * size / self.sizes[0]
         k = bisect(self.sizes, size)
         k = min(max(k, 1), len(self.sizes) - 1)
         a, b = self.sizes[k - 1], self.sizes[k]
@@ -99,12 +115,10 @@ class Profile:
     """Bytes that libraries, such as cuBLAS, allocated during the timing and still hold."""
 
     def __str__(self) -> str:
-        *sizes, last = map(str, self.sizes)
+        *others, last = map(str, self.sizes)
+        sizes = f"{', '.join(others)} and {last}" if others else last
         how = "in whole steps" if self.whole else "each alone"
-        return (
-            f"layers profiled on {device_name(self.device)}, {how}, "
-            f"in micro-batches of {', '.join(sizes)} and {last}"
-        )
+        return f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {sizes}"
 
 
 class ProfiledPredictor(Predictor):
@@ -171,16 +185,31 @@ def predictor_here(
     if node.cpu and node.devices > 1 and profile.whole:
         medium = profile.sizes[len(profile.sizes) // 2]
         given = _rows(module, sample, medium)
-        with undisturbed(device):
-            at_work = range(min(node.devices, MOST_AT_WORK))
-            works = [partial(time_step, _copy(module, device), given, device) for _ in at_work]
+        layers = _first_layers(profile, medium)
+        with undisturbed(device), warn_if_disturbed("how much devices slow each other down"):
+            works = []
+            for _ in range(min(node.devices, MOST_AT_WORK)):
+                part = _copy(module, device, layers)
+                works.append(partial(time_step, part, given, device))
             node = replace(node, sharing=sharing(works))
     return ProfiledPredictor(counts, replace(node, workspace=profile.workspace), profile)
 
 
-def _copy(module: Sequential, device: torch.device) -> Sequential:
+def _first_layers(profile: Profile, size: int) -> int:
+    """Return how many of the first layers take `A_PART` seconds, for micro-batches of this size."""
+    seconds = 0.0
+    layers = zip(*profile.curves, strict=True)
+    for count, curves in enumerate(layers, 1):
+        seconds += sum([curve.at(size) for curve in curves])
+        if seconds >= A_PART:
+            return count
+    return len(profile.curves[0])
+
+
+def _copy(module: Sequential, device: torch.device, layers: int | None = None) -> Sequential:
+    """Copy the first `layers` layers to a device; by default all layers."""
     copy = Sequential()
-    for index in range(len(module)):
+    for index in range(len(module) if layers is None else layers):
         copy.append(placed_copy(module, index, device))
     return copy
 
@@ -189,7 +218,7 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
     """Time the layers on the sample's device, with several micro-batch sizes.
 
     The micro-batches are as large as the sample, half as large, and so on. Layers on `meta` are
-    timed with random parameters.
+    timed with random parameters. If whole steps take long, there are fewer runs and fewer sizes.
 
     Args:
         module: The layers.
@@ -209,9 +238,13 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
         if not found:
             for size in sizes:
                 found.append(time_alone(module, _rows(module, sample, size), device, RUNS))
-    # The dimensions of `measured` are: size, run, kind of pass, layer.
-    measured = torch.tensor(found, dtype=torch.float64, device="cpu")
-    forward, graph, backward = measured.median(dim=1).values.unbind(dim=1)
+    sizes = sizes[: len(found)]
+    medians = []
+    for runs in found:
+        # The dimensions of a tensor of `runs` are: run, kind of pass, layer.
+        measured = torch.tensor(runs, dtype=torch.float64, device="cpu")
+        medians.append(measured.median(dim=0).values)
+    forward, graph, backward = torch.stack(medians, dim=1)
     curves = _curves(sizes, forward), _curves(sizes, graph), _curves(sizes, backward)
     workspace = accelerator.allocated(device) - before
     return Profile(curves, device, sizes, whole, max(0.0, workspace))
@@ -225,14 +258,24 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time whole steps. Return a list of runs for each size; `[]` if the memory is too small."""
+    """Time whole steps, as long as there is patience.
+
+    Return a list of runs for each size that was timed; `[]` if the memory is too small.
+    """
+    start = perf_counter()
     with suppress(torch.OutOfMemoryError):
         copy = _copy(module, device)
-        found = []
-        for size in sizes:
+        found: list[list[Seconds]] = []
+        for k, size in enumerate(sizes, 1):
+            if found and perf_counter() >= start + PATIENCE:
+                break
             given = _rows(module, sample, size)
-            time_step(copy, given, device)  # a warm-up
-            found.append([time_step(copy, given, device) for _ in range(RUNS)])
+            end = start + PATIENCE * k / len(sizes)
+            warm_up = time_step(copy, given, device)
+            runs: list[Seconds] = []
+            while len(runs) < RUNS and perf_counter() < end:
+                runs.append(time_step(copy, given, device))
+            found.append(runs or [warm_up])
         return found
     return []
 

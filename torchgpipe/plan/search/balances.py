@@ -75,7 +75,7 @@ class Work:
         """The seconds to copy a micro-batch after each layer, forward and backward together."""
         self._cheapest = list(accumulate(sorted(copies), initial=0.0))
         """The least seconds that k boundaries' copies take, for each number k."""
-        self._parameters = sum([layer.parameters for layer in full.layers])
+        self._parameters = sum([layer.parameters for layer in predictor.counts.once])
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
         """Return a lower bound on the seconds of a step with any balance.
@@ -126,7 +126,10 @@ class Work:
 
     @functools.cached_property
     def held(self) -> list[float]:
-        """For each layer, the least bytes that its device holds for it in the second backward."""
+        """For each layer, the least bytes that its device holds for it in the second backward.
+
+        A parameter that several layers share counts only for the first of them.
+        """
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
@@ -141,7 +144,7 @@ class Work:
             kept = max(1, m - 1 - checkpointed(setup.checkpoint, m))
         known = set(footprints[0].inputs)  # The mini-batch counts once, below.
         held = []
-        for layer, footprint in zip(counts.low, footprints, strict=True):
+        for layer, footprint in zip(counts.once, footprints, strict=True):
             new = set(footprint.saves) - known
             saved = sum([nbytes for storage, nbytes in footprint.sizes if storage in new])
             held.append(layer.parameters * copies + layer.frozen + kept * saved)

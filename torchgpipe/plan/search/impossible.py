@@ -54,10 +54,11 @@ def refuse_hopeless(
             f"{amount(memory)} that tensors may take on a device, whatever the micro-batch size: "
             "split the layer, or use devices with more memory"
         )
-    static = sum(held_by_layers(layers, optimizer))
+    once = predictor.counts.once
+    static = sum(held_by_layers(once, optimizer))
     what = "parameters, gradients and optimizer state"
     if optimizer.together and optimizer.made:
-        static += sum([optimizer.temporaries(layer.parameter_sizes) for layer in layers])
+        static += sum([optimizer.temporaries(layer.parameter_sizes) for layer in once])
         what = "parameters, gradients, optimizer state and what its step makes"
     room = devices * memory
     if static > room:
@@ -106,7 +107,7 @@ def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
         Impossible: If no schedule can run with these numbers of devices, layers and micro-batches.
     """
     batch_size, optimizer, allowed, modes, schedules = choices
-    needed = held_by_layers(predictor.counts.low, optimizer)
+    needed = held_by_layers(predictor.counts.once, optimizer)
     chunks = sorted(set(allowed or (1, batch_size)))
     found = []
     for m, mode, schedule in product(chunks, modes, schedules):

@@ -1,11 +1,12 @@
 """Search for the fastest setup for which every device has enough memory.
 
-A choice is a number of devices, a number of micro-batches, a checkpoint mode and a schedule. For
-each choice, the search looks for the fastest balance:
+The search finds the fastest setup for each schedule and each number of devices. A choice is a
+schedule, a number of devices, a number of micro-batches and a checkpoint mode. For each choice, the
+search looks for the fastest balance:
 
 1. Compute a lower bound on the step time of all balances (see `balances`), for each choice.
 2. Try the choices, the one with the lowest bound first. Skip a choice if its bound is not below the
-   step time of the best setup so far with as many devices.
+   step time of the best setup so far with the same schedule and as many devices.
 3. For each choice, begin with a balance whose partitions take about equal time. If this balance
    does not fit the memory, also try balances whose partitions take about equal memory.
 4. If the step time is near that of the best setup, move layers from partition to partition as long
@@ -14,10 +15,11 @@ each choice, the search looks for the fastest balance:
 Every returned setup was replayed, and its memory was predicted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from typing import NamedTuple
 
 from torchgpipe.plan.predict.predict import Predictor, Setup, micro_batch_sizes
 from torchgpipe.plan.search.balances import Work, heaviest, held_by_layers
@@ -35,9 +37,28 @@ NEAR = 0.02
 """Layers are moved only if the first balance is slower than the best by less than this share."""
 
 
+def unheard(line: str) -> None:
+    """Tell nobody about the progress."""
+
+
+class Aim(NamedTuple):
+    """What a search aims at, and who hears how far it is.
+
+    Attributes:
+        memory: How many bytes of each device tensors may take.
+        close: A setup is good enough if its step is longer than the lower bound by at most this
+            share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
+        progress: Called again and again with a line that says how far the search is.
+    """
+
+    memory: float
+    close: float = CLOSE
+    progress: Callable[[str], object] = unheard
+
+
 @dataclass
 class Found:
-    """The best setup for one number of devices.
+    """The best setup for one number of devices, with one schedule or with any.
 
     Attributes:
         best: The best setup, or `None` if no setup fits.
@@ -69,56 +90,77 @@ def chunk_choices(batch_size: int) -> list[int]:
 
 
 def search(
-    predictor: Predictor,
-    choices: Choices,
-    *,
-    memory: float,
-    partitions: Sequence[int],
-    close: float = CLOSE,
-) -> dict[int, Found]:
-    """Return the best setup for each number of devices.
+    predictor: Predictor, choices: Choices, partitions: Sequence[int], aim: Aim
+) -> list[dict[int, Found]]:
+    """Return the best setup for each schedule and each number of devices.
 
     Args:
         predictor: The predictor of the model.
         choices: What to choose from. If any number of micro-batches is allowed, the numbers of
             `chunk_choices` are tried.
-        memory: How many bytes of each device tensors may take.
         partitions: The numbers of devices to choose from.
-        close: A setup is good enough if its step is longer than the lower bound by at most this
-            share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
+        aim: When a setup fits and is good enough.
+
+    Returns:
+        For each schedule of the choices, in their order, the best setups by number of devices.
 
     Raises:
         Impossible: If no setup fits. The message says why.
     """
-    batch_size, optimizer, chunks, checkpoint, schedules = choices
-    found = {n: Found() for n in partitions}
-    base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer)
-    kept = sum(held_by_layers(predictor.counts.low, optimizer))
-    roomy = [n for n in partitions if kept <= n * memory]
-    numbers = sorted(set(chunks or chunk_choices(batch_size)))
-    works = []
-    for m, mode, schedule in product(numbers, checkpoint, schedules):
-        # With one micro-batch, `except_last` is the same as `never`.
-        if mode != "except_last" or m > 1 or "never" not in checkpoint:
-            setup = replace(base, chunks=m, checkpoint=mode, schedule=schedule)
-            works.append(Work(predictor, setup))
-    for lower, n, work in _in_order(works, roomy):
-        bound = lower
-        few = 3 * len(work.setup.sizes) * n <= MOST_TASKS
-        if found[n].limit > lower * (1 + close) and (chunks or few):
-            bound = _try(found[n], n, work, memory, close)
-        found[n].bound = min(found[n].bound, bound)
-    if all(each.best is None for each in found.values()):
+    schedules = choices.schedules
+    found = []
+    for schedule in schedules:
+        own = {n: Found() for n in partitions}
+        _search_one(own, predictor, choices._replace(schedules=[schedule]), aim)
+        found.append(own)
+    if all(each.best is None for each in merged(found).values()):
         n = max(partitions)
         smallest = least(predictor, n, choices)
-        if smallest.peak > memory:
-            raise Impossible(why(predictor, smallest, batch_size, n, memory))
-        found[n].best = smallest
-    for n, each in found.items():
-        each.bound = min(each.bound, each.limit)
-        if each.best is not None and each.limit > each.bound * (1 + close):
-            _finish(each, n, Work(predictor, each.best.setup), memory, close)
+        if smallest.peak > aim.memory:
+            raise Impossible(why(predictor, smallest, choices.batch_size, n, aim.memory))
+        found[schedules.index(smallest.setup.schedule)][n].best = smallest
+    for own in found:
+        for n, each in own.items():
+            each.bound = min(each.bound, each.limit)
+            if each.best is not None and each.limit > each.bound * (1 + aim.close):
+                _finish(each, n, Work(predictor, each.best.setup), aim)
     return found
+
+
+def merged(found: Sequence[Mapping[int, Found]]) -> dict[int, Found]:
+    """Return the best setup of all schedules, for each number of devices."""
+    best = {}
+    for n in found[0]:
+        each = [own[n] for own in found]
+        fastest = min(each, key=lambda one: one.limit)
+        bound = min([one.bound for one in each])
+        unlimited = min([one.unlimited for one in each])
+        best[n] = Found(fastest.best, bound, unlimited)
+    return best
+
+
+def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices, aim: Aim) -> None:
+    """Search with one schedule, for each number of devices in `found`; store the setups there."""
+    batch_size, optimizer, chunks, checkpoint, (schedule,) = choices
+    base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer, schedule=schedule)
+    kept = sum(held_by_layers(predictor.counts.once, optimizer))
+    roomy = [n for n in found if kept <= n * aim.memory]
+    numbers = sorted(set(chunks or chunk_choices(batch_size)))
+    works = []
+    for m, mode in product(numbers, checkpoint):
+        # With one micro-batch, `except_last` is the same as `never`.
+        if mode != "except_last" or m > 1 or "never" not in checkpoint:
+            setup = replace(base, chunks=m, checkpoint=mode)
+            works.append(Work(predictor, setup))
+    asked = _in_order(works, roomy)
+    for k, (lower, n, work) in enumerate(asked):
+        name = schedule if isinstance(schedule, str) else schedule.name
+        aim.progress(f"searching with {name}: choice {k} of {len(asked)}")
+        bound = lower
+        few = 3 * len(work.setup.sizes) * n <= MOST_TASKS
+        if found[n].limit > lower * (1 + aim.close) and (chunks or few):
+            bound = _try(found[n], n, work, aim)
+        found[n].bound = min(found[n].bound, bound)
 
 
 def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
@@ -133,7 +175,7 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
     return sorted(asked, key=lambda each: each[0])
 
 
-def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float:
+def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
     """Look for a faster setup among the balances on `n` devices, and store that setup in `found`.
 
     Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
@@ -141,26 +183,26 @@ def _try(found: Found, n: int, work: Work, memory: float, close: float) -> float
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
     found.unlimited = min(found.unlimited, step.seconds)
-    if heaviest(work.held, work.balance(n, 1.0)) > memory:
+    if heaviest(work.held, work.balance(n, 1.0)) > aim.memory:
         return inf
     lower = work.bound(n, heaviest(work.seconds, setup.balance))
-    trial = Trial(work, assess(work.predictor, setup, step), memory)
+    trial = Trial(work, assess(work.predictor, setup, step), aim.memory)
     if found.best is not None and len(found.best.setup.balance) == len(setup.balance):
         trial.take(found.best.setup.balance)
     if trial.lacking:
         for share in BYTES:
             trial.take(work.balance(n, share))
     if trial.best.seconds < found.limit * (1 + NEAR):
-        _improve(found, trial, lower * (1 + close))
+        _improve(found, trial, lower * (1 + aim.close))
     return lower
 
 
-def _finish(found: Found, n: int, work: Work, memory: float, close: float) -> None:
+def _finish(found: Found, n: int, work: Work, aim: Aim) -> None:
     """Search again, but begin with balances by bytes, because this can find a faster setup."""
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
-        trial = Trial(work, assess(work.predictor, setup), memory)
-        _improve(found, trial, found.bound * (1 + close))
+        trial = Trial(work, assess(work.predictor, setup), aim.memory)
+        _improve(found, trial, found.bound * (1 + aim.close))
 
 
 def _improve(found: Found, trial: Trial, enough: float) -> None:

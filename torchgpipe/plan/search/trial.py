@@ -1,9 +1,8 @@
-"""Predict a setup's step for many balances, keep the best, and predict data parallel training."""
+"""Predict a setup's step for many balances, and keep the best."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
 from typing import NamedTuple
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
@@ -160,36 +159,3 @@ def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Itera
             moved[source] -= stride
             moved[target] += stride
             yield tuple(moved)
-
-
-def data_parallel(
-    predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer
-) -> Candidate:
-    """Predict data parallel training, to compare pipelines with it.
-
-    Every device has the whole model and an equal part of the batch, and nothing is recomputed. A
-    ring all-reduce sums the gradients over the devices: each of k devices sends 2 (k - 1) / k of
-    the gradients' bytes to the next device (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009). As in `DistributedDataParallel`, the all-reduce
-    overlaps with the backward, and each device keeps a second copy of the gradients for it. On one
-    device, the prediction is for training without a pipeline.
-
-    Args:
-        predictor: The predictor of the model.
-        batch_size: The number of samples in a batch, over all devices.
-        devices: How many devices there are.
-        optimizer: The memory that the optimizer takes.
-    """
-    counts, hardware = predictor.counts, predictor.hardware
-    share = ceil(batch_size / devices)
-    setup = Setup(share, (len(counts),), 1, "never", optimizer)
-    step = predictor.step(setup)
-    (device,) = setup_memory(counts, setup)
-    gradients = float(sum([layer.parameters for layer in counts.low]))
-    exchange = 2 * (devices - 1) * hardware.transfer(gradients / devices)
-    backward = sum([task.end - task.start for task in step.tasks if task.kind == "backward"])
-    slowed = step.seconds * (1 + hardware.sharing * (devices - 1))
-    seconds = slowed + max(0.0, exchange - backward)
-    if devices > 1:
-        device = device._replace(gradients=device.gradients + gradients)
-    return Candidate(setup, seconds, step.bubble, (device,) * devices)

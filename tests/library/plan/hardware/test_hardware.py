@@ -150,7 +150,7 @@ BFLOAT16 = Operator("matmul", "bfloat16", 1, 1)
     ("ask", "message"),
     [
         (lambda: load_hardware("nothing.json"), "cannot be read"),
-        (lambda: load_hardware("p100"), "use one of a100x8, h100x8, h200x8, p40x8, v100x8"),
+        (lambda: load_hardware("p100"), "use one of a100x8, b200x8, .*, v100x8, or"),
         (lambda: P40.seconds(BFLOAT16), "no peak rate for bfloat16, only for float32"),
     ],
 )

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import threading
+import warnings
 from pathlib import Path
 from time import perf_counter
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from torch.nn import Identity, Module, Sequential
 
 from torchgpipe.balance import profile
 from torchgpipe.balance.profile import profile_times
-from torchgpipe.plan.hardware import here, timing
+from torchgpipe.plan.hardware import here, others, timing
 from torchgpipe.plan.hardware.here import describe_here, sharing
 from torchgpipe.plan.hardware.timing import time_alone, time_step
 
@@ -43,10 +44,10 @@ def test_what_is_here(monkeypatch: MonkeyPatch) -> None:
     assert alone.transfer(1e9) == 0.0, "a lone device hands nothing over"
 
 
-@pytest.mark.parametrize("others", [1, 3])
-def test_what_works_beside_others_takes_longer(others: int, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside_it", [1, 3])
+def test_what_works_beside_others_takes_longer(beside_it: int, monkeypatch: MonkeyPatch) -> None:
     before = threading.active_count()
-    at_work = threading.Barrier(others + 1)
+    at_work = threading.Barrier(beside_it + 1)
     now = 0.0
 
     def first() -> None:
@@ -62,9 +63,44 @@ def test_what_works_beside_others_takes_longer(others: int, monkeypatch: MonkeyP
             at_work.wait(10)
 
     monkeypatch.setattr(profile, "perf_counter", lambda: now)
-    works = [first] + [other] * others
-    assert sharing(works) == 3 / others
+    works = [first] + [other] * beside_it
+    assert sharing(works) == 3 / beside_it
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("ticks", "seconds", "said"),
+    [(100, 5.0, "used 20% of the cores while sharing was measured"), (40, 5.0, ""), (100, 0.5, "")],
+)
+def test_warns_if_other_programs_use_the_cores(
+    ticks: int, seconds: float, said: str, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """Other programs use one core of this process for some ticks, and another core all the time."""
+    now = iter([0.0, seconds])
+    monkeypatch.setattr(others, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(others, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    own = os.times()
+    monkeypatch.setattr(os, "times", lambda: own)
+    lines = "cpu  9 9 9 9 9 9 9 9\ncpu0 {0} 0 0 0 0 0 0 0\ncpu1 {1} 0 {1} 500 7 0 0 9\n"
+    others.STAT.write_text(lines.format(0, 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with others.warn_if_disturbed("sharing"):
+            others.STAT.write_text(lines.format(500, ticks // 2))
+    assert len(caught) == bool(said)
+    assert said in "".join([str(each.message) for each in caught])
+
+
+def test_a_system_that_does_not_tell_who_uses_the_cores(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(others, "STAT", tmp_path / "missing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with others.warn_if_disturbed("sharing"):
+            pass
 
 
 def test_a_system_that_does_not_tell_its_memory(monkeypatch: MonkeyPatch) -> None:

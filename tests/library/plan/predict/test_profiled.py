@@ -20,6 +20,7 @@ from torchgpipe.plan import plan
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.hardware import here
 from torchgpipe.plan.hardware.here import describe_here
+from torchgpipe.plan.hardware.timing import time_step
 from torchgpipe.plan.predict import profiled
 from torchgpipe.plan.predict.profiled import Curve, predictor_here, profile_layers
 
@@ -105,6 +106,66 @@ def test_layers_are_timed_for_the_sample_and_by_halves(
     for parameter in model.parameters():
         assert parameter.device.type == device
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "steps"),
+    [
+        # The first step takes more than a third of the patience, and the second one the rest.
+        (1.0, (2, 4), [2, 4]),
+        # The first step takes longer than there is patience.
+        (3.0, (2,), [2]),
+        # All runs are done: a warm-up, and five more.
+        (0.01, (2, 4, 8), [2] * 6 + [4] * 6 + [8] * 6),
+    ],
+)
+def test_long_steps_are_timed_seldom(
+    seconds: float,
+    sizes: tuple[int, ...],
+    steps: list[int],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer takes `seconds` for a sample's forward, and a step has two forwards and a backward.
+
+    So a step takes four times as long.
+    """
+    monkeypatch.setattr(profiled, "perf_counter", lambda: clock.now)
+    timed = []
+
+    def noted(module: Sequential, sample: Tensor, device: torch.device) -> Any:
+        timed.append(len(sample))
+        return time_step(module, sample, device)
+
+    monkeypatch.setattr(profiled, "time_step", noted)
+
+    found = profile_layers(Sequential(Layer(0, seconds)), torch.rand(8, 4))
+
+    assert timed == steps
+    assert found.sizes == sizes
+    assert [curve.at(16) for (curve,) in found.curves] == pytest.approx(
+        [16 * seconds, 16 * seconds, 32 * seconds]
+    )
+    assert str(found).endswith(f"in micro-batches of {' and '.join(map(str, sizes[-2:]))}") == (
+        len(sizes) < 3
+    )
+
+
+def test_devices_slow_each_other_down_with_the_first_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of layers that take 0.8 s for a step, two are run by each of the devices that work."""
+    copied: list[int] = []
+
+    def sharing(works: Any) -> float:
+        copied.extend(len(work.args[0]) for work in works)
+        return 0.25
+
+    monkeypatch.setattr(profiled, "sharing", sharing)
+    model = Sequential(*[Layer(0.2, 0) for _ in range(5)])
+    predictor = predictor_here(model, torch.rand(4, 4), count(model, torch.rand(4, 4)), devices=3)
+    assert copied == [2, 2, 2]
+    assert predictor.hardware.sharing == 0.25
 
 
 class Wide(Layer):

@@ -1,0 +1,166 @@
+"""Find the largest model that fits in memory, for `python -m reproduce plan --largest`.
+
+It is found both for naive model parallelism and for a pipeline, as in the papers.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+from reproduce.models.built import titled
+from torchgpipe.plan import Hardware, Impossible
+from torchgpipe.plan.count.count import Counts
+from torchgpipe.plan.count.optimizer import optimizer_named
+from torchgpipe.plan.hardware.amount import amount
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.search.search import Aim, search
+from torchgpipe.plan.search.trial import Choices
+
+Sizes = tuple[int, ...]
+
+
+class Family(NamedTuple):
+    """Models that differ only in their sizes.
+
+    Attributes:
+        name: The name of the models.
+        names: The names of the sizes.
+        sizes: The sizes to start with.
+        steps: For each size, the number that must divide it.
+        most: The largest value of each size to try.
+        counts: Counts the operations and bytes of the layers of the model in given sizes.
+    """
+
+    name: str
+    names: Sequence[str]
+    sizes: Sizes
+    steps: Sizes
+    most: Sizes
+    counts: Callable[[Sizes], Counts]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model, training options and devices for which the largest sizes are searched."""
+
+    family: Family
+    sizes: Sizes
+    batch_size: int
+    devices: int
+    memory: float  # the bytes that each device has for tensors
+    optimizer: str
+    hardware: Hardware
+
+
+def largest(
+    asked: Asked, axis: int, fit: Callable[[Sizes], bool]
+) -> tuple[Sizes | None, Sizes | None]:
+    """Search for the largest model that fits, by changing the size with index `axis`.
+
+    1. Double this size until the model does not fit.
+    2. Bisect between the largest size that fits and the smallest size that does not.
+
+    Returns:
+        The largest sizes that fit, or None if no size fits; and the next larger sizes, or None if
+        even the largest size to try fits.
+    """
+    step = asked.family.steps[axis]
+    most = asked.family.most[axis]
+
+    def sizes(steps: int) -> Sizes:
+        changed = list(asked.sizes)
+        changed[axis] = steps * step
+        return tuple(changed)
+
+    def fails(steps: int) -> bool:
+        return not fit(sizes(steps))
+
+    low = 0
+    high = max(1, asked.sizes[axis] // step)
+    while fit(sizes(high)):
+        low, high = high, 2 * high
+        if high * step > most:
+            return sizes(low), None
+    between = range(low + 1, high)  # `low` fits, and `high` does not
+    low += bisect.bisect_left(between, True, key=fails)
+    return sizes(low) if low else None, sizes(low + 1)
+
+
+class Largest(NamedTuple):
+    """The largest model that fits.
+
+    Attributes:
+        how: How it is trained: "naive" or "pipelined".
+        sizes: The largest sizes that fit, or None if no size fits.
+        beyond: The next larger sizes, or None if even the largest size to try fits.
+        parameters: The number of the model's parameters; 0 if no size fits.
+    """
+
+    how: str
+    sizes: Sizes | None
+    beyond: Sizes | None
+    parameters: int = 0
+
+
+def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list[Largest]:
+    """Find the largest model that fits, for naive model parallelism and for a pipeline.
+
+    Only one of the model's sizes is changed: the size with index `axis`. `tell` is called with a
+    text about each size that is tried.
+    """
+    made = []
+    for how in ("naive", "pipelined"):
+        fit = partial(_fit, asked, how, tell)
+        sizes, beyond = largest(asked, axis, fit)
+        parameters = 0
+        if sizes is not None:
+            counts = asked.family.counts(sizes)
+            parameter_bytes = sum(layer.parameters for layer in counts.once)
+            parameters = round(parameter_bytes / 4)
+        made.append(Largest(how, sizes, beyond, parameters))
+    return made
+
+
+def title_of(asked: Asked) -> str:
+    """Return a line that says for what the largest model was searched."""
+    return (
+        f"largest {asked.family.name} on {asked.devices} device(s) with {amount(asked.memory)} for "
+        f"tensors, batch size {asked.batch_size}, {asked.optimizer}, float32"
+    )
+
+
+def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
+    """Yield lines that say how large the largest models are, and what grew."""
+    name = asked.family.name
+    for each in found:
+        if each.sizes is None:
+            yield f"{each.how}: none: not even {titled(name, each.beyond or ())} fits"
+            continue
+        least = "at least " if each.beyond is None else ""
+        title = titled(name, each.sizes)
+        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters"
+    yield (
+        f"only {asked.family.names[axis]} grows. naive: one micro-batch, nothing "
+        "recomputed; pipelined: micro-batches of one, all but the last recomputed"
+    )
+    yield "predicted bytes allocated to tensors, not measured"
+
+
+def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
+    """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
+    tell(f"  trying {titled(asked.family.name, sizes)}")
+    counts = asked.family.counts(sizes)
+    predictor = Predictor(counts, asked.hardware)
+    optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
+    choices = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
+    if how == "naive":
+        choices = Choices(asked.batch_size, optimizer, [1], ["never"])
+    partitions = [min(asked.devices, len(counts))]
+    try:
+        search(predictor, choices, partitions, Aim(asked.memory, close=inf))
+    except Impossible:
+        return False
+    return True

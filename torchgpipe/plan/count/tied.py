@@ -1,0 +1,56 @@
+"""Count tied weights once: parameters that several layers share.
+
+In many language models, for example, the embedding and the head share one weight. A device that has
+both layers has this parameter once. If two devices have one of the layers each, both have a copy of
+the parameter, with a gradient and an optimizer state.
+"""
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter, Sequential
+
+from torchgpipe.plan.count.footprint import LayerCount, Tied
+
+
+def tied_parameters(module: Sequential) -> list[tuple[Tied, ...]]:
+    """Return, for each layer, the parameters that it shares with other layers."""
+    holders: dict[Parameter, list[int]] = {}
+    for index, layer in enumerate(module):
+        for parameter in layer.parameters():
+            holders.setdefault(parameter, []).append(index)
+    found: list[list[Tied]] = [[] for _ in module]
+    for number, (parameter, indices) in enumerate(holders.items()):
+        if len(indices) > 1:
+            tied = Tied(number, parameter.nbytes, parameter.requires_grad)
+            for index in indices:
+                found[index].append(tied)
+    return [tuple(of_layer) for of_layer in found]
+
+
+def counted_once(layers: Sequence[LayerCount]) -> list[LayerCount]:
+    """Return the layers without those parameters that an earlier one of them has, too.
+
+    Args:
+        layers: The layers of one device, or of a whole model.
+    """
+    seen: set[int] = set()
+    found: list[LayerCount] = []
+    for layer in layers:
+        if not layer.tied:
+            found.append(layer)
+            continue
+        again = [tied for tied in layer.tied if tied.number in seen]
+        seen.update([tied.number for tied in layer.tied])
+        found.append(_without(layer, again) if again else layer)
+    return found
+
+
+def _without(layer: LayerCount, again: Sequence[Tied]) -> LayerCount:
+    sizes = list(layer.parameter_sizes)
+    frozen = layer.frozen
+    for tied in again:
+        if tied.trained:
+            sizes.remove(tied.bytes)
+        else:
+            frozen -= tied.bytes
+    return layer._replace(parameters=sum(sizes), parameter_sizes=tuple(sizes), frozen=frozen)

@@ -1,0 +1,145 @@
+"""Say in words what limits a plan: the slowest layer, the bubble, the memory, or the pipeline."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import add
+from typing import NamedTuple
+
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.search.alternatives import Alternative
+from torchgpipe.plan.search.search import Found
+from torchgpipe.plan.search.trial import Candidate, assess
+
+MUCH = 0.1
+"""The text mentions memory if its limit makes the best setup slower by more than this share."""
+CLEARLY = 1.005
+"""Training without a pipeline is mentioned if it is faster by more than this factor."""
+TAKE = {"data parallel": "DistributedDataParallel", "FSDP": "fully_shard"}
+"""What to use in place of a pipeline, for each way to train without one."""
+
+
+class Bottleneck(NamedTuple):
+    """The layer that takes longest on the device that works longest.
+
+    Attributes:
+        device: The number of the device.
+        layer: The number of the layer.
+        name: The name of the layer.
+        share: The share of the device's work that is for this layer.
+    """
+
+    device: int
+    layer: int
+    name: str
+    share: float
+
+
+def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
+    """Find the layer that takes longest on the device that works longest."""
+    setup = best.setup
+    timed = predictor.layers(setup.sizes[0])
+    seconds = list(map(add, timed.graph, timed.backward))
+    layers: list[list[int]] = [[] for _ in best.devices]
+    for device, (start, stop) in zip(setup.lists.placement, setup.cuts, strict=True):
+        layers[device] += range(start, stop)
+    work = [0.0] * len(layers)
+    for device, own in enumerate(layers):
+        for layer in own:
+            work[device] += seconds[layer]
+    device = work.index(max(work))
+    slowest = max(layers[device], key=seconds.__getitem__)
+    share = seconds[slowest] / (work[device] or 1.0)
+    return Bottleneck(device, slowest, predictor.counts.low[slowest].name, share)
+
+
+def about_bottleneck(found: Bottleneck, devices: int) -> str:
+    """Name the slowest layer."""
+    layer = f"layer {found.layer} ({found.name}), {found.share:.0%} of its work"
+    if devices == 1:
+        return f"The slowest layer is {layer.replace('its', 'the')}."
+    return f"Device {found.device} works longest; its slowest layer is {layer}."
+
+
+def about_memory(best: Candidate, unlimited: float) -> str:
+    """Say how much faster the setup would be with more memory; "" if not much.
+
+    Args:
+        best: The best setup.
+        unlimited: The seconds of the fastest setup that is balanced by seconds, even if it does not
+            fit the memory.
+    """
+    if best.seconds <= unlimited * (1 + MUCH):
+        return ""
+    faster = best.seconds / unlimited - 1
+    n = len(best.devices)
+    return f"Memory limits the speed: with more of it, n = {n} would be {faster:.0%} faster."
+
+
+def about_alternatives(
+    best: Candidate, found: Mapping[int, Sequence[Alternative]], room: float
+) -> str:
+    """Say which training without a pipeline has room and is faster; "" if none is.
+
+    Args:
+        best: The best setup.
+        found: The predictions without a pipeline, for each number of devices.
+        room: How many bytes of each device tensors may take.
+    """
+    every = chain.from_iterable(found.values())
+    fitting = [each for each in every if each.peak <= room]
+    fastest = min(fitting, key=lambda each: each.seconds, default=None)
+    if fastest is None or fastest.seconds * CLEARLY >= best.seconds:
+        return ""
+    gain = best.seconds / fastest.seconds - 1
+    way = "FSDP" if fastest.way == "FSDP" else "Data parallel training"
+    return (
+        f"{way} on {fastest.devices} devices has room, and is {gain:.0%} faster: "
+        f"take {TAKE[fastest.way]} in place of a pipeline."
+    )
+
+
+def about_bubble(
+    predictor: Predictor,
+    best: Candidate,
+    by_devices: Mapping[int, Found],
+    candidates: Iterable[Candidate],
+    room: float,
+) -> str:
+    """Say how much time the bubble takes, and what a larger batch or another device gains.
+
+    Args:
+        predictor: The predictor of the model.
+        best: The best setup.
+        by_devices: What was found for each number of devices.
+        candidates: The best setup for each number of devices.
+        room: How many bytes of each device tensors may take.
+    """
+    setup = best.setup
+    n = len(best.devices)
+    if len(by_devices) == 1:
+        return f"The bubble takes {best.bubble:.0%}." if n > 1 else ""
+    if n == 1:
+        return (
+            "Of pipelines, one device is the fastest: what a second one saves, "
+            "it loses to the bubble and to copies."
+        )
+    text = f"At n = {n} the bubble takes {best.bubble:.0%}"
+    chunks = 2 * len(setup.sizes)
+    most = getattr(setup.schedule, "micro_batches", chunks)
+    more = replace(setup, batch_size=2 * setup.batch_size, chunks=min(chunks, most))
+    doubled = assess(predictor, more)
+    if doubled.peak > room:
+        return f"{text}; twice the batch has no room with this balance."
+    by_batch = 2 * best.seconds / doubled.seconds - 1
+    smaller = [each for each in candidates if len(each.devices) < n]
+    if not smaller:
+        return f"{text}; twice the batch would bring {by_batch:.0%} more samples/s."
+    slower = max(smaller, key=lambda each: len(each.devices))
+    fewer = len(slower.devices)
+    by_device = (slower.seconds / best.seconds) ** (1 / (n - fewer)) - 1
+    helps = "the last device helps more than twice the batch would"
+    if by_batch > by_device:
+        helps = "twice the batch would help more than the last device does"
+    gains = f"{by_batch:+.0%} by the batch, {by_device:+.0%} by the device"
+    return f"{text}: {helps} (samples/s: {gains})."

@@ -1,0 +1,134 @@
+"""Write the tables of a plan as text."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
+
+from torchgpipe.plan.search.alternatives import Alternative
+from torchgpipe.plan.search.search import Found
+from torchgpipe.plan.search.trial import Candidate
+
+GiB = 2**30
+WIDTH = 78
+COLUMNS = f"{'samples/s':>9}{'chunks':>8}{'checkpoint':>13}{'GiB':>7}{'bubble':>8}"
+"""The headings of the columns about a setup."""
+RECOMPUTED = "*"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text, such as `1.23 s`, or `45.6 ms` if they are less than one."""
+    if seconds >= 1:
+        return f"{figure(seconds, 3)} s"
+    return f"{figure(seconds * 1e3, 3)} ms"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Format a number: as an integer from 1,000 on, otherwise with `digits` significant digits."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
+
+
+def of_devices(best: Candidate) -> str:
+    """Return a table of the layers and the memory of each device."""
+    setup = best.setup
+    placement = setup.lists.placement
+    lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
+    for j, device in enumerate(best.devices):
+        stages = zip(setup.balance, placement, strict=True)
+        layers = "+".join([str(layers) for layers, where in stages if where == j])
+        cells = [
+            f"{j:>6}  {layers:>6}",
+            _gib(device.parameters + device.gradients, 13),
+            _gib(device.optimizer + device.update, 11),
+            _gib(device.stashed, 9),
+            _gib(device.working, 9),
+            _gib(device.copies + device.skips, 8),
+            _gib(device.peak, 9),
+        ]
+        lines.append("".join(cells))
+    lines.append("(GiB, at each device's fullest moment)")
+    return "\n".join(lines)
+
+
+def by_schedule(found: Iterable[tuple[str, Candidate | None]]) -> str:
+    """Return a table with the best setup of each schedule, given with the schedule's name."""
+    lines = [f"{'schedule':<18}  devices  {COLUMNS}"]
+    for name, best in found:
+        devices = f"{'':>7}" if best is None else f"{len(best.devices):>7}"
+        lines.append(f"{name:<18}  {devices}  {_columns(best)}".rstrip())
+    return "\n".join(lines)
+
+
+def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
+    """Return a table with the best setup for each number of devices.
+
+    Args:
+        found: What was found for each number of devices.
+        schedules: Whether to add a column with the schedule's name.
+    """
+    heading = f"devices  {COLUMNS}"
+    if schedules:
+        heading += "  schedule"
+    lines = [heading]
+    for n, each in found.items():
+        line = f"{n:>7}  {_columns(each.best)}"
+        if schedules and each.best is not None:
+            line += f"  {each.best.setup.lists.name}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def without_pipeline(
+    found: Mapping[int, Sequence[Alternative]], batch_size: int, room: float
+) -> str:
+    """Return a table of training without a pipeline, for each number of devices.
+
+    Args:
+        found: For each number of devices, data parallel training and, on several devices, FSDP.
+        batch_size: The number of samples in a batch, over all devices.
+        room: How many bytes of each device tensors may take.
+    """
+    columns = f"{'samples/s':>9}{'GiB':>7}  {'micro-batches':<13}"
+    lines = [
+        f"         {'data parallel':<31}  |  FSDP (ZeRO-3)",
+        f"devices  {columns}  |  {columns}".rstrip(),
+    ]
+    for n, ways in found.items():
+        cells = [_alternative(each, batch_size, room) for each in ways]
+        lines.append(f"{n:>7}  {'  |  '.join(cells)}".rstrip())
+    note = (
+        "(GiB of each device, which has an equal share of the batch, in so many micro-batches of "
+        f"so many samples. {RECOMPUTED}: activations are recomputed. FSDP also shards parameters, "
+        "gradients and optimizer state. On one device, data parallel is plain training)"
+    )
+    return "\n".join([*lines, fill(note, WIDTH)])
+
+
+def _columns(best: Candidate | None) -> str:
+    """Return the cells of `COLUMNS`."""
+    if best is None:
+        return f"{'no room':>9}"
+    setup = best.setup
+    rate = figure(setup.batch_size / best.seconds)
+    cells = f"{rate:>9}{len(setup.sizes):>8}{setup.checkpoint:>13}"
+    return f"{cells}{_gib(best.peak, 7)}{best.bubble:>8.1%}"
+
+
+def _alternative(each: Alternative, batch_size: int, room: float) -> str:
+    rate = "no room"
+    if each.peak <= room:
+        rate = figure(batch_size / each.seconds)
+    mark = RECOMPUTED if each.recomputed else ""
+    micro_batches = f"{each.micro_batches} x {each.size}{mark}"
+    return f"{rate:>9}{_gib(each.peak, 7)}  {micro_batches:<13}"
+
+
+def listed(balance: Iterable[int], width: int) -> str:
+    """Return a balance as text of at most `width` characters, without its middle if it is long."""
+    text = str(list(balance))
+    if len(text) <= width:
+        return text
+    half = (width - 3) // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
+def _gib(nbytes: float, width: int) -> str:
+    return f"{nbytes / GiB:>{width}.2f}"
