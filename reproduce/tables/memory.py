@@ -145,7 +145,13 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
     if chunks:
         circumstances += f"; pipelines in {span(chunks)} micro-batches"
     meaning = f"peak: {kind.meaning}; activations: the sum less the model"
-    notes = [circumstances, meaning, *rows.problems()]
+    notes = [circumstances, meaning]
+    if any(config.get("apart") for config in rows.configs):
+        notes.append(
+            "each partition ran alone, one after another on one device, with zeros in place of what "
+            "its neighbours send"
+        )
+    notes += rows.problems()
     return rows.table(f": measured peak, {kind.title}", columns, notes)
 
 

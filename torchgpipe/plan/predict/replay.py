@@ -35,6 +35,9 @@ class Costs:
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
         weights: Seconds of the part of each backward that computes only the weights' gradients.
             Schedules that split backwards into two halves need these seconds.
+        issue: For each kind of task, a table of the seconds for which the host issues each task. One
+            thread issues the tasks of all devices (see `Schedule.replay`). `None` if issuing takes
+            no time.
     """
 
     forward: Table
@@ -46,6 +49,7 @@ class Costs:
     blocking: bool = False
     ahead: bool = True
     weights: Table = ()
+    issue: Mapping[Kind, Table] | None = None
 
 
 @lru_cache(maxsize=32)
@@ -87,6 +91,14 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
         kind, micro_batch, stage = action
         return tables[kind][micro_batch][stage]
 
+    issue: Seconds | None = None
+    if costs.issue is not None:
+        issuing = costs.issue
+
+        def issue(action: Action) -> float:
+            kind, micro_batch, stage = action
+            return issuing[kind][micro_batch][stage]
+
     boundaries = costs.copy
     if isinstance(boundaries, (int, float)):
         boundaries = [boundaries] * (n - 1)
@@ -94,7 +106,12 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
     for (source, target), delay in costs.skips.items():
         copies.append((source, target, delay))
     return schedule.replay(
-        seconds, copies, blocking=costs.blocking, ahead=costs.ahead, loss=costs.loss
+        seconds,
+        copies,
+        blocking=costs.blocking,
+        ahead=costs.ahead,
+        loss=costs.loss,
+        issue=issue,
     )
 
 
