@@ -10,7 +10,8 @@ The module of a part has:
 - `SHARE`: the part's share of the time, as a number. A part that starts gets the time that is left,
   multiplied by its share and divided by the sum of its own share and those of later parts.
 - `NEEDS`: the names of the packages beyond those of `NEEDED` that the part imports, such as
-  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why.
+  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. So
+  `run` imports them, not the module.
 - `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
   what is known so far whenever something new is known.
 - `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
@@ -18,8 +19,11 @@ The module of a part has:
   `context.write` or returned, after a round trip through JSON. It may be an early one. The page is
   made in another process, perhaps on another machine, so nothing but the result is known here.
 
+The modules are imported by the process that starts all parts, and that process forks the parts. So
+the import of a module must neither use CUDA nor start a thread.
+
 An error that `run` raises is a result, too: the page says that the part failed, and with which
-line. The part's standard output and error are its log, `DIR/NAME/log.txt`.
+error. The part's standard output and error are its log, `DIR/NAME/log.txt`.
 
 Here is a whole part:
 
@@ -41,14 +45,15 @@ Here is a whole part:
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, Result, save, write_atomically
+from reproduce.run.recorder import new_run
 
 if TYPE_CHECKING:
     import torch
@@ -64,10 +69,10 @@ PARTS = (
     "compiled",
     "several",
 )
-NEEDED = ("torch", "msgspec", "tabulate")
-"""The packages that every part may import."""
 MOST_LINES = 3
 """The number of lines that the page has for a part, beyond the line with its name."""
+RESULT = "result.json"
+RECORDS = "records"
 
 Fields = dict[str, Any]
 """A part's result: a dictionary that JSON can express."""
@@ -123,7 +128,7 @@ class Context:
 
         The file is replaced at once, so a kill at any time leaves a whole result.
         """
-        write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
+        write_atomically(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
 
     def new_record(self, title: str, unit: dict[str, str], results: Sequence[Result]) -> Record:
         """Return a record of this part's results that describes the machine and the software.
@@ -133,12 +138,10 @@ class Context:
             unit: The unit of each value of a result, by the name of the value.
             results: The results so far.
         """
-        from reproduce.machine.devices import Devices
-        from reproduce.run.recorder import new_run
-
-        kind = self.devices[0].type
+        devices = self.devices
+        kind = devices[0].type
         threads = 1 if kind == "cpu" else None
-        used = Devices(kind, len(self.devices), threads)
+        used = Devices(kind, len(devices), threads)
         command = ["python", "-m", "benchmarks.gpu", "--only", self.name]
         run = new_run(used, seed=0, command=command, settings={"size": self.size})
         name = f"gpu-{self.name}"
@@ -146,10 +149,6 @@ class Context:
 
     def save(self, record: Record) -> None:
         """Write a record to `DIR/records`, in place of one with the same name."""
-        folder = self.folder.parent / "records"
+        folder = self.folder.parent / RECORDS
         folder.mkdir(exist_ok=True)
         save(record, folder / f"{record.name}.json")
-
-    def say(self, line: str) -> None:
-        """Add a line to the part's log."""
-        print(line, file=sys.stderr, flush=True)
