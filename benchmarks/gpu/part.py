@@ -9,7 +9,7 @@ The module of a part has:
 - `PURPOSE`: one line that says which question the part answers. The page shows it.
 - `SHARE`: the part's share of the time, as a number. A part that starts gets the time that is left,
   multiplied by its share and divided by the sum of its own share and those of later parts.
-- `NEEDS`: the names of the packages beyond those of `NEEDED` that the part imports, such as
+- `NEEDS`: the names of the packages beyond those of `__main__.py` that the part needs, such as
   `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. So
   `run` imports them, not the module.
 - `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
@@ -44,19 +44,20 @@ Here is a whole part:
         return [f"{size}: {seconds:.2g} s" for size, seconds in result["seconds"].items()]
 """
 
+import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import torch
 
 from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, Result, save, write_atomically
 from reproduce.run.recorder import new_run
-
-if TYPE_CHECKING:
-    import torch
 
 PARTS = (
     "machine",
@@ -91,6 +92,36 @@ class Part(Protocol):
     def lines(self, result: Fields) -> list[str]: ...
 
 
+class Broken:
+    """A part whose module cannot be imported. Its `run` raises the error of the import."""
+
+    PURPOSE = "its module cannot be imported"
+    SHARE = 1.0
+    NEEDS: Sequence[str] = ()
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def run(self, context: "Context") -> Fields:
+        raise self.error
+
+    def lines(self, result: Fields) -> list[str]:
+        return []
+
+
+def load_parts(names: Sequence[str]) -> dict[str, Part]:
+    """Import the modules of parts, and return them by name."""
+    parts: dict[str, Part] = {}
+    for name in names:
+        module: Any
+        try:
+            module = importlib.import_module(f"benchmarks.gpu.{name}")
+        except Exception as error:  # a part that is broken must not end the others
+            module = Broken(error)
+        parts[name] = module
+    return parts
+
+
 @dataclass(frozen=True)
 class Context:
     """What a part is given.
@@ -111,10 +142,8 @@ class Context:
     against: Path | None = None
 
     @property
-    def devices(self) -> "list[torch.device]":
+    def devices(self) -> list[torch.device]:
         """Return all GPUs or, in a dry run, the CPU twice, as two devices."""
-        import torch
-
         if self.size == "tiny":
             return [torch.device("cpu")] * 2
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -152,3 +181,7 @@ class Context:
         folder = self.folder.parent / RECORDS
         folder.mkdir(exist_ok=True)
         save(record, folder / f"{record.name}.json")
+
+    def say(self, line: str) -> None:
+        """Add a line to the part's log."""
+        print(line, file=sys.stderr, flush=True)
