@@ -9,8 +9,9 @@ The module of a part has:
 - `PURPOSE`: one line that says which question the part answers. The page shows it.
 - `SHARE`: the part's share of the time, as a number. A part that starts gets the time that is left,
   multiplied by its share and divided by the sum of its own share and those of later parts.
-- `NEEDS`: the names of the packages beyond those of `NEEDED` that the part imports, such as
-  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why.
+- `NEEDS`: the names of the packages beyond those of `__main__.py` that the part needs, such as
+  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. So
+  `run` imports them, not the module.
 - `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
   what is known so far whenever something new is known.
 - `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
@@ -18,8 +19,11 @@ The module of a part has:
   `context.write` or returned, after a round trip through JSON. It may be an early one. The page is
   made in another process, perhaps on another machine, so nothing but the result is known here.
 
+The modules are imported by the process that starts all parts, and that process forks the parts. So
+the import of a module must neither use CUDA nor start a thread.
+
 An error that `run` raises is a result, too: the page says that the part failed, and with which
-line. The part's standard output and error are its log, `DIR/NAME/log.txt`.
+error. The part's standard output and error are its log, `DIR/NAME/log.txt`.
 
 Here is a whole part:
 
@@ -40,18 +44,20 @@ Here is a whole part:
         return [f"{size}: {seconds:.2g} s" for size, seconds in result["seconds"].items()]
 """
 
+import importlib
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
+
+from reproduce.machine.devices import Devices
 from reproduce.records.record import Record, Result, save, write_atomically
-
-if TYPE_CHECKING:
-    import torch
+from reproduce.run.recorder import new_run
 
 PARTS = (
     "machine",
@@ -64,10 +70,10 @@ PARTS = (
     "compiled",
     "several",
 )
-NEEDED = ("torch", "msgspec", "tabulate")
-"""The packages that every part may import."""
 MOST_LINES = 3
 """The number of lines that the page has for a part, beyond the line with its name."""
+RESULT = "result.json"
+RECORDS = "records"
 
 Fields = dict[str, Any]
 """A part's result: a dictionary that JSON can express."""
@@ -84,6 +90,36 @@ class Part(Protocol):
     def run(self, context: "Context") -> Fields: ...
 
     def lines(self, result: Fields) -> list[str]: ...
+
+
+class Broken:
+    """A part whose module cannot be imported. Its `run` raises the error of the import."""
+
+    PURPOSE = "its module cannot be imported"
+    SHARE = 1.0
+    NEEDS: Sequence[str] = ()
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def run(self, context: "Context") -> Fields:
+        raise self.error
+
+    def lines(self, result: Fields) -> list[str]:
+        return []
+
+
+def load_parts(names: Sequence[str]) -> dict[str, Part]:
+    """Import the modules of parts, and return them by name."""
+    parts: dict[str, Part] = {}
+    for name in names:
+        module: Any
+        try:
+            module = importlib.import_module(f"benchmarks.gpu.{name}")
+        except Exception as error:  # a part that is broken must not end the others
+            module = Broken(error)
+        parts[name] = module
+    return parts
 
 
 @dataclass(frozen=True)
@@ -106,10 +142,8 @@ class Context:
     against: Path | None = None
 
     @property
-    def devices(self) -> "list[torch.device]":
+    def devices(self) -> list[torch.device]:
         """Return all GPUs or, in a dry run, the CPU twice, as two devices."""
-        import torch
-
         if self.size == "tiny":
             return [torch.device("cpu")] * 2
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -123,7 +157,7 @@ class Context:
 
         The file is replaced at once, so a kill at any time leaves a whole result.
         """
-        write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
+        write_atomically(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
 
     def new_record(self, title: str, unit: dict[str, str], results: Sequence[Result]) -> Record:
         """Return a record of this part's results that describes the machine and the software.
@@ -133,12 +167,10 @@ class Context:
             unit: The unit of each value of a result, by the name of the value.
             results: The results so far.
         """
-        from reproduce.machine.devices import Devices
-        from reproduce.run.recorder import new_run
-
-        kind = self.devices[0].type
+        devices = self.devices
+        kind = devices[0].type
         threads = 1 if kind == "cpu" else None
-        used = Devices(kind, len(self.devices), threads)
+        used = Devices(kind, len(devices), threads)
         command = ["python", "-m", "benchmarks.gpu", "--only", self.name]
         run = new_run(used, seed=0, command=command, settings={"size": self.size})
         name = f"gpu-{self.name}"
@@ -146,7 +178,7 @@ class Context:
 
     def save(self, record: Record) -> None:
         """Write a record to `DIR/records`, in place of one with the same name."""
-        folder = self.folder.parent / "records"
+        folder = self.folder.parent / RECORDS
         folder.mkdir(exist_ok=True)
         save(record, folder / f"{record.name}.json")
 
