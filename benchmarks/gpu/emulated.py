@@ -21,8 +21,8 @@ NEEDS = ["click"]
 
 EXPERIMENTS = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 PAPER = ("--scale", "paper", "--on", "cuda", "--devices", "1", "--steps", "3")
-# A single row with a small batch. Its balance is given, so nothing is profiled.
-TINY = ("--scale", "small", "--on", "cpu", "--devices", "1", "--steps", "1", "--row", "n2m4")
+# A single row with a small batch and without a link, so nothing is profiled or predicted.
+TINY = ("--scale", "small", "--on", "cpu", "--devices", "1", "--steps", "1", "--row", "GPipe n2m4")
 TINY_SETTINGS = ("--set", "batch_size=4", "balance=12,12")
 PREDICTING = 30.0
 """Seconds that the predictions of an experiment may take."""

@@ -42,8 +42,14 @@ TABLES = ("amoebanet-memory", "unet-memory")
 NAMES = ("parameters", "model_bytes", "peak_allocated", "peak_reserved")
 LEAST = 5.0
 """Seconds that a partition needs at least."""
-TINY: dict[str, Any] = {"size": (3, 16), "batch_size": 4, "chunks": 4, "balance": (5, 4)}
-"""The changes of AmoebaNet-D's row `pipeline-2` for a dry run."""
+TINY: dict[str, Any] = {
+    "size": (1, 2),
+    "input_shape": (3, 64, 64),
+    "batch_size": 4,
+    "chunks": 4,
+    "balance": (30, 35),
+}
+"""The changes of U-Net's row `pipeline-2` for a dry run."""
 
 
 def run(context: Context) -> Fields:
@@ -71,7 +77,7 @@ def rows_of(size: str) -> Iterator[tuple[Experiment, Row]]:
         for row in experiment.scale("paper").rows:
             if size == "paper":
                 yield experiment, row
-            elif row.name == "pipeline-2" and name == TABLES[0]:
+            elif row.name == "pipeline-2" and row.model == "U-Net":
                 yield experiment, replace(row, **TINY)
 
 

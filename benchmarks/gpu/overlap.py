@@ -11,6 +11,7 @@ Portals, the third component of the ablation, do nothing with two partitions: th
 devices.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
@@ -69,7 +70,8 @@ def run(context: Context) -> Fields:
     for order, devices in orders.items():
         for name, components in COMPONENTS.items():
             row = f"{order}: {name}"
-            file = context.folder / f"{row}.json".replace(", ", "-").replace(" ", "-")
+            words = re.findall(r"\w+", row)
+            file = context.folder / f"{'-'.join(words)}.json"
             model = pipeline(SIZES[context.size], devices, components)
             with record(model, file) as recording:
                 train(model, SIZES[context.size], devices)
@@ -78,9 +80,7 @@ def run(context: Context) -> Fields:
     return {"rows": rows}
 
 
-def pipeline(
-    sizes: Sizes, devices: Sequence[torch.device], components: Sequence[str]
-) -> GPipe:
+def pipeline(sizes: Sizes, devices: Sequence[torch.device], components: Sequence[str]) -> GPipe:
     """Return a pipeline of two partitions, one on the host and one on the GPU."""
     balance = [sizes.on_host if device.type == "cpu" else sizes.on_gpu for device in devices]
     layers = nn.Sequential()
@@ -146,7 +146,7 @@ def replayed(step: Timeline, components: Sequence[str]) -> Timeline:
 
 
 def hidden(step: Timeline) -> float:
-    """Return the share of the copies' time in which a task ran; 1.0 if there are no copies."""
+    """Return the share of the copies' time in which a task ran; 0.0 if there are no copies."""
     copies = 0.0
     overlapped = 0.0
     busy = _united(step.tasks)
@@ -156,7 +156,7 @@ def hidden(step: Timeline) -> float:
         copies += event.end - event.start
         for start, end in busy:
             overlapped += max(0.0, min(end, event.end) - max(start, event.start))
-    return overlapped / copies if copies else 1.0
+    return overlapped / copies if copies else 0.0
 
 
 def _united(tasks: Sequence[Event]) -> list[tuple[float, float]]:
@@ -180,11 +180,12 @@ def ahead(step: Timeline) -> float:
     for task in step.tasks:
         if task.kind == "backward" and task.partition == 1:
             there[task.micro_batch] = task.end
-    early = []
+    recomputed = early = 0
     for task in step.tasks:
         if task.kind == "recompute" and task.partition == 0:
-            early.append(task.start < there[task.micro_batch])
-    return sum(early) / len(early) if early else 0.0
+            recomputed += 1
+            early += task.start < there[task.micro_batch]
+    return early / recomputed if recomputed else 0.0
 
 
 def lines(result: Fields) -> list[str]:

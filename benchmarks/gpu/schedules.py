@@ -104,7 +104,7 @@ def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
     model = GPipe(
         layers,
         [1] * count,
-        devices=[device] * count,
+        devices=[device] * N,
         chunks=M,
         checkpoint="never",
         engine="graph",
@@ -119,7 +119,7 @@ def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
     model.observer = None
 
     mse_loss(alone(x), target).backward()
-    expected = orders(arranged(name, count), M, "never", False).all[0]
+    expected = orders(arranged(name, count, N), M, "never", False).all[0]
     return {
         "gradients": _alike(model, alone),
         "order": watch.actions == list(expected),
@@ -221,7 +221,9 @@ def lines(result: Fields) -> list[str]:
     checked = result["schedules"]
     right = [name for name, row in checked.items() if row["gradients"] and row["order"]]
     wrong = [name for name in checked if name not in right]
-    found = [f"{len(right)} of {len(checked)} schedules did their lists and had the right gradients"]
+    found = [
+        f"{len(right)} of {len(checked)} schedules did their lists and had the right gradients"
+    ]
     if wrong:
         found[0] += f"; not: {', '.join(wrong)}"
     kept = []

@@ -161,7 +161,7 @@ def run_ranks(
     return said
 
 
-def _serve(
+def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
     k: int,
     link: Connection,
     folder: str,
@@ -184,7 +184,9 @@ def _serve(
     link.poll(None)  # wait to be killed: other ranks may still need this one
 
 
-def made(k: int, places: Sequence[torch.device], width: int) -> tuple[Any, nn.Module, Tensor, Tensor]:
+def made(
+    k: int, places: Sequence[torch.device], width: int
+) -> tuple[Any, nn.Module, Tensor, Tensor]:
     """Return the pipeline of rank k, all layers without a pipeline, a mini-batch and its target."""
     torch.manual_seed(0)
     layers = nn.Sequential()

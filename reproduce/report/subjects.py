@@ -5,8 +5,8 @@ source come from one record, so that they can be compared. For measured and emul
 is the record of a single run of the experiment.
 
 Runs that differ in scale, kind of device, GPU or engine are different sources, and so are the
-reader's own runs and the runs in the results that the report is about. If several runs agree in all of
-these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
+reader's own runs and the runs in the results that the report is about. If several runs agree in all
+of these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
 rows come first. The other runs are remembered as left out.
 """
 

@@ -238,7 +238,9 @@ class Emulation:
         and the seconds of the step if one thread issues the tasks of all devices.
         """
         runs = [self._issue_seconds() for _ in range(ISSUED)]
-        issue = {task: median([run[task] for run in runs]) for task in runs[0]}
+        issue = {}
+        for task in runs[0]:
+            issue[task] = median([run[task] for run in runs])
         tasks = self._task_seconds()
         return {
             "task_time": {kind: self._run_table(kind, tasks) for kind in KINDS},

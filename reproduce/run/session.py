@@ -30,8 +30,8 @@ UNITS = {
     "on a CPU its thread's CPU time",
     "task_time": "s that the GPU took for each task of an emulated step: by kind of task, for each "
     "micro-batch that was run, a list with a number for each partition",
-    "issue_time": "s that the host took to issue each task of an emulated step, the GPU idle: lists "
-    "as of task_time",
+    "issue_time": "s that the host took to issue each task of an emulated step, the GPU idle: "
+    "lists as of task_time",
     "one_thread_time": "s of the emulated step if one thread of the host issues the tasks of all "
     "devices",
     "executed": "micro-batches of an emulated step that were run; the rest take as long as these",

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, starmap
+from itertools import pairwise, repeat, starmap
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -143,8 +143,9 @@ class Schedule:
         at = self.placement
         room = {} if buffered is None else self._room(buffered)
         order = self._order if buffered is None else in_turn(self.lists, room)
-        if issue is not None:
-            order = self.replay(ahead=ahead, loss=loss).order
+        order = order if issue is None else self.replay(ahead=ahead, loss=loss).order
+        # For how many seconds the thread issues each action, in this order.
+        issues = repeat(0.0) if issue is None else map(issue, order)
         later, earlier = self._targets(copies)
         nowhere: Targets = defaultdict(list)
         # The times when activations and gradients arrive, by micro-batch and stage.
@@ -163,7 +164,7 @@ class Schedule:
         issued = 0.0  # the time at which the thread has issued all earlier actions
         starts: dict[Action, float] = {}
         events: list[Event] = []
-        for action in order:
+        for action, issue_seconds in zip(order, issues, strict=False):
             kind, i, stage = action
             waits, arrivals, targets = ways[kind]
             arrived = arrivals[i]
@@ -174,16 +175,12 @@ class Schedule:
                 begin = max(free) if blocking else free[at[-1]]
                 free = [begin + loss] * len(free)
                 loss = None
-            start = free[d]
+            start = issued if issued > free[d] else free[d]
+            issued += issue_seconds
             if waits and arrived[stage] > start:
                 start = arrived[stage]
-            if issue is not None:
-                start = max(start, issued)
-                issued += issue(action)
             end = start + seconds(action)
-            if issued > end:
-                end = issued
-            free[d] = end
+            free[d] = end = issued if issued > end else end
             if end > start or kind != "recompute":
                 events.append(Event(*action, start, end))
             if room:

@@ -64,14 +64,14 @@ def test_a_dry_run_writes_a_record_and_lines(tmp_path: Path) -> None:
     result = run_tiny(tmp_path)
 
     (found,) = load(tmp_path / "records/gpu-memory.json").results
-    row = result["rows"]["amoebanet-memory/pipeline-2"]
+    row = result["rows"]["unet-memory/pipeline-2"]
     assert found.values["peak_allocated"] == row["allocated"]
     assert len(row["allocated"]) == 2
-    assert found.published == "tg-amoebanetd-memory/pipeline-2"
+    assert found.published == "tg-unet-memory/pipeline-2"
     page = document(load(tmp_path / "records/gpu-memory.json"))
     assert "each partition ran alone" in page
     about, shares = memory.lines(result)
-    assert "published 9.46" in about
+    assert "published 20.78" in about
     assert "reserved: not measured on a CPU" in about
     assert shares.startswith("2 partitions: allocated over predicted ")
     assert shares.endswith("; all fit")
@@ -93,7 +93,7 @@ def test_what_does_not_fit_says_what_it_needs(
     assert str(found.reason).startswith("device 1 needs about 0.0 GiB, as predicted")
     (shares,) = memory.lines(result)
     assert shares.startswith("1 partitions: ")
-    assert "amoebanet-memory/pipeline-2: device 1 needs about" in shares
+    assert "unet-memory/pipeline-2: device 1 needs about" in shares
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(

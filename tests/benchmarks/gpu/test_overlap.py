@@ -25,7 +25,7 @@ def test_copies_are_hidden_while_a_task_runs() -> None:
         ("copy", 1, 0, 6.0, 7.0),
     )
     assert overlap.hidden(step) == pytest.approx(1.5 / 4.0)
-    assert overlap.hidden(timeline(("forward", 0, 0, 0.0, 1.0))) == 1.0
+    assert overlap.hidden(timeline(("forward", 0, 0, 0.0, 1.0))) == 0.0
 
 
 def test_recomputations_ahead_of_their_gradients_are_counted() -> None:

@@ -58,9 +58,7 @@ def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.most_kept() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("GPipe", 6), ("1F1B", 1), ("ZBH1", 1)]
-)
+@pytest.mark.parametrize(("name", "most"), [("GPipe", 6), ("1F1B", 1), ("ZBH1", 1)])
 def test_tasks_are_kept_until_their_weights_have_gradients(name: str, most: int) -> None:
     (actions,) = make(name, 1, 6).lists
     assert schedules.most_kept(actions) == most

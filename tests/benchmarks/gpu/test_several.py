@@ -68,5 +68,8 @@ def test_lines_say_what_failed() -> None:
         "tables": {"unet-speed": {"baseline": {"status": "measured", "speed": 3.0}}},
     }
     ranks, table = several.lines(result)
-    assert ranks == "NCCL: failed, rank 1: RuntimeError: no; a killed rank was noticed by 0 of 1 others"
+    assert (
+        ranks
+        == "NCCL: failed, rank 1: RuntimeError: no; a killed rank was noticed by 0 of 1 others"
+    )
     assert table == "unet-speed, measured: 1 of 1 rows"

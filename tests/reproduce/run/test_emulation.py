@@ -267,7 +267,7 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
     row = pipeline(3)
     emulated = emulation(row)
     emulated.runs = [ran(row)]
-    slower = iter([0.1, 0.5, 9.0])
+    slower = iter([0.1, 2.0, 9.0])
 
     def issue_seconds() -> dict[Task, float]:
         share = next(slower)
@@ -281,13 +281,15 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
 
     made = costs(row, FIRST_AND_LAST)
     tables: dict[Kind, Any] = {kind: getattr(made, kind) for kind in KINDS}
-    halved: dict[Kind, Any] = {}
+    doubled: dict[Kind, Any] = {}
     for kind, table in tables.items():
-        halved[kind] = [[0.5 * seconds for seconds in of_one] for of_one in table]
+        doubled[kind] = [[2.0 * seconds for seconds in of_one] for of_one in table]
         # The record has the micro-batches that were run: the first and the last one.
-        assert values["task_time"][kind] == pytest.approx([table[0], table[-1]])
-        assert values["issue_time"][kind] == [halved[kind][0], halved[kind][-1]]
-    replayed = replay(replace(made, issue=halved)).seconds
+        first, last = values["task_time"][kind]
+        assert first == pytest.approx(table[0])
+        assert last == pytest.approx(table[-1])
+        assert values["issue_time"][kind] == [doubled[kind][0], doubled[kind][-1]]
+    replayed = replay(replace(made, issue=doubled)).seconds
     assert values["one_thread_time"] == pytest.approx(replayed + max(UPDATES[:3]))
     assert values["one_thread_time"] > emulated.step().seconds
     assert usual == {name: values[name] for name in ("executed", "utilization", "bubble")}

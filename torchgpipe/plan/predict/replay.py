@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torchgpipe.schedules import Kind, Schedule, make
 from torchgpipe.schedules.action import Action
@@ -35,9 +35,9 @@ class Costs:
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
         weights: Seconds of the part of each backward that computes only the weights' gradients.
             Schedules that split backwards into two halves need these seconds.
-        issue: For each kind of task, a table of the seconds for which the host issues each task. One
-            thread issues the tasks of all devices (see `Schedule.replay`). `None` if issuing takes
-            no time.
+        issue: For each kind of task, a table of the seconds for which the host issues each task.
+            One thread issues the tasks of all devices (see `Schedule.replay`). `None` if issuing
+            takes no time.
     """
 
     forward: Table
@@ -87,18 +87,8 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
         "backward_weights": costs.weights,
     }
 
-    def seconds(action: Action) -> float:
-        kind, micro_batch, stage = action
-        return tables[kind][micro_batch][stage]
-
-    issue: Seconds | None = None
-    if costs.issue is not None:
-        issuing = costs.issue
-
-        def issue(action: Action) -> float:
-            kind, micro_batch, stage = action
-            return issuing[kind][micro_batch][stage]
-
+    seconds = partial(_looked_up, tables)
+    issue = None if costs.issue is None else partial(_looked_up, costs.issue)
     boundaries = costs.copy
     if isinstance(boundaries, (int, float)):
         boundaries = [boundaries] * (n - 1)
@@ -113,6 +103,12 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
         loss=costs.loss,
         issue=issue,
     )
+
+
+def _looked_up(tables: Mapping[Kind, Table], action: Action) -> float:
+    """Return the seconds of an action from the table of its kind."""
+    kind, micro_batch, stage = action
+    return tables[kind][micro_batch][stage]
 
 
 def shared(timeline: Timeline, sharing: float) -> Timeline:
