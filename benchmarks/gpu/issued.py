@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from reproduce.error import Error
 from reproduce.regression.interleave import Sampling, fork, interleave
 
+DEVICE = torch._C._autograd.DeviceType.CUDA
+"""The kind of device of kernels and copies in what the profiler records."""
 WAIT = "called a synchronizing CUDA operation"
 """What PyTorch warns of if an operation makes the host wait for the device."""
 
@@ -123,7 +124,7 @@ def _profile(step: Step) -> dict[str, float]:
     recorded: Any = profiler.profiler
     spans = []
     for event in recorded.kineto_results.events():
-        if event.device_type() == DeviceType.CUDA:
+        if event.device_type() == DEVICE:
             start = event.start_ns()
             spans.append((start, start + event.duration_ns()))
     if spans:

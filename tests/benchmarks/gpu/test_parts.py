@@ -103,8 +103,10 @@ def test_the_page_says_where_the_host_waits() -> None:
 
     first, last = machinery.lines(result)
 
-    assert first.startswith("linear, a task in the median of 1 cases: us of the host: plain loop 30")
-    assert "idle: plain loop 30" in first
+    assert first.startswith(
+        "linear, us a task, medians over cases (1): issued by the host in plain"
+    )
+    assert "device idle for plain loop 30" in first
     assert last.startswith("1 of 4 cases; this library makes the host wait for the device: linear ")
     assert "(3 times); failed: other in linear" in last
 
