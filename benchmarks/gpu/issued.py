@@ -95,6 +95,8 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
 def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
     """Return a function that times some steps; raise an error if the model cannot run."""
     step = Step(*fields)
+    if step.on_gpu:
+        torch.cuda.empty_cache()  # other processes need the memory that the last case took
     step.timed()
     return partial(_measure, step, steps)
 
@@ -130,7 +132,7 @@ def _profile(step: Step) -> dict[str, float]:
     if spans:
         found["busy"] = covered(spans) / 1e9 / step.tasks
     step.drop_gradients()
-    torch.cuda.empty_cache()  # the processes whose steps are timed need the memory
+    torch.cuda.empty_cache()  # other processes need the memory
     return found
 
 

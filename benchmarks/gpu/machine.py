@@ -118,5 +118,5 @@ def lines(result: Fields) -> list[str]:
     return [
         "; ".join(first),
         f"copies in GB/s (read and written within a device): {', '.join(copies)}",
-        f"seconds to launch: {'; '.join(launches)}",
+        f"to launch: {'; '.join(launches)}",
     ]
