@@ -1,7 +1,9 @@
 """Measure what compiled layers and CUDA graphs gain where launching kernels takes the time."""
 
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,6 +32,8 @@ WARM_UPS = 3
 
 Value = Any
 """What one layer passes to the next: a tensor, or a tuple of tensors."""
+Build = Callable[[], tuple[nn.Sequential, Tensor]]
+"""A function that builds the layers of a model and a mini-batch."""
 
 
 class Graphed(nn.Module):
@@ -74,27 +78,27 @@ def run(context: Context) -> Fields:
     """Measure the rows, until there is no more time."""
     device = context.devices[0]
     result: Fields = {"rows": {}, "left out": []}
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        result["rows"]["CUDA graphs"] = _with_graphs(device)
-        context.write(result)
+    rows: dict[str, Callable[[], Fields]] = {}
+    if device.type == "cuda":
+        rows["CUDA graphs of forwards, AmoebaNet-D (18, 256)"] = partial(_with_graphs, device)
+        models = {"MLP": _mlp, "transformer": _blocks, "AmoebaNet-D (18, 256)": _amoebanet}
+        backend = "inductor"
     else:
-        result["left out"].append("CUDA graphs, which need a GPU")
-    models: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {"torch.compile of MLP": _mlp}
-    if on_gpu:
-        models["torch.compile of transformer blocks"] = _blocks
-        models["torch.compile of AmoebaNet-D (18, 256)"] = _amoebanet
-    else:
-        result["left out"].append("code generation, which takes too long for a dry run")
-    # The backend "eager" traces layers, but generates no code.
-    backend = "inductor" if on_gpu else "eager"
+        result["left out"].append("CUDA graphs, and code that is made for a device")
+        models = {"MLP": _mlp}
+        backend = "eager"  # it traces layers, but generates no code, which takes long
     for name, build in models.items():
+        compiled = partial(_with_compiled, build, device, backend, context)
+        rows[f"torch.compile of {name}"] = compiled
+    for name, measure in rows.items():
         if context.seconds_left() < 2 * RESERVE:
             result["left out"].append(f"{name}, for lack of time")
             continue
-        with torch.device(device):
-            layers, x = build()
-        result["rows"][name] = _with_compiled(layers, x, backend, context)
+        try:
+            result["rows"][name] = measure()
+        except Exception as error:
+            traceback.print_exc()
+            result["rows"][name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0]}
         context.write(result)
     return result
 
@@ -136,11 +140,13 @@ def _with_graphs(device: torch.device) -> Fields:
     return {"off": off, "on": on, "of": PARTITIONS, "done": PARTITIONS, "seconds": seconds}
 
 
-def _with_compiled(layers: nn.Sequential, x: Tensor, backend: str, context: Context) -> Fields:
+def _with_compiled(build: Build, device: torch.device, backend: str, context: Context) -> Fields:
     """Measure layers without checkpointing, as they are and compiled.
 
     Layers for whose compilation there is no time stay as they are.
     """
+    with torch.device(device):
+        layers, x = build()
     balance = evenly(layers, PARTITIONS)
     off = _measured(layers, x, balance, "never")
     compiled: list[nn.Module] = []
@@ -182,6 +188,9 @@ def lines(result: Fields) -> list[str]:
     """Say for each row how much faster a step is."""
     said = []
     for name, row in result["rows"].items():
+        if "reason" in row:
+            said.append(f"{name}: failed ({row['reason']})")
+            continue
         off, on = row["off"], row["on"]
         ratio = off["step"] / on["step"]
         host = f"{1e3 * off['host']:.1f} to {1e3 * on['host']:.1f} ms"

@@ -15,22 +15,24 @@ ENDS = ("passed", "failed", "skipped")
 
 @dataclass
 class Counting:
-    """A plugin of pytest that counts how tests end, and writes the counts after each test.
+    """A plugin of pytest that counts how tests end, and stops them when no time is left.
+
+    It writes the counts after each test.
 
     Attributes:
         context: Where the counts are written.
-        collected: The number of tests that were found.
+        session: What pytest runs.
         counts: The numbers of tests that passed, failed and were skipped.
         failed: The names of the tests that failed.
     """
 
     context: Context
-    collected: int = 0
+    session: Any = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     failed: list[str] = field(default_factory=list)
 
     def pytest_collection_finish(self, session: Any) -> None:
-        self.collected = len(session.items)
+        self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count a test at the end of its call, or where its set-up or its end fails."""
@@ -42,9 +44,13 @@ class Counting:
         elif report.passed and report.when == "call":
             self.counts["passed"] += 1
         self.context.write(self.result())
+        if self.context.seconds_left() < 0:
+            self.session.shouldstop = "no time is left"
 
     def result(self) -> Fields:
-        return {"collected": self.collected, **self.counts, "failed tests": self.failed}
+        """Return the numbers of all tests and of those that ended, and the names of failed ones."""
+        collected = len(self.session.items)
+        return {"collected": collected, **self.counts, "failed tests": self.failed}
 
 
 def run(context: Context) -> Fields:
@@ -65,8 +71,8 @@ def run(context: Context) -> Fields:
         "no:cacheprovider",
     ]
     code = pytest.main(arguments, plugins=[counting])
-    # 1 means that tests failed, and 5 that there is none.
-    if code not in (0, 1):
+    # 1 means that tests failed, and 2 that they were stopped.
+    if code not in (0, 1, 2) or counting.session is None:
         raise RuntimeError(f"pytest ended with exit code {int(code)}")
     return counting.result()
 
@@ -74,7 +80,7 @@ def run(context: Context) -> Fields:
 def lines(result: Fields) -> list[str]:
     """Say how many tests passed, and which failed."""
     counts = [f"{result[end]} {end}" for end in ENDS]
-    said = [f"{', '.join(counts)}, of {result['collected']}"]
+    said = [f"{', '.join(counts)}, of {result['collected']} tests"]
     failed = result["failed tests"]
     if failed:
         names = [name.removeprefix("tests/") for name in failed]

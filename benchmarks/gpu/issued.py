@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from reproduce.error import Error
 from reproduce.regression.interleave import Sampling, fork, interleave
 
+DEVICE = torch._C._autograd.DeviceType.CUDA
+"""The kind of device of kernels and copies in what the profiler records."""
 WAIT = "called a synchronizing CUDA operation"
 """What PyTorch warns of if an operation makes the host wait for the device."""
 
@@ -94,6 +95,8 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
 def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
     """Return a function that times some steps; raise an error if the model cannot run."""
     step = Step(*fields)
+    if step.on_gpu:
+        torch.cuda.empty_cache()  # other processes need the memory that the last case took
     step.timed()
     return partial(_measure, step, steps)
 
@@ -123,13 +126,13 @@ def _profile(step: Step) -> dict[str, float]:
     recorded: Any = profiler.profiler
     spans = []
     for event in recorded.kineto_results.events():
-        if event.device_type() == DeviceType.CUDA:
+        if event.device_type() == DEVICE:
             start = event.start_ns()
             spans.append((start, start + event.duration_ns()))
     if spans:
         found["busy"] = covered(spans) / 1e9 / step.tasks
     step.drop_gradients()
-    torch.cuda.empty_cache()  # the processes whose steps are timed need the memory
+    torch.cuda.empty_cache()  # other processes need the memory
     return found
 
 

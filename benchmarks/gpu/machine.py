@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import permutations
 from statistics import median
 
@@ -46,7 +47,8 @@ def run(context: Context) -> Fields:
     for name, source, target in _copies(context.devices, elements):
         if context.seconds_left() < 0:
             break
-        timed = [seconds_of(lambda: target.copy_(source), device) for _ in range(1 + RUNS)]
+        copy = partial(target.copy_, source)
+        timed = [seconds_of(copy, device) for _ in range(1 + RUNS)]
         moved = source.nbytes * (2 if source.device == target.device else 1)
         result["copies"][name] = moved / median(timed[1:])
         context.write(result)
@@ -78,8 +80,7 @@ def _launch(device: torch.device) -> Fields:
     x = torch.zeros(1, device=device)
     launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}
     if device.type == "cuda":
-        sleep = torch.cuda._sleep
-        launched["an empty kernel"] = lambda: sleep(0)
+        launched["an empty kernel"] = partial(torch.cuda._sleep, 0)
     found: Fields = {}
     for name, launch in launched.items():
         for _ in range(2):  # the first time is a warm-up
@@ -104,12 +105,11 @@ def lines(result: Fields) -> list[str]:
     for gpu in host.get("gpus", []):
         gpus[gpu["name"]] = gpus.get(gpu["name"], 0) + 1
     named = [f"{count} x {name}" for name, count in gpus.items()] or ["no GPU"]
-    software = []
-    for name in ("torch", "cuda", "driver", "python"):
-        if versions_of[name] is not None:
-            software.append(f"{name} {versions_of[name]}")
-    topology = "topology.txt has the links" if result["nvidia-smi"] else "nvidia-smi is not there"
-    first = [*named, f"{host['cpu']}, {host['cores']} cores", *software, topology]
+    first = [*named, f"{host['cpu']}, {host['cores']} cores"]
+    software = {name: versions_of[name] for name in ("torch", "cuda", "driver", "python")}
+    first += [f"{name} {found}" for name, found in software.items() if found is not None]
+    smi = "topology.txt has the links" if result["nvidia-smi"] else "nvidia-smi is not there"
+    first.append(smi)
     copies = [f"{name} {rate / 1e9:.1f}" for name, rate in result.get("copies", {}).items()]
     launches = []
     for name, seconds in result.get("launch", {}).items():
@@ -118,5 +118,5 @@ def lines(result: Fields) -> list[str]:
     return [
         "; ".join(first),
         f"copies in GB/s (read and written within a device): {', '.join(copies)}",
-        f"seconds to launch: {'; '.join(launches)}",
+        f"to launch: {'; '.join(launches)}",
     ]

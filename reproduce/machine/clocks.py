@@ -64,16 +64,23 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 def _parse(line: str) -> GpuState:
     """Parse a line of nvidia-smi's table. A number that is not known is a word in brackets."""
-    index, *texts, bits = [text.strip() for text in line.split(",")]
-    numbers: list[float | None] = []
-    for text in texts:
-        try:
-            numbers.append(float(text))
-        except ValueError:  # noqa: PERF203 - the other numbers are known
-            numbers.append(None)
+    index, clock, memory_clock, power, temperature, bits = line.split(",")
     try:
         active = int(bits, 16)
     except ValueError:
         active = 0
-    slowed_by = [name for bit, name in SLOWED_BY.items() if active & bit]
-    return GpuState(int(index), *numbers, slowed_by=slowed_by)
+    return GpuState(
+        index=int(index),
+        clock=_number(clock),
+        memory_clock=_number(memory_clock),
+        power=_number(power),
+        temperature=_number(temperature),
+        slowed_by=[name for bit, name in SLOWED_BY.items() if active & bit],
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,2 +1,1 @@
-"""The frame of `python -m benchmarks.gpu`: its command, the processes of its parts, and its page.
-"""
+"""The frame of `python -m benchmarks.gpu`: command, processes of parts, and page."""

@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.gates.machinery import VERSION, version
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
-from benchmarks.gpu.part import PARTS, RECORDS, Context, Part, Size, load_parts
 from benchmarks.gpu.frame.processes import Outcome, run_part
+from benchmarks.gpu.part import PARTS, RECORDS, Context, Part, Size, load_parts
 from benchmarks.harness import command
 from reproduce.error import Error, interruptible
 from reproduce.machine.clocks import gpu_states

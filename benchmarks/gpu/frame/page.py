@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.gpu.part import MOST_LINES, RESULT, Fields, Part
 from benchmarks.gpu.frame.processes import Outcome
+from benchmarks.gpu.part import MOST_LINES, RESULT, Fields, Part
 from reproduce.machine.clocks import GpuState
 
 ABOUT = "command.json"
@@ -60,13 +60,13 @@ def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
     for name, outcome in outcomes.items():
         for gpu in outcome.gpus:
             reasons += [f"{reason} after {name}" for reason in gpu.slowed_by]
-    first, last = before[0], after[0]
     slowed = ", ".join(dict.fromkeys(reasons)) or "nothing"
-    return (
-        f"GPU {first.index} was clocked at {_known(first.clock)} MHz and {_known(first.temperature)}"
-        f" °C before, at {_known(last.clock)} MHz and {_known(last.temperature)} °C after; slowed "
-        f"by {slowed}"
-    )
+    first, last = _state(before[0]), _state(after[0])
+    return f"GPU {before[0].index} ran at {first} before and at {last} after; slowed by {slowed}"
+
+
+def _state(gpu: GpuState) -> str:
+    return f"{_known(gpu.clock)} MHz and {_known(gpu.temperature)} °C"
 
 
 def _known(number: float | None) -> str:

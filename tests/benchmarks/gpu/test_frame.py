@@ -137,7 +137,8 @@ def test_a_failure_is_a_result(
 
     said = (tmp_path / PAGE).read_text()
     assert re.search(
-        r"- \*\*fails\*\* \(failed, \d+ s\): a question; ValueError: no luck\n  - before is 1\n", said
+        r"- \*\*fails\*\* \(failed, \d+ s\): a question; ValueError: no luck\n  - before is 1\n",
+        said,
     )
     assert "it ended by SIGKILL\n  - before is 2\n" in said
     assert "; not installed: no_such_package (pip install no_such_package)\n" in said
@@ -236,7 +237,7 @@ def test_the_page_says_how_the_gpus_were_clocked(tmp_path: Path) -> None:
 
     said = page(tmp_path, parts)
 
-    assert "at 345 MHz and 31 °C before, at 1980 MHz and ? °C after" in said
+    assert "at 345 MHz and 31 °C before and at 1980 MHz and ? °C after" in said
     assert "slowed by software power cap after first.\n" in said
 
 

@@ -103,8 +103,10 @@ def test_the_page_says_where_the_host_waits() -> None:
 
     first, last = machinery.lines(result)
 
-    assert first.startswith("linear, a task in the median of 1 cases: us of the host: plain loop 30")
-    assert "idle: plain loop 30" in first
+    assert first.startswith(
+        "linear, us a task, medians over cases (1): issued by the host in plain"
+    )
+    assert "device idle for plain loop 30" in first
     assert last.startswith("1 of 4 cases; this library makes the host wait for the device: linear ")
     assert "(3 times); failed: other in linear" in last
 
@@ -115,7 +117,8 @@ def context(folder: Path) -> Context:
 
 def test_tests_are_counted_as_they_end(tmp_path: Path) -> None:
     counting = cuda_tests.Counting(context(tmp_path))
-    counting.pytest_collection_finish(SimpleNamespace(items=[1, 2, 3, 4]))
+    session = SimpleNamespace(items=[1, 2, 3, 4], shouldstop=False)
+    counting.pytest_collection_finish(session)
     for name, when, ended in (
         ("a", "setup", "passed"),
         ("a", "call", "passed"),
@@ -129,7 +132,8 @@ def test_tests_are_counted_as_they_end(tmp_path: Path) -> None:
         counting.pytest_runtest_logreport(report)
 
     result = json.loads((tmp_path / RESULT).read_text())
-    assert cuda_tests.lines(result) == ["1 passed, 1 failed, 1 skipped, of 4", "failed: c"]
+    assert cuda_tests.lines(result) == ["1 passed, 1 failed, 1 skipped, of 4 tests", "failed: c"]
+    assert session.shouldstop == "no time is left"
 
 
 def test_copies_within_a_device_count_twice(
@@ -143,8 +147,8 @@ def test_copies_within_a_device_count_twice(
 def test_what_compiled_layers_gain_is_a_ratio_of_steps() -> None:
     off, on = {"host": 0.04, "step": 0.06}, {"host": 0.01, "step": 0.03}
     row = {"off": off, "on": on, "of": 24, "done": 20, "seconds": 31.4}
-    result = {"rows": {"torch.compile": row}, "left out": ["all else"]}
-    first, last = compiled.lines(result)
+    rows = {"torch.compile": row, "CUDA graphs": {"reason": "RuntimeError: no graph"}}
+    first, last = compiled.lines({"rows": rows, "left out": ["all else"]})
     assert "a step is 2.00 times as fast, the host's time goes from 40.0 to 10.0 ms" in first
-    assert first.endswith("20 of 24 made in 31 s")
+    assert first.endswith("made in 31 s / CUDA graphs: failed (RuntimeError: no graph)")
     assert last == "left out: all else"
