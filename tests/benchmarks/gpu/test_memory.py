@@ -71,7 +71,7 @@ def test_a_dry_run_writes_a_record_and_lines(tmp_path: Path) -> None:
     page = document(load(tmp_path / "records/gpu-memory.json"))
     assert "each partition ran alone" in page
     about, shares = memory.lines(result)
-    assert "published 20.78" in about
+    assert "published 43.40" in about
     assert "reserved: not measured on a CPU" in about
     assert shares.startswith("2 partitions: allocated over predicted ")
     assert shares.endswith("; all fit")
