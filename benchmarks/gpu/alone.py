@@ -2,13 +2,15 @@
 
 A partition takes zeros in place of the activations and gradients that its neighbours would send,
 and what it gives to them is dropped. All else is as in a rank of a pipeline: the program of the
-device, the tensors that it keeps between forward and backward, and the optimizer's step. So the
-device needs as much memory as it would in the whole pipeline.
+device, the tensors that it keeps between forward and backward, the skips that wait for a later
+partition, and the optimizer's step. So the device needs about as much memory as it would in the
+whole pipeline. What is missing is one activation or gradient that arrives ahead of its task.
 
 The shapes of the zeros are found by a forward of all partitions on device `meta`, which has no
 data.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,10 @@ META = torch.device("meta")
 class Neighbours(Links):
     """The neighbours of a partition: they give zeros, and drop what they are given.
 
+    In GPipe's schedule, partition p begins a micro-batch p - s tasks later than partition s. So a
+    skip from s to p waits on its device for p - s tasks. In backward, p is ahead of s, and the
+    gradient of the skip waits on the device of s.
+
     Args:
         device: The device of the partition.
         outputs: For each partition, an item like its output for one micro-batch.
@@ -51,6 +57,8 @@ class Neighbours(Links):
         self.device = device
         self.outputs = outputs
         self.skips = skips
+        self._away: dict[Crossing, deque[Any]] = {}  # the skips that wait
+        self._early: dict[Crossing, deque[Any]] = {}  # the gradients of skips that wait
 
     def check(self) -> None:
         """Do nothing: no other program can fail."""
@@ -59,21 +67,28 @@ class Neighbours(Links):
         """Return inputs like the outputs of the partition before, or gradients of own outputs."""
         if action.kind == "forward":
             return self._item_like(self.outputs[action.stage - 1])
+        self._away.clear()  # all forwards of all partitions have ended
         return self._gradients_of(self.outputs[action.stage])
 
     def give(self, action: Action, item: Any) -> None:
         """Drop the outputs, or the gradients of the inputs."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Drop the skip, or its gradient."""
+        """Keep the skip until the other partition would take it; drop the gradient of a skip."""
+        if action.kind == "forward":
+            tasks = crossing.target - crossing.source
+            self._away.setdefault(crossing, deque(maxlen=tasks)).append(skip)
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
         """Return a skip like that of the other partition, or a gradient of an own skip."""
         skip = self.skips[crossing]
         if action.kind == "forward":
             return self._item_like(skip)
-        (gradient,) = self._gradients_of(skip)
-        return gradient
+        early = self._early.setdefault(crossing, deque())
+        waiting = min(crossing.target - crossing.source, action.micro_batch)
+        while len(early) <= waiting:
+            early += self._gradients_of(skip)
+        return early.popleft()
 
     def _item_like(self, item: Item) -> Item:
         zeros = tuple(map(self._zeros_like, item.flat))

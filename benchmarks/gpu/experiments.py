@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.part import Context, Fields
+from benchmarks.gpu.part import RECORDS, Context, Fields
 from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.numbers.metrics import throughput, throughputs
@@ -34,7 +34,7 @@ def run_experiment(
     Returns:
         The record, or `None` if the run ended before its first row.
     """
-    folder = context.folder.parent / "records"
+    folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "reproduce", "run", name, "--out", str(folder), *options]
     context.say(f"for at most {seconds:.0f} s: {' '.join(command[1:])}")

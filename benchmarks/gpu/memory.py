@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from benchmarks.gpu.alone import Alone, Partitions
+from benchmarks.gpu.alone import Partitions
 from benchmarks.gpu.part import Context, Fields
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import Experiment, Row
@@ -28,11 +28,10 @@ from reproduce.records.record import Record, Result
 from reproduce.run.engines.failure import explain
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.peak import model_values
-from reproduce.run.recorder import now
+from reproduce.run.recorder import closed
 from reproduce.run.session import UNITS
 from reproduce.tables.layout import GiB
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.trace.parts import tensors_in
 
 PURPOSE = "how much memory each device of the papers' memory tables takes, each partition alone"
 SHARE = 3
@@ -55,7 +54,7 @@ TINY: dict[str, Any] = {
 def run(context: Context) -> Fields:
     """Measure one row after another, and save a record after each row."""
     device = context.devices[0]
-    results: list[Result] = []
+    record = _empty_record(context)
     rows: Fields = {}
     for experiment, row in rows_of(context.size):
         if context.seconds_left() < LEAST:
@@ -65,8 +64,9 @@ def run(context: Context) -> Fields:
         for _ in found.measure(context, device):
             context.write({"rows": rows})
         if found.is_complete:
-            results.append(found.result(device))
-            context.save(_record(context, results))
+            record.results.append(found.result(device))
+            # Each row in the record is finished, so the run counts as finished after each row.
+            context.save(closed(record, "finished"))
     return {"rows": rows}
 
 
@@ -161,13 +161,13 @@ def _published(experiment: Experiment, row: Row) -> float | None:
     return None
 
 
-def _record(context: Context, results: list[Result]) -> Record:
-    """Return the record of the rows so far. It counts as finished, as each row in it is."""
+def _empty_record(context: Context) -> Record:
+    """Return a record without results, of a run on one device."""
     title = "memory of the papers' tables, each partition alone"
-    record = context.new_record(title, {name: UNITS[name] for name in NAMES}, results)
+    record = context.new_record(title, {name: UNITS[name] for name in NAMES}, [])
     assert record.run is not None
-    finished = structs.replace(record.run, state="finished", ended=now())
-    return structs.replace(record, scale="paper", run=finished)
+    run = structs.replace(record.run, devices=1)
+    return structs.replace(record, scale="paper", run=run)
 
 
 def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, int | None]:
@@ -194,9 +194,8 @@ def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
     """Return the largest number of bytes that all tensors alive took together in a step."""
     counter = LiveBytes(1)
     with LiveBytesMode(counter, 0):
-        alone: Alone = partitions.prepared(j, device)
+        alone = partitions.prepared(j, device)
         alone.make_optimizer_state()
-        counter.add(tensors_in([*partitions.layers[j].parameters()]), 0)
         counter.peak = [*counter.live]
         alone.step()
     return counter.peak[0]
