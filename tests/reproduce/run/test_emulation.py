@@ -280,10 +280,10 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
     values, _ = emulated.watch()
 
     made = costs(row, FIRST_AND_LAST)
-    tables: dict[Kind, Any] = {kind: getattr(made, kind) for kind in KINDS}
-    doubled: dict[Kind, Any] = {}
-    for kind, table in tables.items():
-        doubled[kind] = [[2.0 * seconds for seconds in of_one] for of_one in table]
+    doubled: dict[Kind, list[list[float]]] = {}
+    for kind in KINDS:
+        table = getattr(made, kind)
+        doubled[kind] = (2.0 * torch.tensor(table, dtype=torch.float64)).tolist()
         # The record has the micro-batches that were run: the first and the last one.
         first, last = values["task_time"][kind]
         assert first == pytest.approx(table[0])

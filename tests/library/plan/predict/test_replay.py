@@ -128,7 +128,7 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
 def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list[list[float]]]:
     """Return tables of tasks that take equally long on all partitions; nothing is recomputed."""
     seconds: dict[Kind, float] = {"forward": forward, "recompute": 0.0, "backward": backward}
-    return {kind: [[each] * n for _ in range(m)] for kind, each in seconds.items()}
+    return {kind: [[each] * n] * m for kind, each in seconds.items()}
 
 
 def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
