@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.gpu import emulated, experiments
+from benchmarks.gpu import emulated
 from benchmarks.gpu.experiments import about_rows, run_experiment, summary
 from benchmarks.gpu.part import Context
 from reproduce.records.record import save
@@ -71,7 +71,7 @@ def test_a_run_that_takes_too_long_is_interrupted(
         started.append(start([sys.executable, "-c", program], **options))
         return started[-1]
 
-    monkeypatch.setattr(experiments.subprocess, "Popen", sleep)
+    monkeypatch.setattr(subprocess, "Popen", sleep)
     found = run_experiment(given, "e", ["--steps", "1"], 0.2)
 
     command, process = started

@@ -25,8 +25,10 @@ SMALL: dict[str, Any] = {"size": (1, 2), "batch_size": 4, "input_shape": (3, 64,
 def unet(balance: tuple[int, ...] | None) -> Row:
     """Return a small U-Net, whose skips cross all partitions, and nothing else."""
     row = EXPERIMENTS["unet-memory"].scale("paper").rows[3 if balance else 0]
-    row = replace(row, **SMALL, balance=balance, partitions=balance and len(balance))
-    return row if balance else replace(row, chunks=None)
+    row = replace(row, **SMALL, balance=balance)
+    if balance is None:
+        return replace(row, chunks=None)
+    return replace(row, partitions=len(balance))
 
 
 OUTPUTS = 4 * 64 * 64 * 4

@@ -52,8 +52,9 @@ def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = iter([100, 110, 120, 115])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
     watch = schedules.Watch(torch.device("cuda"))
-    for kind, i in (("forward", 0), ("forward", 1), ("backward", 1), ("forward", 2)):
-        with watch(Task(kind, i, 0)):
+    first, second = Task("forward", 0, 0), Task("forward", 1, 0)
+    for task in (first, second, Task("backward", 1, 0), Task("forward", 2, 0)):
+        with watch(task):
             pass
     assert watch.most_kept() == 2.0
 

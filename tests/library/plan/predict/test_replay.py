@@ -131,6 +131,11 @@ def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list
     return {kind: [[each] * n] * m for kind, each in seconds.items()}
 
 
+def costs_of(forward: float, backward: float, n: int, m: int) -> Costs:
+    tables = of_tasks(forward, backward, n, m)
+    return Costs(tables["forward"], tables["backward"], tables["recompute"])
+
+
 def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
     return {f"{e.kind} {e.micro_batch} {e.partition}": (e.start, e.end) for e in timeline.events}
 
@@ -141,7 +146,7 @@ def test_one_thread_issues_the_tasks_of_all_devices() -> None:
     Two devices have two micro-batches. A forward takes one second, and to issue it takes one and a
     half. A backward takes two seconds, and to issue it takes half a second.
     """
-    costs = Costs(**of_tasks(1.0, 2.0, 2, 2), issue=of_tasks(1.5, 0.5, 2, 2))
+    costs = replace(costs_of(1.0, 2.0, 2, 2), issue=of_tasks(1.5, 0.5, 2, 2))
 
     timeline = replay(costs)
 
@@ -161,7 +166,7 @@ def test_one_thread_issues_the_tasks_of_all_devices() -> None:
 
 def test_the_thread_issues_tasks_in_the_order_of_clock_cycles() -> None:
     """The thread does not issue all tasks of a micro-batch before those of the next one."""
-    costs = Costs(**of_tasks(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
+    costs = replace(costs_of(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
     found = spans(replay(costs))
     assert found["forward 1 0"] == (2.0, 3.0)
     assert found["forward 0 2"] == (3.0, 4.0)
