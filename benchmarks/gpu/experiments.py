@@ -11,7 +11,7 @@ from reproduce.experiments import EXPERIMENTS
 from reproduce.machine.description import ROOT
 from reproduce.numbers.metrics import throughput, throughputs
 from reproduce.records.published import published
-from reproduce.records.record import Record, Result, readable
+from reproduce.records.record import Record, Result, load
 
 LEAST = 20.0
 """Seconds that an experiment needs at least: the start of a process, and one row."""
@@ -36,6 +36,7 @@ def run_experiment(
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
+    before = set(folder.glob("*.json"))
     command = [sys.executable, "-m", "reproduce", "run", name, "--out", str(folder), *options]
     context.say(f"for at most {seconds:.0f} s: {' '.join(command[1:])}")
     with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
@@ -43,12 +44,8 @@ def run_experiment(
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-    found: dict[str, Record] = {}
-    for record in readable(folder):
-        experiments = {result.experiment for result in record.results}
-        if record.run is not None and experiments == {name}:
-            found[record.run.started] = record
-    return found[max(found)] if found else None
+    written = set(folder.glob("*.json")) - before
+    return load(written.pop()) if written else None
 
 
 def summary(record: Record, *, emulated: bool) -> Fields:

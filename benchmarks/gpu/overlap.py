@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     steps: int
 
 
-SIZES = {"paper": Sizes(4096, 256, 1, 24, 10), "tiny": Sizes(64, 8, 1, 2, 2)}
+SIZES = {"paper": Sizes(2048, 256, 1, 96, 5), "tiny": Sizes(64, 8, 1, 2, 2)}
 
 
 def run(context: Context) -> Fields:

@@ -63,3 +63,15 @@ def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tasks_are_kept_until_their_weights_have_gradients(name: str, most: int) -> None:
     (actions,) = make(name, 1, 6).lists
     assert schedules.most_kept(actions) == most
+
+
+def test_gradients_are_compared_relative_to_their_size() -> None:
+    def with_gradient(*numbers: float) -> torch.nn.Parameter:
+        parameter = torch.nn.Parameter(torch.zeros(len(numbers)))
+        parameter.grad = torch.tensor(numbers)
+        return parameter
+
+    small = with_gradient(1e-6, 0.0)
+    assert schedules.alike([small], [with_gradient(1.0001e-6, 1e-10)])
+    assert not schedules.alike([small], [with_gradient(1e-6, 1e-8)])
+    assert not schedules.alike([small], [with_gradient(1e-6, float("nan"))])
