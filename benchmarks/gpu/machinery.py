@@ -43,8 +43,8 @@ class Case(NamedTuple):
         return f"{self.model} n={self.n} m={self.m}{size} {self.checkpoint}"
 
 
-# In AmoebaNet-D's table of speeds, a micro-batch has 4 samples in the controls, and 40 samples in the
-# published rows n2m32 and n8m32.
+# In AmoebaNet-D's table of speeds, a micro-batch has 4 samples in the controls, and 40 samples in
+# the published rows n2m32 and n8m32.
 OF_4 = [
     Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
     Case(AMOEBANET, "except_last", 2, 8, 4, 2, 1),

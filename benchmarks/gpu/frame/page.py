@@ -54,7 +54,7 @@ def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
     """Say how the first GPU was clocked before and after all parts, and what slowed any GPU."""
     states = [outcome.gpus for outcome in outcomes.values() if outcome.gpus]
     if not before:
-        return "Clocks are not known, because nvidia-smi is not there"
+        return "Clocks are not known, because nvidia-smi does not tell"
     after = states[-1] if states else before
     reasons: list[str] = []
     for name, outcome in outcomes.items():
@@ -96,4 +96,4 @@ def _found(folder: Path, part: Part) -> list[str]:
         return [f"{folder.name}/{RESULT} cannot be shown in words ({kind}: {error})"]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 1], f"more is in {folder.name}/{RESULT}"]
-    return lines
+    return [" ".join(line.split()) for line in lines]  # a message of an error can have line breaks

@@ -127,7 +127,7 @@ def _end(process: ForkProcess) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-        started = _alive(started) | _family(process.pid)
+        started = (started & _processes().keys()) | _family(process.pid)
 
 
 def _family(pid: int) -> set[int]:
@@ -147,10 +147,6 @@ def _family(pid: int) -> set[int]:
         more = {other for other, parent in parents.items() if parent in more} - found
     found &= parents.keys()
     return found - {pid}
-
-
-def _alive(pids: set[int]) -> set[int]:
-    return pids & _processes().keys()
 
 
 def _processes() -> dict[int, tuple[int, int]]:

@@ -212,7 +212,7 @@ def written(folder: Path, name: str, outcome: Outcome, result: Fields) -> None:
 def test_the_page_has_at_most_40_lines(tmp_path: Path) -> None:
     parts: dict[str, Part] = {name: Fake(answers) for name in PARTS}
     for name in PARTS:
-        found = {f"value {k}": k for k in range(2 * MOST_LINES)}
+        found = {f"value {k}": f"{k}\n" for k in range(2 * MOST_LINES)}
         written(tmp_path, name, Outcome("finished", 3.0), found)
     about = {"started": "2020-04-21T10:02:05Z", "seconds": 480.0, "size": "paper"}
     about |= {"against": "torchgpipe 0.0.7", "parts": list(PARTS), "gpus": []}
