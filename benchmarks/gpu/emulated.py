@@ -6,7 +6,7 @@ with a thread for each GPU, as ranks have, and once with one thread that issues 
 GPUs. If the second replay is slower, the row is launch-bound in one process.
 """
 
-from benchmarks.gpu.experiments import LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
 from benchmarks.gpu.part import Context, Fields
 from reproduce.machine.devices import Devices
 from reproduce.numbers.metrics import throughputs
@@ -37,7 +37,7 @@ def run(context: Context) -> Fields:
     tables: Fields = {}
     result: Fields = {"tables": tables}
     for number, name in enumerate(names):
-        seconds = (context.seconds_left() - LEAST / 4) / (len(names) - number)
+        seconds = (context.seconds_left() - ENDING) / (len(names) - number)
         if seconds < LEAST and paper:
             continue
         record = run_experiment(context, name, options, seconds)
@@ -54,8 +54,9 @@ def run(context: Context) -> Fields:
 
 def _add_predictions(rows: Fields, record: Record) -> None:
     """Add predictions for nodes of this GPU to the rows, if there is a description of the GPU."""
-    hardware = own_links(Devices("cuda", 1)) if record.run and record.run.device == "cuda" else None
-    if hardware is None:
+    assert record.run is not None
+    hardware = own_links(Devices(record.run.device, 1))
+    if hardware is None or not any("speed" in row for row in rows.values()):
         return
     predicted = predict_run(record, load_hardware(hardware))
     for name, speed in throughputs(predicted.results).items():

@@ -15,6 +15,10 @@ from reproduce.records.record import Record, Result, load
 
 LEAST = 20.0
 """Seconds that an experiment needs at least: the start of a process, and one row."""
+ENDING = 5.0
+"""Seconds that an interrupted run may take to write its record."""
+SLOWER = 0.95
+"""A row whose speed is below this share of its usual speed counts as slower."""
 
 
 def run_experiment(
@@ -117,7 +121,3 @@ def _about_one_thread(timed: dict[str, Any]) -> list[str]:
         f"one thread for all GPUs would slow down {len(bound)} of {len(shares)} rows, {worst} to "
         f"{shares[worst]:.0%} of its speed"
     ]
-
-
-SLOWER = 0.95
-"""A row whose speed is below this share of its usual speed counts as slower."""

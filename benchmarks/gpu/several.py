@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from benchmarks.gpu.experiments import LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
 from benchmarks.gpu.part import Context, Fields
 from benchmarks.gpu.schedules import alike
 from reproduce.error import Error
@@ -71,7 +71,7 @@ def run(context: Context) -> Fields:
         tables: Fields = {}
         result["tables"] = tables
         for number, name in enumerate(TABLES):
-            seconds = (context.seconds_left() - LEAST / 4) / (len(TABLES) - number)
+            seconds = (context.seconds_left() - ENDING) / (len(TABLES) - number)
             record = run_experiment(context, name, MEASURE, seconds) if seconds > LEAST else None
             if record is not None:
                 tables[name] = summary(record, emulated=False)

@@ -102,7 +102,9 @@ def test_each_experiment_gets_its_share_of_the_time(
         return record(*results, device="cuda") if name == "unet-speed" else None
 
     monkeypatch.setattr(emulated, "run_experiment", run)
-    monkeypatch.setattr(emulated, "own_links", lambda devices: None)
+    monkeypatch.setattr(emulated, "own_links", lambda devices: "h100x8")
+    twice = ran("unet-speed", "paper", lambda row: [2.0], "meta")
+    monkeypatch.setattr(emulated, "predict_run", lambda run, hardware: record(*twice))
 
     result = emulated.run(given)
 
@@ -113,4 +115,4 @@ def test_each_experiment_gets_its_share_of_the_time(
     }
     assert [*result["tables"]] == ["unet-speed"]
     (line,) = emulated.lines(result)
-    assert line.startswith("unet-speed: 27 of 27 rows; pipeline-8 1 samples/s, published 88")
+    assert line == ("unet-speed: 27 of 27 rows; pipeline-8 1 samples/s, published 88, predicted 2")
