@@ -249,7 +249,8 @@ def lines(result: Fields) -> list[str]:
     """Return a line on ranks and copies, and a line for each table."""
     if result["devices"] < 2:
         return ["left out, for lack of GPUs: these parts need two or more, and there is one"]
-    found = ["; ".join(_about_ranks(result))]
+    about = "; ".join(_about_ranks(result))
+    found = [about] if about else []
     for name, rows in result.get("tables", {}).items():
         found.append(f"{name}, measured: {about_rows(rows)}")
     return found

@@ -67,6 +67,7 @@ def test_lines_say_what_failed() -> None:
         "kill": {"others": 1, "told": 0, "seconds": None},
         "tables": {"unet-speed": {"baseline": {"status": "measured", "speed": 3.0}}},
     }
+    assert several.lines({"devices": 2}) == []
     ranks, table = several.lines(result)
     assert (
         ranks
