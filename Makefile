@@ -25,7 +25,8 @@ help:
 	@echo "make lint                 ruff (its format, too), mypy, and whether pages are as records and code say"
 	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
 	@echo "make benchmark            time the balancer, the planner and the replay"
-	@echo "make suites               run each of these once, untimed, to see that they work"
+	@echo "make suites               run each of these once, untimed, to see that they work, and try what is for GPUs"
+	@echo "                          what a GPU can tell in minutes: $(BIN)/python -m benchmarks.gpu --out DIR"
 	@echo "make regression BASE=REV  is the working tree worse than that revision, by counts, overlap or time?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"
 	@echo "                          do tasks still run at once: $(BIN)/python -m benchmarks.gates.meeting"
@@ -66,6 +67,7 @@ docs: $(READY)
 
 suites: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)
+	$(BIN)/python -m benchmarks.gpu --dry-run
 
 benchmark: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)

@@ -50,6 +50,7 @@ PROGRAMS = (
     "benchmarks.gates.counts",
     "benchmarks.gates.machinery",
     "benchmarks.gates.meeting",
+    "benchmarks.gpu",
     "benchmarks.league",
     "benchmarks.schedules",
     "tests.planted",

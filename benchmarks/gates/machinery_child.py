@@ -1,4 +1,7 @@
-"""Measure the torchgpipe version that this process imports, for `benchmarks.gates.machinery`."""
+"""Measure the torchgpipe version that this process imports.
+
+`benchmarks.gates.machinery` and `benchmarks.gpu.issued` use it.
+"""
 
 import time
 from collections.abc import Callable
@@ -47,6 +50,7 @@ MODELS = {
     "linear": Model(partial(_repeated, nn.Linear), (8,)),
     "buffers": Model(partial(_repeated, Buffered), (8,)),
     "AmoebaNet-D": Model(lambda n: amoebanetd(3, 8, num_classes=10), (3, 224, 224)),
+    "AmoebaNet-D (18, 256)": Model(lambda n: amoebanetd(18, 256), (3, 224, 224)),
 }
 MODES = ("never", "except_last", "always")
 
@@ -54,8 +58,9 @@ MODES = ("never", "except_last", "always")
 class Way(NamedTuple):
     """The options of one measurement: a model and how it runs.
 
-    `n` is the number of partitions, and `m` is the number of micro-batches. `engine` is "plain" for
-    a plain loop, an engine of `benchmarks.pipelines`, or `None` for the default engine of `GPipe`.
+    `n` is the number of partitions, and `m` is the number of micro-batches, each of which has
+    `samples` samples. `engine` is "plain" for a plain loop, an engine of `benchmarks.pipelines`, or
+    `None` for the default engine of `GPipe`.
     """
 
     model: str
@@ -64,30 +69,36 @@ class Way(NamedTuple):
     checkpoint: str
     device: str
     engine: str | None
+    samples: int = 1
 
 
 class Subject:
-    """A model, and an input that has one sample per micro-batch."""
+    """A model, and its input.
 
-    def __init__(self, way: Way) -> None:
+    Args:
+        way: How the model runs.
+        layers: The layers of the model. By default, they are built.
+    """
+
+    def __init__(self, way: Way, layers: nn.Sequential | None = None) -> None:
         build, shape = MODELS[way.model]
         n, m, device = way.n, way.m, way.device
         torch.manual_seed(0)
-        self.layers = build(n).to(device)
-        self.x = torch.rand(m, *shape, device=device)
+        self.layers = build(n).to(device) if layers is None else layers
+        self.x = torch.rand(m * way.samples, *shape, device=device)
         balance = evenly(self.layers, n)
         options: Any = {"chunks": m, "checkpoint": way.checkpoint}
         self.run: Callable[[Tensor], Tensor]
         if way.engine == "plain":
             checkpointed = {"never": 0, "except_last": m - 1, "always": m}[way.checkpoint]
-            self.run = _plain(self.layers, balance, m, checkpointed)
+            self.run = plain_loop(self.layers, balance, m, checkpointed)
         elif device == "cpu":
             self.run = on_cpu(self.layers, balance, way.engine, **options)
         else:
             self.run = GPipe(self.layers, balance, devices=[device] * n, **options)
 
 
-def _plain(
+def plain_loop(
     layers: nn.Sequential, balance: list[int], m: int, checkpointed: int
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that runs the layers on each micro-batch, without a pipeline.

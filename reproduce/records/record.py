@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from reproduce.error import Error
+from reproduce.machine.clocks import GpuState
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
 from reproduce.machine.load import LIMITS, too_busy
@@ -124,6 +125,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A description of one run of the program: its command, machine, software and settings.
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
+    `gpus_at_start` and `gpus_at_end` have the clocks of all GPUs of the machine, and what slowed
+    them. These fields are empty if nvidia-smi is not there.
     """
 
     state: Literal["running", "finished", "interrupted"]
@@ -139,6 +142,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     git: Git | None
     load: list[float] | None
     settings: Fields = {}
+    gpus_at_start: list[GpuState] = []
+    gpus_at_end: list[GpuState] = []
 
     @property
     def seconds(self) -> float:

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from reproduce.error import Error
 from reproduce.records.places import Json
 
-TIMES = ("time", "step_time", "here_time", "work_time", "wall_time", "epoch_time")
+TIMES = (
+    "time",
+    "step_time",
+    "here_time",
+    "work_time",
+    "wall_time",
+    "epoch_time",
+    "one_thread_time",
+)
 """The names of series of samples and of values that are times."""
 
 

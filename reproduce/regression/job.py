@@ -22,6 +22,7 @@ from reproduce.machine.description import ROOT
 from reproduce.regression.timed import Clock
 from reproduce.regression.trees import TORCHGPIPE, Project, Trees
 
+PROGRAM = "reproduce.regression.interleave"
 RESTARTS_OF_A_PARENT = 7  # few, but a parent takes seconds to import torch
 Lines = Generator[dict[str, Any], None, None]
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
@@ -121,18 +122,20 @@ def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> N
         del cases[case]
 
 
-def in_turn(job: Mapping[str, Any], environment: Mapping[str, str]) -> Lines:
+def in_turn(
+    job: Mapping[str, Any], environment: Mapping[str, str], program: str = PROGRAM
+) -> Lines:
     """Run `interleave` in a new process, and yield the results that it prints.
 
     Args:
         job: The argument of `interleave.main`.
         environment: Additional environment variables.
+        program: Another module to run, which prints a line of JSON for each result.
 
     Raises:
         Error: The process ends before the job is finished.
     """
-    program = ["-W", "ignore", "-m", "reproduce.regression.interleave"]
-    command = [sys.executable, *program, json.dumps(job)]
+    command = [sys.executable, "-W", "ignore", "-m", program, json.dumps(job)]
     variables = {**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

@@ -4,12 +4,13 @@ There are four kinds of sources: published, predicted, measured and emulated. Al
 source come from one record, so that they can be compared. For measured and emulated numbers, this
 is the record of a single run of the experiment.
 
-Runs that differ in scale, kind of device or engine are different sources, and so are the reader's
-own runs and the runs in the results that the report is about. If several runs agree in all of
-these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
+Runs that differ in scale, kind of device, GPU or engine are different sources, and so are the
+reader's own runs and the runs in the results that the report is about. If several runs agree in all
+of these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
 rows come first. The other runs are remembered as left out.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -20,6 +21,7 @@ from reproduce.numbers.metrics import Reading, read, speed_up
 from reproduce.numbers.sources import Entry
 from reproduce.records.places import Json
 from reproduce.records.record import SUCCESS, Record, Result, hardware_name, ranked
+from reproduce.tables.measured import gpu_names
 
 FOLDERS = ("paper", "predicted", "measured")
 Kind = Literal["published", "predicted", "measured", "emulated"]
@@ -44,6 +46,12 @@ class Source:
     def succeeded(self) -> bool:
         """Return whether a result has numbers."""
         return any(result.status in SUCCESS for result in self.results)
+
+    @property
+    def gpus(self) -> str:
+        """Return the names of the GPUs that ran the results; empty if no GPU did."""
+        run = self.record.run
+        return gpu_names(run) if run is not None and run.device == "cuda" else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,12 +232,24 @@ def _run(
         results = [result for result in record.results if result.experiment == experiment]
         for how, alike in grouped(results, _how).items():
             source = _source(record, alike, is_own)
-            key = (is_own, how)
+            key = (is_own, how, source.gpus)
             if key not in best and source.succeeded:
                 best[key] = source
             else:
                 left_out.append(source)
-    return sorted(best.values(), key=_started), left_out
+    return _told_apart(sorted(best.values(), key=_started)), left_out
+
+
+def _told_apart(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources; those that ran on different GPUs have the names of the GPUs as labels."""
+    count = Counter(source.label for source in sources)
+    found = []
+    for source in sources:
+        if count[source.label] > 1:
+            label = source.label.removesuffix(")")
+            source = replace(source, label=f"{label}, {source.gpus})")
+        found.append(source)
+    return found
 
 
 def _how(result: Result) -> tuple[object, ...]:

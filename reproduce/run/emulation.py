@@ -7,15 +7,16 @@
 
 So outputs and gradients are real, and only the overlap of devices is computed.
 
+On a GPU, a task also takes time of the host, which issues the task: it launches the task's kernels.
+The replay lets each device have a thread of its own for this, as a process for each GPU has. If one
+thread drives all GPUs, it may issue tasks more slowly than the GPUs run them. So the step is
+replayed a second time, with this thread.
+
 The emulation leaves out that real devices slow each other down, because they share memory bandwidth
 and the GIL, and because it takes time to pass a tensor to the next device. `docs/prediction.md`
 says how large these effects are.
 """
 
-from __future__ import annotations
-
-import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
@@ -23,12 +24,12 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-import torch
 from torch.optim import Optimizer
 
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
+from reproduce.predict.link import Link
 from reproduce.records.places import Json
 from reproduce.run.timed import Samples, Values, busy
 from reproduce.run.training import (
@@ -40,14 +41,16 @@ from reproduce.run.training import (
     update,
 )
 from torchgpipe.engine.arrangement import overlaps
-from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.predict.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
 MOST_EXECUTED = 2  # micro-batches to run per step; all other micro-batches get the same times
+ISSUED = 3  # steps in which the host's seconds of issuing tasks are measured
+KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward")
+Seconds = Mapping[Task, float]  # of each task that was run
+Table = list[list[float]]  # seconds for each micro-batch and partition
 
 
 @dataclass(frozen=True)
@@ -164,34 +167,42 @@ class Emulation:
         self.runs.append(run)
         return run
 
-    def step(self) -> EmulatedStep:
+    def step(self, issue: Seconds | None = None) -> EmulatedStep:
         """Replay a step in which each task takes its typical time.
+
+        If `issue` is given, one thread of the host issues the tasks of all devices, and takes these
+        seconds for each task. Otherwise each device has a thread of its own.
 
         In each run, a task takes a fraction of the run's time. The typical time of the task is the
         median of these fractions, multiplied by the median time of a run. A single run is not
         enough: the slowest partition determines the time of a step, and in a single run this can be
         a partition that another program disturbed.
         """
-        runs = self.runs
-        work = median([run.work for run in runs])
+        work = median([run.work for run in self.runs])
+        loss = self._typical([run.loss for run in self.runs])
+        updates = zip(*[run.updates for run in self.runs], strict=True)  # of each partition
+        longest_update = max(map(self._typical, updates))
 
-        def typical(seconds: Iterable[float]) -> float:
-            shares = [each / run.work for each, run in zip(seconds, runs, strict=True)]
-            return work * median(shares)
-
-        tasks = {}
-        for task in runs[0].tasks:
-            seconds = [run.tasks[task] for run in runs]
-            tasks[task] = typical(seconds)
-        loss = typical([run.loss for run in runs])
-        updates = zip(*[run.updates for run in runs], strict=True)  # of each partition
-        longest_update = max(map(typical, updates))
-
-        costs = self._costs(tasks, loss)
+        costs = self._costs(self._task_seconds(), loss)
+        if issue is not None:
+            issued: dict[Kind, Table] = {kind: self._table(kind, issue) for kind in KINDS}
+            costs = replace(costs, issue=issued)
         here = replay(costs)
         timeline = here if self.link is None else self._replay_linked(costs, self.link)
         seconds_there = timeline.seconds + longest_update
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
+
+    def _typical(self, seconds: Iterable[float]) -> float:
+        """Return the typical time of what took the given seconds in the runs."""
+        shares = [each / run.work for each, run in zip(seconds, self.runs, strict=True)]
+        return median([run.work for run in self.runs]) * median(shares)
+
+    def _task_seconds(self) -> Seconds:
+        """Return the typical time of each task."""
+        tasks = {}
+        for task in self.runs[0].tasks:
+            tasks[task] = self._typical([run.tasks[task] for run in self.runs])
+        return tasks
 
     def _replay_linked(self, costs: Costs, link: Link) -> Timeline:
         """Replay a step in which the link determines how long copies between devices take."""
@@ -212,9 +223,44 @@ class Emulation:
         """Return values for the record, and the timeline of the replayed step.
 
         The values are the utilization, the bubble, and the number of micro-batches that were run.
+        On GPUs, they also have the seconds of each task, on the GPU and on the host.
         """
         timeline = self.step().timeline
-        return {"executed": self.executed, **busy(timeline)}, timeline
+        values = {"executed": self.executed, **busy(timeline)}
+        if self.devices.kind == "cuda":
+            values |= self.issued_by_one_thread()
+        return values, timeline
+
+    def issued_by_one_thread(self) -> Values:
+        """Run steps to measure how long the host issues each task; return values for the record.
+
+        They are the seconds of each task on its device, the host's seconds of issuing each task,
+        and the seconds of the step if one thread issues the tasks of all devices.
+        """
+        runs = [self._issue_seconds() for _ in range(ISSUED)]
+        issue = {}
+        for task in runs[0]:
+            issue[task] = median([run[task] for run in runs])
+        tasks = self._task_seconds()
+        return {
+            "task_time": {kind: self._run_table(kind, tasks) for kind in KINDS},
+            "issue_time": {kind: self._run_table(kind, issue) for kind in KINDS},
+            "one_thread_time": self.step(issue).seconds,
+        }
+
+    def _issue_seconds(self) -> Seconds:
+        """Run a step; return for how many seconds the host issued each task.
+
+        The device is idle when a task begins. Otherwise the host could have to wait until there is
+        room for more kernels in the device's queue, and this time would count, too.
+        """
+        training = self.training
+        stopwatch, _ = record_tasks(
+            training, training.forward_and_backward, before=self.devices.synchronize
+        )
+        for optimizer in self.optimizers:
+            update(optimizer)
+        return {task: end.time - start.time for task, start, end in stopwatch.tasks}
 
     def samples(self) -> Samples:
         """Return lists of samples for the record, with one sample for each run.
@@ -231,32 +277,39 @@ class Emulation:
             samples["loss"].append(run.value)
         return samples
 
-    def _costs(self, seconds: Mapping[Task, float], loss: float) -> Costs:
-        """Return the times of all tasks of the step, for a replay.
+    def _run_table(self, kind: Kind, seconds: Seconds) -> Table:
+        """Return the seconds of a kind of task, for each micro-batch that was run.
+
+        A task that does not exist takes no time.
+        """
+        table = []
+        for i in range(self.executed):
+            of_partitions = [seconds.get(Task(kind, i, j), 0.0) for j in range(self.row.devices)]
+            table.append(of_partitions)
+        return table
+
+    def _table(self, kind: Kind, seconds: Seconds) -> Table:
+        """Return the seconds of a kind of task, for each micro-batch of the step.
 
         Only the first micro-batches were run, and the last one. The tasks of other micro-batches
         get the times of the first ones, in rotation.
         """
+        table = self._run_table(kind, seconds)
+        count = self.row.micro_batches or 1
+        if self.executed == count:
+            return table
+        *full, last = table  # only the last micro-batch may be smaller than the others
+        return [*islice(cycle(full), count - 1), last]
+
+    def _costs(self, seconds: Seconds, loss: float) -> Costs:
+        """Return the times of all tasks of the step, for a replay."""
         row = self.row
-        executed = self.executed
-        count = row.micro_batches or 1
-
-        def table(kind: Kind) -> list[list[float]]:
-            times = []
-            for i in range(executed):
-                of_partitions = [seconds.get(Task(kind, i, j), 0.0) for j in range(row.devices)]
-                times.append(of_partitions)
-            if executed == count:
-                return times
-            *full, last = times  # only the last micro-batch may be smaller than the others
-            return [*islice(cycle(full), count - 1), last]
-
         # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
-        can_overlap = self.devices.kind != "cpu" or overlaps(count, row.devices)
+        can_overlap = self.devices.kind != "cpu" or overlaps(row.micro_batches or 1, row.devices)
         return Costs(
-            forward=table("forward"),
-            backward=table("backward"),
-            recompute=table("recompute"),
+            forward=self._table("forward", seconds),
+            backward=self._table("backward", seconds),
+            recompute=self._table("recompute", seconds),
             loss=loss * row.batch_size / self.training.row.batch_size,
             ahead="dependency" in row.components and can_overlap,
             blocking="streams" not in row.components,
@@ -275,71 +328,3 @@ def memory_needed(row: Row) -> str:
         f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB "
         "on the one device that plays all"
     )
-
-
-class Link:
-    """A link between emulated devices: it computes the times of a step's copies.
-
-    The times come from a hardware description. They can be scaled, because a small model computes
-    less per copied byte than the published model, and a CPU core computes less than a GPU. With the
-    times of the description, copies would then be too slow or too fast in comparison with tasks.
-
-    Args:
-        hardware: The hardware description.
-        papers: None if times are not scaled. Otherwise, the published rows of the experiment, by
-            name. Times are scaled so that copy time / forward time is what the description predicts
-            for the published row, or for the row itself if `papers` is empty.
-    """
-
-    def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
-        self.hardware = hardware
-        self.papers = papers
-        self.title = hardware.name
-        if papers is not None:
-            self.title = f"{hardware.name}, in proportion to the tasks"
-        self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
-
-    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
-        """Return the seconds of copies for one micro-batch, in one direction.
-
-        The first result has the copy at each boundary between partitions. The second has the copy
-        of each skip, by the pair of partitions that stash and pop the skip. `forward` is the time
-        of a micro-batch's forward in all partitions together.
-        """
-        paper = self._published(row)
-        predictor = self._predictor(paper.sized)
-        setup = Setup(
-            batch_size=paper.batch_size,
-            balance=row.balance or (),
-            chunks=paper.chunks or 1,
-            portals="portals" in row.components,
-        )
-        boundaries, skips = predictor.copies(setup)
-        share = 1.0
-        if self.papers is not None:
-            layers = predictor.layers(setup.sizes[0])
-            share = forward / sum(layers.forward)
-        scaled_skips = {route: seconds * share for route, seconds in skips.items()}
-        return [seconds * share for seconds in boundaries], scaled_skips
-
-    def _published(self, row: Row) -> Row:
-        """Return the published row with the same name; if there is none, the first published row.
-
-        If there are no published rows, return the row itself.
-        """
-        if not self.papers:
-            return row
-        name, _, _ = (row.changed_from or row.name).partition("/")
-        return self.papers.get(name) or next(iter(self.papers.values()))
-
-
-def own_links(devices: Devices) -> str | None:
-    """Return the name of the hardware description that fits this machine's GPUs, or None."""
-    if devices.kind != "cuda":
-        return None
-    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
-    for name in hardware_names():
-        gpu, _, _ = name.rpartition("x")
-        if gpu in words:
-            return name
-    return None

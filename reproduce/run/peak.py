@@ -125,7 +125,7 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
         for number, row in enumerate(paper.rows, 1):
             which = f"row {number} of {len(paper.rows)}: {row.name}"
             session.start(f"counting parameters, {which}")
-            values = _model_values(row)
+            values = model_values(row)
             result = session.result(row, scale="paper", device="meta", values=values)
             session.recorder.put(result)
 
@@ -175,10 +175,10 @@ def measure_memory(
         session.start(text, session.job(job))
 
     peak = measure_peak(training, session.devices, steps=steps, before=before)
-    return training.row, {**_model_values(row), **peak}
+    return training.row, {**model_values(row), **peak}
 
 
-def _model_values(row: Row) -> dict[str, Json]:
+def model_values(row: Row) -> dict[str, Json]:
     """Count the model's parameters, and the bytes of parameters, gradients and optimizer state."""
     with torch.device("meta"):
         layers = row.sized.layers()

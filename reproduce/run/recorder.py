@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from reproduce.error import Error
+from reproduce.machine.clocks import gpu_states
 from reproduce.machine.description import load_average, machine, versions
 from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
@@ -64,10 +65,14 @@ class Recorder:
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
         """Set the state and the end time of the run, without writing the file."""
-        run = self.empty.run
-        assert run is not None
-        ended = replace(run, state=state, ended=now())
-        self.empty = replace(self.empty, run=ended)
+        self.empty = closed(self.empty, state)
+
+
+def closed(record: Record, state: Literal["finished", "interrupted"]) -> Record:
+    """Return the record of a run that ends now, with the end time and the state of the GPUs."""
+    assert record.run is not None
+    run = replace(record.run, state=state, ended=now(), gpus_at_end=gpu_states())
+    return replace(record, run=run)
 
 
 def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Recorder:
@@ -163,6 +168,7 @@ def new_run(
         versions=versions(),
         git=checkout(),
         load=load_average(),
+        gpus_at_start=gpu_states(),
         settings=settings or {},
     )
 

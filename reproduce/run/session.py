@@ -12,9 +12,9 @@ from reproduce.experiments.datasets import AccuracyNeeds
 from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
 from reproduce.machine.load import Load, other_runs
+from reproduce.predict.link import Link, own_links
 from reproduce.records.places import Json
 from reproduce.records.record import Engine, Result
-from reproduce.run.emulation import Link, own_links
 from reproduce.run.estimate import StepTimes
 from reproduce.run.progress import Progress
 from reproduce.run.recorder import Recorder
@@ -28,6 +28,12 @@ UNITS = {
     "where step_time is of ones behind a link",
     "work_time": "s that running the tasks of an emulated step took: "
     "on a CPU its thread's CPU time",
+    "task_time": "s that the GPU took for each task of an emulated step: by kind of task, for each "
+    "micro-batch that was run, a list with a number for each partition",
+    "issue_time": "s that the host took to issue each task of an emulated step, the GPU idle: "
+    "lists as of task_time",
+    "one_thread_time": "s of the emulated step if one thread of the host issues the tasks of all "
+    "devices",
     "executed": "micro-batches of an emulated step that were run; the rest take as long as these",
     "loss": "1",
     "round": "number of the round, from 0; steps of one round ran next to each other",

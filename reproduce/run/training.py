@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.balance.profile import profile_times
 from torchgpipe.gpipe import EngineName
 from torchgpipe.plan import plan
-from torchgpipe.tensors.observe import Observer, observed
+from torchgpipe.tensors.observe import Observer, Task, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
@@ -276,9 +276,19 @@ def update(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def record_tasks(training: Training, run: Callable[[], T]) -> tuple[Stopwatch, T]:
-    """Call `run`; return a stopwatch with the times of its tasks and copies, and its result."""
+def record_tasks(
+    training: Training, run: Callable[[], T], before: Callable[[], object] = lambda: None
+) -> tuple[Stopwatch, T]:
+    """Call `run`; return a stopwatch with the times of its tasks and copies, and its result.
+
+    The function `before` is called before each task, and is not timed.
+    """
     stopwatch = Stopwatch(dict(enumerate(training.devices)))
-    with training.observed(stopwatch):
+
+    def observe(task: Task) -> AbstractContextManager[None]:
+        before()
+        return stopwatch(task)
+
+    with training.observed(observe):
         result = run()
     return stopwatch, result

@@ -1,13 +1,41 @@
-"""Make the tables that compare the emulated and the predicted throughput of a run's rows."""
+"""Show how emulated throughputs compare with predicted ones, and with those of one thread.
 
+On GPUs, a thread of the host issues tasks: it launches their kernels. The usual emulation lets each
+device have a thread of its own. It can also let one thread issue the tasks of all devices.
+"""
+
+from collections.abc import Iterable, Iterator
 from statistics import median
 
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import throughput, throughputs
-from reproduce.records.record import Record
+from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
 from torchgpipe.plan.planner import HERE
+
+
+def _with_one_thread(result: Result) -> float | None:
+    """Return which share of a row's emulated speed is left if one thread issues all tasks."""
+    speed = throughput(result)
+    seconds = result.values.get("one_thread_time")
+    if speed is None or seconds is None:
+        return None
+    return float(result.config["batch_size"] / seconds / speed.middle)
+
+
+ONE_THREAD = Column("with one\nthread", _with_one_thread, "{:.0%}")
+"""The column of the share of the emulated speed that is left if one thread issues all tasks."""
+
+
+def about_one_thread(results: Iterable[Result]) -> Iterator[str]:
+    """Yield a note on the column `ONE_THREAD` if it has a number."""
+    if any(map(_with_one_thread, results)):
+        yield (
+            "with one thread: share of the emulated samples/s that is left if one thread of the "
+            "host issues the tasks of all GPUs, as in one process; below 100%, GPUs wait for the "
+            "thread, and a process for each GPU (ranks) is faster"
+        )
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:

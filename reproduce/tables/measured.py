@@ -12,46 +12,56 @@ from reproduce.records.record import Result, Run, ranked, readable
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """What this program measured for a published row, or emulated on one device."""
+    """What this program measured for a published row on a machine, or emulated on one device."""
 
-    machine: str
     throughput: float | None = None  # the samples per second of the median step
     allocated: float | None = None  # the sum of all devices' peak bytes
     disturbed: bool = False  # whether other programs disturbed the measurement
     how: Literal["measured", "emulated"] = "measured"
 
 
-Measured = dict[str, MeasuredRow]  # by the published row's name
+Measured = dict[str, dict[str, MeasuredRow]]
+"""What was measured: by the name of the machine, and by the name of the published row."""
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return what was measured or emulated for the published rows, by the row's name.
+    """Return what was measured or emulated for the published rows, on each machine.
 
-    If several records have a row, the first record in the order of `ranked` is used that measured
-    it, or else the first one that emulated it. Other rows are left out.
+    If several records of a machine have a row, the first record in the order of `ranked` is used
+    that measured it, or else the first one that emulated it. Other rows are left out.
     """
     found: Measured = {}
-    # The records are read in reverse order. So the measurements of the first record are read last,
-    # and replace those of other records.
-    for record in reversed(ranked(readable(folder), experiment)):
+    for record in ranked(readable(folder), experiment):
         if record.run is None:
             continue
         for result in record.results:
             if result.experiment != experiment or not result.published:
                 continue
-            row = _measured(result, record.run)
-            name = result.published.rpartition("/")[2]
-            if row is None or (row.how == "emulated" and _is_measured(found.get(name))):
+            row = _measured(result)
+            if row is None:
                 continue
-            found[name] = row
+            rows = found.setdefault(machine_name(record.run), {})
+            name = result.published.rpartition("/")[2]
+            known = rows.get(name)
+            if known is None or (known.how == "emulated" and row.how == "measured"):
+                rows[name] = row
     return found
 
 
-def _is_measured(row: MeasuredRow | None) -> bool:
-    return row is not None and row.how == "measured"
+def machine_name(run: Run) -> str:
+    """Return the name of a run's machine: that of its CPU, or of the GPUs that the run used."""
+    if run.device != "cuda":
+        return run.machine.cpu
+    return f"{run.devices} x {gpu_names(run)}"
 
 
-def _measured(result: Result, run: Run) -> MeasuredRow | None:
+def gpu_names(run: Run) -> str:
+    """Return the names of the GPUs that a run used, each once."""
+    names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
+    return ", ".join(names)
+
+
+def _measured(result: Result) -> MeasuredRow | None:
     """Return what a result says of a published row, or None if it did other work than that row."""
     status = result.status
     if status not in ("measured", "emulated") or result.scale != "paper":
@@ -64,12 +74,6 @@ def _measured(result: Result, run: Run) -> MeasuredRow | None:
         return None
     if speed is None and not peaks:
         return None
-    machine = run.machine.cpu
-    if run.device == "cuda":
-        names: dict[str, None] = {}
-        for gpu in run.machine.gpus[: run.devices]:
-            names[gpu.name] = None
-        machine = f"{run.devices} x {', '.join(names)}"
     middle = None if speed is None else speed.middle
     allocated = sum(peaks) if peaks else None
-    return MeasuredRow(machine, middle, allocated, result.disturbed, status)
+    return MeasuredRow(middle, allocated, result.disturbed, status)

@@ -23,6 +23,10 @@ class Kind:
     meaning: str
 
 
+APART = (
+    "each partition ran alone, one after another on one device, with zeros in place of what its "
+    "neighbours send"
+)
 LIVE = "the bytes of all tensors alive, counted"
 ON_META = (
     "the bytes that all tensors alive would have, counted on a whole run without data (device meta)"
@@ -145,7 +149,8 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
     if chunks:
         circumstances += f"; pipelines in {span(chunks)} micro-batches"
     meaning = f"peak: {kind.meaning}; activations: the sum less the model"
-    notes = [circumstances, meaning, *rows.problems()]
+    apart = any(config.get("apart") for config in rows.configs)
+    notes = [circumstances, meaning, APART if apart else None, *rows.problems()]
     return rows.table(f": measured peak, {kind.title}", columns, notes)
 
 

@@ -3,7 +3,7 @@
 Predictions are computed from a hardware description. Nothing is run for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from reproduce.numbers.metrics import MARK, errors, read, speed_ups, throughputs
@@ -12,7 +12,7 @@ from reproduce.predict.rows import SPEED_TABLES
 from reproduce.records.published import published
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, table
-from reproduce.tables.measured import Measured
+from reproduce.tables.measured import Measured, MeasuredRow
 from reproduce.tables.rows import ROW, by_row
 
 NOT_MEASURED = "no row of it was measured at paper scale yet (results/measured)"
@@ -97,13 +97,11 @@ def _speed(record: Record, measured: Measured) -> Table:
     if not _same_hardware(record):  # Then a difference is no error.
         shown_off = {}
         shown_off_speed_up = {}
-    run = {}
-    speeds = {}
-    for name, row in measured.items():
-        if row.throughput is not None:
-            run[name] = row
-            mark = MARK if row.disturbed else ""
-            speeds[name] = f"{row.throughput:.1f}{mark}"
+    run: Measured = {}
+    for machine, rows in measured.items():
+        timed = {name: row for name, row in rows.items() if row.throughput is not None}
+        if timed:
+            run[machine] = timed
 
     def published_speed(result: Result) -> object:
         return published_speeds[result.row]
@@ -119,7 +117,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         by_row("speed-up\npublished", shown_ratios, "{:.2f}"),
         by_row("predicted", speed_ups(predicted, predicted[0]), "{:.2f}"),
         by_row("error", shown_off_speed_up, "{:+.1%}"),
-        by_row(" or\n".join(_ways_of(run)) or "measured", speeds, "", "not run"),
+        *_measured_speeds(run),
     ]
     notes = [
         f"predicted, not measured, from the hardware description {_hardware(record)}",
@@ -130,9 +128,27 @@ def _speed(record: Record, measured: Measured) -> Table:
     return table(record.title, columns, record.results, notes)
 
 
-def _ways_of(run: Measured) -> list[str]:
+def _measured_speeds(run: Measured) -> Iterator[Column[Result]]:
+    """Yield a column of measured or emulated samples per second for each machine.
+
+    The heading names the machine if there are several. If nothing was run, the only column says so.
+    """
+    if not run:
+        yield by_row("measured", {}, "", "not run")
+    for machine, rows in run.items():
+        speeds = {}
+        for name, row in rows.items():
+            mark = MARK if row.disturbed else ""
+            speeds[name] = f"{row.throughput:.1f}{mark}"
+        heading = " or\n".join(_ways_of(rows.values()))
+        if len(run) > 1:
+            heading += f"\n{machine}"
+        yield by_row(heading, speeds, "", "not run")
+
+
+def _ways_of(rows: Iterable[MeasuredRow]) -> list[str]:
     """Return in which ways rows were run: "measured", "emulated", both or none."""
-    return sorted({row.how for row in run.values()}, reverse=True)
+    return sorted({row.how for row in rows}, reverse=True)
 
 
 def _about_errors(
@@ -155,16 +171,20 @@ def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
     Published and predicted speeds are those of an epoch, whose last mini-batch can be smaller.
     Measured and emulated speeds are those of full mini-batches.
     """
-    hows = _ways_of(run)
+    every: list[MeasuredRow] = []
+    for rows in run.values():
+        every += rows.values()
+    hows = _ways_of(every)
     if "measured" not in hows:
         yield NOT_MEASURED
     if not run:
         return
-    places = {}
-    for name, row in run.items():
-        places[name] = f"{row.how}: samples/s of a median step, on {row.machine}"
-    for place, names in by_value(places).items():
-        yield f"{place}: {names}"
+    for machine, rows in run.items():
+        places = {}
+        for name, row in rows.items():
+            places[name] = f"{row.how}: samples/s of a median step, on {machine}"
+        for place, names in by_value(places).items():
+            yield f"{place}: {names}"
     if "emulated" in hows:
         yield EMULATED
     if any("last_batch_size" in result.config for result in record.results):
@@ -228,9 +248,10 @@ def _memory(record: Record, measured: Measured) -> Table:
 
 
 def _about_measured_memory(measured: Measured) -> Iterator[str]:
-    for name, row in measured.items():
-        if row.allocated is not None:
-            yield f"measured, allocated: {name} {_gib(row.allocated)} on {row.machine}"
+    for machine, rows in measured.items():
+        for name, row in rows.items():
+            if row.allocated is not None:
+                yield f"measured, allocated: {name} {_gib(row.allocated)} on {machine}"
 
 
 def _published_memory(record: Record) -> Numbers:

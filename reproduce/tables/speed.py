@@ -17,6 +17,7 @@ from reproduce.experiments.row import (
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import outcome
 from reproduce.records.record import Result
+from reproduce.tables.emulated import ONE_THREAD, about_one_thread
 from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published, speed
 
@@ -259,12 +260,14 @@ def _utilization(rows: Rows) -> Table:
         Column("each device", of_each_device, in_percent, "-"),
         replace(BUSY, heading="mean", nothing="-"),
         Column("bubble", bubble, "{:.0%}"),
+        ONE_THREAD,
     ]
     notes = [
         *rows.what_busy_is(),
         "bubble: share of the devices' time, from a step's first task to its last, in which they "
         "waited",
         "of one step of each row",
+        *about_one_thread(rows),
     ]
     devices = "emulated devices" if rows.emulated else "devices"
     return rows.table(f": how busy the {devices} were", columns, notes)

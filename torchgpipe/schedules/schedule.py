@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, starmap
+from itertools import pairwise, repeat, starmap
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -112,6 +112,7 @@ class Schedule:
         blocking: bool = False,
         ahead: bool = True,
         loss: float | None = None,
+        issue: Seconds | None = None,
     ) -> Timeline:
         """Simulate a step, and return a timeline of when each action runs.
 
@@ -130,6 +131,11 @@ class Schedule:
             ahead: Whether a recomputation may start before the gradient of its task arrives.
             loss: For how many seconds one loss is computed after all forwards, while all devices
                 wait; `None` for no such loss. The schedule must begin with all forwards.
+            issue: Returns for how many seconds the host issues an action: on a GPU, it launches
+                the action's kernels. One thread issues the actions of all devices, one after
+                another, in the order in which they start if each takes its `units`. A device
+                starts an action at the earliest when the thread begins to issue it, and ends it
+                at the earliest when the thread has issued it. `None` if issuing takes no time.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.
@@ -137,6 +143,9 @@ class Schedule:
         at = self.placement
         room = {} if buffered is None else self._room(buffered)
         order = self._order if buffered is None else in_turn(self.lists, room)
+        order = order if issue is None else self.replay(ahead=ahead, loss=loss).order
+        # For how many seconds the thread issues each action, in this order.
+        issues = repeat(0.0) if issue is None else map(issue, order)
         later, earlier = self._targets(copies)
         nowhere: Targets = defaultdict(list)
         # The times when activations and gradients arrive, by micro-batch and stage.
@@ -152,9 +161,10 @@ class Schedule:
             "backward_weights": (False, gradients, nowhere),
         }
         free = [0.0] * len(self.lists)  # the time since which each device is free
+        issued = 0.0  # the time at which the thread has issued all earlier actions
         starts: dict[Action, float] = {}
         events: list[Event] = []
-        for action in order:
+        for action, issue_seconds in zip(order, issues, strict=False):
             kind, i, stage = action
             waits, arrivals, targets = ways[kind]
             arrived = arrivals[i]
@@ -165,10 +175,12 @@ class Schedule:
                 begin = max(free) if blocking else free[at[-1]]
                 free = [begin + loss] * len(free)
                 loss = None
-            start = free[d]
+            start = issued if issued > free[d] else free[d]
+            issued += issue_seconds
             if waits and arrived[stage] > start:
                 start = arrived[stage]
-            free[d] = end = start + seconds(action)
+            end = start + seconds(action)
+            free[d] = end = issued if issued > end else end
             if end > start or kind != "recompute":
                 events.append(Event(*action, start, end))
             if room:

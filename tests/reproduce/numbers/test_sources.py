@@ -146,12 +146,17 @@ def test_the_run_that_is_shown_counts_whatever_its_file_is_called(tmp_path: Path
     (tmp_path / "c.json").write_text("{")
 
     assert measured_rows("amoebanet-speed", tmp_path) == {
-        "n2m1": MeasuredRow("2 x a GPU", 24.0),
-        "n4m4": MeasuredRow("2 x a GPU", 48.0, disturbed=True),
-        "n8m4": MeasuredRow("2 x a GPU", 48.0),
-        "n8m1": MeasuredRow("2 x a GPU", 48.0),
-        "n4m1": MeasuredRow("a CPU", 48.0),
-        "pipeline-2": MeasuredRow("a CPU", None, 3 * 2**30),
+        "2 x a GPU": {
+            "n2m1": MeasuredRow(24.0),
+            "n4m4": MeasuredRow(48.0, disturbed=True),
+            "n8m4": MeasuredRow(48.0),
+            "n8m1": MeasuredRow(48.0),
+        },
+        "a CPU": {
+            "n2m1": MeasuredRow(48.0),
+            "n4m1": MeasuredRow(48.0),
+            "pipeline-2": MeasuredRow(None, 3 * 2**30),
+        },
     }
 
 
@@ -166,19 +171,39 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
     save(record(*rows, started=first), tmp_path / "a.json")
     save(record(result(), started="2026-01-02T00:00:00Z"), tmp_path / "b.json")
 
-    measured = measured_rows("amoebanet-speed", tmp_path)
+    (measured,) = measured_rows("amoebanet-speed", tmp_path).values()
 
-    assert measured["n2m1"] == MeasuredRow("a CPU", 48.0)
-    assert measured["n8m1"] == MeasuredRow("a CPU", 24.0, how="emulated")
+    assert measured["n2m1"] == MeasuredRow(48.0)
+    assert measured["n8m1"] == MeasuredRow(24.0, how="emulated")
     predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
-    (table,) = predicted_tables(predicted, measured)
-    (alone,) = predicted_tables(predicted, {"n8m1": measured["n8m1"]})
+    (table,) = predicted_tables(predicted, {"a CPU": measured})
+    (alone,) = predicted_tables(predicted, {"a CPU": {"n8m1": measured["n8m1"]}})
     assert table.headings[-1] == "measured or\nemulated"
     assert alone.headings[-1] == "emulated"
     assert "emulated: samples/s of a median step, on a CPU: n8m1" in table.notes
     assert "measured: samples/s of a median step, on a CPU: n2m1" in table.notes
     assert NOT_MEASURED in alone.notes
     assert NOT_MEASURED not in table.notes
+
+
+def test_each_machine_has_a_column() -> None:
+    """The rows of two GPUs stand side by side, in columns with the names of the GPUs."""
+    predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
+    measured = {
+        "1 x GPU A": {"n2m1": MeasuredRow(1.0, how="emulated")},
+        "1 x GPU B": {"n2m1": MeasuredRow(2.0, how="emulated"), "n2m4": MeasuredRow(3.0)},
+        "1 x GPU C": {"pipeline-2": MeasuredRow(None, 4.0)},
+    }
+
+    (table,) = predicted_tables(predicted, measured)
+
+    *_, first, second = table.headings
+    assert first == "emulated\n1 x GPU A"
+    assert second == "measured or\nemulated\n1 x GPU B"
+    assert table.rows[0][-2:] == ("1.0", "2.0")
+    assert table.rows[1][-2:] == ("not run", "3.0")
+    assert "emulated: samples/s of a median step, on 1 x GPU B: n2m1" in table.notes
+    assert "measured: samples/s of a median step, on 1 x GPU B: n2m4" in table.notes
 
 
 @pytest.mark.parametrize(
@@ -192,9 +217,9 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
 def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: bool) -> None:
     predicted = load(RESULTS / "predicted" / f"{name}-p40x8.json")
     last = predicted.results[-1].row
-    measured = MeasuredRow("8 x a GPU", 123.4, 5 * 2**30, disturbed=True)
+    measured = MeasuredRow(123.4, 5 * 2**30, disturbed=True)
 
-    table, *_ = predicted_tables(predicted, {last: measured})
+    table, *_ = predicted_tables(predicted, {"8 x a GPU": {last: measured}})
 
     notes = " ".join(table.notes)
     assert said.format(last) in notes

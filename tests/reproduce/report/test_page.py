@@ -285,3 +285,21 @@ def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -
     text = " ".join(notes)
     assert ("Of different runs, which did not run in turn: " in text) == beside
     assert (MARK in text) == disturbed
+
+
+def test_two_gpus_are_two_columns() -> None:
+    """Runs on different GPUs are shown side by side, and their labels name the GPUs."""
+    runs = []
+    for started, name in (("2020", "GPU A"), ("2021", "GPU A"), ("2022", "GPU B")):
+        made = run(started, 1, device="cuda")
+        gpus = [replace(gpu, name=name) for gpu in RUN.machine.gpus]
+        machine = replace(RUN.machine, gpus=gpus)
+        runs.append(replace(made, run=replace(RUN, started=started, machine=machine)))
+
+    (subject,) = find_subjects(runs)
+
+    labels = [source.label for source in subject.sources]
+    assert labels == ["measured (small, CUDA, GPU A)", "measured (small, CUDA, GPU B)"]
+    assert [source.record.name for source in subject.sources] == ["run 2021", "run 2022"]
+    (alone,) = find_subjects(runs[1:2])
+    assert [source.label for source in alone.sources] == ["measured (small, CUDA)"]

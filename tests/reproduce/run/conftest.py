@@ -84,6 +84,7 @@ class Emulated(Fake, Emulation):
         self, row: Row, devices: Devices, data: FakeData, balancer: object, seed: int, link: object
     ) -> None:
         Fake.__init__(self, row, devices, data, balancer, seed)
+        self.devices = devices
         self.executed = row.micro_batches or 1
         self.link = link  # type: ignore[assignment]
         self.runs = []

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from reproduce.experiments import EXPERIMENTS
-from reproduce.experiments.row import COMPONENTS, Row
+from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
-from reproduce.run.emulation import Emulation, Executed, Link, own_links, shortened
+from reproduce.predict.link import Link
+from reproduce.run.emulation import Emulation, Executed, shortened
 from reproduce.run.training import Balancer, FakeData
-from torchgpipe.plan.hardware.hardware import hardware_names, load_hardware
+from torchgpipe.plan.hardware.hardware import load_hardware
 from torchgpipe.plan.predict.replay import Costs, replay
 from torchgpipe.tensors.observe import Kind, Task
 
@@ -240,6 +241,60 @@ def test_a_task_takes_its_share_in_the_median_run() -> None:
     assert samples["here_time"] == samples["step_time"]
 
 
+def test_the_host_issues_each_task_while_the_device_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulated = emulation(pipeline(3, checkpoint="always"))
+    clocks = Clocks()
+    waits: list[int] = []
+    monkeypatch.setattr(Devices, "synchronize", lambda devices: waits.append(clocks.marks))
+    monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", clocks)
+    with Devices("cpu", 1, threads=1).in_use():
+        seconds = emulated._issue_seconds()
+    # Marks: one per partition, and two per task.
+    starts = range(1 + 3, clocks.marks, 2)
+    assert list(seconds.values()) == [3.0 * ((k + 1) ** 2 - k**2) for k in starts]
+    assert waits == [k - 1 for k in starts]
+    assert len(seconds) == 2 * 3 * len(KINDS)
+    for parameter in emulated.training.model.parameters():
+        assert parameter.grad is None
+
+
+def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's seconds of a task are the median of three steps. Only GPUs have tasks issued."""
+    row = pipeline(3)
+    emulated = emulation(row)
+    emulated.runs = [ran(row)]
+    slower = iter([0.1, 2.0, 9.0])
+
+    def issue_seconds() -> dict[Task, float]:
+        share = next(slower)
+        return {task: share * cost(task) for task in ran(row).tasks}
+
+    monkeypatch.setattr(emulated, "_issue_seconds", issue_seconds)
+    usual, _ = emulated.watch()
+    emulated.devices = Devices("cuda", 1)
+
+    values, _ = emulated.watch()
+
+    made = costs(row, FIRST_AND_LAST)
+    doubled: dict[Kind, list[list[float]]] = {}
+    for kind in KINDS:
+        table = getattr(made, kind)
+        doubled[kind] = (2.0 * torch.tensor(table, dtype=torch.float64)).tolist()
+        # The record has the micro-batches that were run: the first and the last one.
+        first, last = values["task_time"][kind]
+        assert first == pytest.approx(table[0])
+        assert last == pytest.approx(table[-1])
+        assert values["issue_time"][kind] == [doubled[kind][0], doubled[kind][-1]]
+    replayed = replay(replace(made, issue=doubled)).seconds
+    assert values["one_thread_time"] == pytest.approx(replayed + max(UPDATES[:3]))
+    assert values["one_thread_time"] > emulated.step().seconds
+    assert usual == {name: values[name] for name in ("executed", "utilization", "bubble")}
+
+
 @pytest.mark.parametrize(
     ("batch_size", "chunks", "ran"),
     [
@@ -263,64 +318,13 @@ def test_equal_micro_batches_are_not_all_run(
     assert found.micro_batch_size == row.micro_batch_size
 
 
-def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
-    """An emulated copy takes as long as on given hardware, or a share of a forward's time.
-
-    The share is predicted for the published row with the same name, or for the first published row
-    if there is none. The prediction does not use the balance of the published row, because this
-    balance was made for other devices.
-    """
-    large, small = pipeline(4, batch_size=8, size=(1, 8)), pipeline(4)
-    hardware = Link(HARDWARE, None)
-
-    copies, skips = hardware.copies(large, 1.0)
-
-    assert len(copies) == 3
-    assert (0, 3) in skips
-    assert hardware.copies(large, 2.0) == (copies, skips)
-
-    # Without portals, skips go with the copies through each partition.
-    through, beside = hardware.copies(replace(large, components=COMPONENTS[:2]), 1.0)
-
-    expected = list(copies)
-    for (source, destination), seconds in skips.items():
-        for j in range(source, destination):
-            expected[j] += seconds
-    assert through == pytest.approx(expected)
-    assert not beside
-
-    papers = {"first": replace(large, batch_size=32), "pb": replace(large, balance=None)}
-    link = Link(HARDWARE, papers)
-    share = 3.0 / sum(link._predictor(large.sized).layers(2).forward)
-
-    own_copies, own_skips = link.copies(replace(small, name="pb/x"), 3.0)
-    first = link.copies(replace(small, name="first"), 3.0)
-    unknown = link.copies(replace(small, name="none"), 3.0)
-
-    assert own_copies == pytest.approx([seconds * share for seconds in copies])
-    assert own_skips == pytest.approx({route: s * share for route, s in skips.items()})
-    assert unknown == first
-    assert first != (own_copies, own_skips)
-
-    # An experiment without published models: the proportion is the one of the row's own model.
-    alone, _ = Link(HARDWARE, {}).copies(large, 3.0)
-    share = 3.0 / sum(link._predictor(large.sized).layers(large.batch_size // 4).forward)
-    assert alone == pytest.approx([seconds * share for seconds in copies])
-
-
-def test_gpus_have_the_links_of_a_shipped_node_and_one_thread_issues_tasks(
+def test_one_gpu_plays_all_devices_and_one_thread_issues_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Emulation on GPUs uses the links of a known node, one thread, and only the first device."""
+    """Emulation on GPUs uses one thread, and only the first device."""
     asked = Mock(side_effect=InterruptedError)
     monkeypatch.setattr("reproduce.run.training.on_devices", asked)
     with pytest.raises(InterruptedError):
         emulation(pipeline(4), Devices("cuda", 4))
     first = torch.device("cuda", 0)
     assert asked.call_args.args[2:] == ([first] * 4, "graph")
-    known = {"Tesla P40": "p40x8", "NVIDIA A100-SXM4-80GB": "a100x8", "NVIDIA A10": None}
-    for gpu, expected in known.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
-        assert own_links(Devices("cuda", 1)) == expected
-        assert expected in (None, *hardware_names())
-    assert own_links(CPU) is None

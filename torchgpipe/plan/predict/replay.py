@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torchgpipe.schedules import Kind, Schedule, make
 from torchgpipe.schedules.action import Action
@@ -35,6 +35,9 @@ class Costs:
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
         weights: Seconds of the part of each backward that computes only the weights' gradients.
             Schedules that split backwards into two halves need these seconds.
+        issue: For each kind of task, a table of the seconds for which the host issues each task.
+            One thread issues the tasks of all devices (see `Schedule.replay`). `None` if issuing
+            takes no time.
     """
 
     forward: Table
@@ -46,6 +49,7 @@ class Costs:
     blocking: bool = False
     ahead: bool = True
     weights: Table = ()
+    issue: Mapping[Kind, Table] | None = None
 
 
 @lru_cache(maxsize=32)
@@ -83,10 +87,8 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
         "backward_weights": costs.weights,
     }
 
-    def seconds(action: Action) -> float:
-        kind, micro_batch, stage = action
-        return tables[kind][micro_batch][stage]
-
+    seconds = partial(_looked_up, tables)
+    issue = None if costs.issue is None else partial(_looked_up, costs.issue)
     boundaries = costs.copy
     if isinstance(boundaries, (int, float)):
         boundaries = [boundaries] * (n - 1)
@@ -94,8 +96,19 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
     for (source, target), delay in costs.skips.items():
         copies.append((source, target, delay))
     return schedule.replay(
-        seconds, copies, blocking=costs.blocking, ahead=costs.ahead, loss=costs.loss
+        seconds,
+        copies,
+        blocking=costs.blocking,
+        ahead=costs.ahead,
+        loss=costs.loss,
+        issue=issue,
     )
+
+
+def _looked_up(tables: Mapping[Kind, Table], action: Action) -> float:
+    """Return the seconds of an action from the table of its kind."""
+    kind, micro_batch, stage = action
+    return tables[kind][micro_batch][stage]
 
 
 def shared(timeline: Timeline, sharing: float) -> Timeline:

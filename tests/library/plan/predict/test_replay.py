@@ -21,7 +21,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.predict.replay import Costs, Event, Timeline, replay, shared
-from torchgpipe.tensors.observe import Task
+from torchgpipe.tensors.observe import Kind, Task
 
 
 @st.composite
@@ -123,6 +123,65 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
         if e.kind != "recompute":
             progress.copy(e)
     assert timeline.seconds == max(progress.free)
+
+
+def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list[list[float]]]:
+    """Return tables of tasks that take equally long on all partitions; nothing is recomputed."""
+    seconds: dict[Kind, float] = {"forward": forward, "recompute": 0.0, "backward": backward}
+    return {kind: [[each] * n] * m for kind, each in seconds.items()}
+
+
+def costs_of(forward: float, backward: float, n: int, m: int) -> Costs:
+    tables = of_tasks(forward, backward, n, m)
+    return Costs(tables["forward"], tables["backward"], tables["recompute"])
+
+
+def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {f"{e.kind} {e.micro_batch} {e.partition}": (e.start, e.end) for e in timeline.events}
+
+
+def test_one_thread_issues_the_tasks_of_all_devices() -> None:
+    """A device begins a task when the thread begins to issue it, and ends it when that is done.
+
+    Two devices have two micro-batches. A forward takes one second, and to issue it takes one and a
+    half. A backward takes two seconds, and to issue it takes half a second.
+    """
+    costs = replace(costs_of(1.0, 2.0, 2, 2), issue=of_tasks(1.5, 0.5, 2, 2))
+
+    timeline = replay(costs)
+
+    assert spans(timeline) == {
+        "forward 0 0": (0.0, 1.5),
+        "forward 0 1": (1.5, 3.0),
+        "forward 1 0": (3.0, 4.5),  # the device was free at 1.5
+        "forward 1 1": (4.5, 6.0),
+        "backward 1 1": (6.0, 8.0),
+        "backward 1 0": (8.0, 10.0),  # issued until 7.0, but its gradient is there at 8.0
+        "backward 0 1": (8.0, 10.0),
+        "backward 0 0": (10.0, 12.0),
+    }
+    assert timeline.seconds == 12.0
+    assert replay(replace(costs, issue=None)).seconds == 9.0
+
+
+def test_the_thread_issues_tasks_in_the_order_of_clock_cycles() -> None:
+    """The thread does not issue all tasks of a micro-batch before those of the next one."""
+    costs = replace(costs_of(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
+    found = spans(replay(costs))
+    assert found["forward 1 0"] == (2.0, 3.0)
+    assert found["forward 0 2"] == (3.0, 4.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(any_costs())
+def test_a_fast_thread_delays_nothing(costs: Costs) -> None:
+    # The order in which tasks are issued also decides which of two blocking copies comes first.
+    costs = replace(costs, blocking=False)
+    m, n = len(costs.forward), len(costs.forward[0])
+    with_thread = replay(replace(costs, issue=of_tasks(0.0, 0.0, n, m)))
+    without = replay(costs)
+    assert with_thread.seconds == without.seconds
+    assert sorted(with_thread.events) == sorted(without.events)
 
 
 def test_time_is_stretched_where_several_devices_work() -> None:

@@ -1,0 +1,203 @@
+"""Measure what compiled layers and CUDA graphs gain where launching kernels takes the time."""
+
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from benchmarks.gpu.part import Context, Fields
+from benchmarks.pipelines import evenly
+from reproduce.models.amoebanet import amoebanetd
+from torchgpipe import GPipe
+from torchgpipe.balance.profile import synchronize
+
+PURPOSE = "what torch.compile of layers and CUDA graphs of forwards gain where launches take time"
+SHARE = 1.5
+NEEDS: tuple[str, ...] = ()
+
+PARTITIONS = 2
+CHUNKS = 8
+STEPS = 3
+"""How often a step is timed after a warm-up. The median counts."""
+RESERVE = 8.0
+"""The seconds that are kept for the steps after layers were compiled."""
+WARM_UPS = 3
+"""How often a forward runs before it is captured, as PyTorch advises."""
+
+Value = Any
+"""What one layer passes to the next: a tensor, or a tuple of tensors."""
+Build = Callable[[], tuple[nn.Sequential, Tensor]]
+"""A function that builds the layers of a model and a mini-batch."""
+
+
+class Graphed(nn.Module):
+    """A partition whose forward without gradients replays a CUDA graph.
+
+    A checkpointed pipeline runs each forward without gradients first, and recomputes it later with
+    gradients. The recomputation runs the layers themselves.
+
+    Args:
+        layers: The layers of the partition.
+        value: An input like all later ones.
+    """
+
+    def __init__(self, layers: nn.Sequential, value: Value) -> None:
+        super().__init__()
+        self.layers = layers
+        self.inputs, _ = tree_flatten(tree_map(torch.clone, value))
+        _, structure = tree_flatten(value)
+        given = tree_unflatten(self.inputs, structure)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    layers(given)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self.graph):
+                self.output = layers(given)
+
+    def forward(self, value: Value) -> Value:
+        if torch.is_grad_enabled():
+            return self.layers(value)
+        tensors, _ = tree_flatten(value)
+        for x, given in zip(self.inputs, tensors, strict=True):
+            x.copy_(given)
+        self.graph.replay()
+        return tree_map(torch.clone, self.output)  # the next replay overwrites the output
+
+
+def run(context: Context) -> Fields:
+    """Measure the rows, until there is no more time."""
+    device = context.devices[0]
+    result: Fields = {"rows": {}, "left out": []}
+    rows: dict[str, Callable[[], Fields]] = {}
+    if device.type == "cuda":
+        rows["CUDA graphs of forwards, AmoebaNet-D (18, 256)"] = partial(_with_graphs, device)
+        models = {"MLP": _mlp, "transformer": _blocks, "AmoebaNet-D (18, 256)": _amoebanet}
+        backend = "inductor"
+    else:
+        result["left out"].append("CUDA graphs, and code that is made for a device")
+        models = {"MLP": _mlp}
+        backend = "eager"  # it traces layers, but generates no code, which takes long
+    for name, build in models.items():
+        compiled = partial(_with_compiled, build, device, backend, context)
+        rows[f"torch.compile of {name}"] = compiled
+    for name, measure in rows.items():
+        if context.seconds_left() < 2 * RESERVE:
+            result["left out"].append(f"{name}, for lack of time")
+            continue
+        try:
+            result["rows"][name] = measure()
+        except Exception as error:
+            traceback.print_exc()
+            result["rows"][name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        context.write(result)
+    return result
+
+
+def _mlp() -> tuple[nn.Sequential, Tensor]:
+    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*layers), torch.rand(CHUNKS, 64)
+
+
+def _blocks() -> tuple[nn.Sequential, Tensor]:
+    blocks = []
+    for _ in range(12):
+        block = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        blocks.append(block)
+    return nn.Sequential(*blocks), torch.rand(4 * CHUNKS, 128, 256)
+
+
+def _amoebanet() -> tuple[nn.Sequential, Tensor]:
+    return amoebanetd(18, 256), torch.rand(4 * CHUNKS, 3, 224, 224)
+
+
+def _with_graphs(device: torch.device) -> Fields:
+    """Measure AmoebaNet-D with checkpointing, with and without CUDA graphs of its forwards."""
+    with torch.device(device):
+        layers, x = _amoebanet()
+    off = _measured(layers, x, evenly(layers, PARTITIONS), "always")
+    value: Value = x.chunk(CHUNKS)[0]
+    partitions = []
+    begin = 0
+    start = time.perf_counter()
+    for count in evenly(layers, PARTITIONS):
+        partition = Graphed(layers[begin : begin + count], value)
+        partitions.append(partition)
+        with torch.no_grad():
+            value = partition(value)
+        begin += count
+    seconds = time.perf_counter() - start
+    on = _measured(nn.Sequential(*partitions), x, [1] * PARTITIONS, "always")
+    return {"off": off, "on": on, "of": PARTITIONS, "done": PARTITIONS, "seconds": seconds}
+
+
+def _with_compiled(build: Build, device: torch.device, backend: str, context: Context) -> Fields:
+    """Measure layers without checkpointing, as they are and compiled.
+
+    Layers for whose compilation there is no time stay as they are.
+    """
+    with torch.device(device):
+        layers, x = build()
+    balance = evenly(layers, PARTITIONS)
+    off = _measured(layers, x, balance, "never")
+    compiled: list[nn.Module] = []
+    value: Value = x.chunk(CHUNKS)[0]
+    start = time.perf_counter()
+    for layer in layers:
+        if context.seconds_left() < RESERVE:
+            break
+        module: Any = torch.compile(layer, backend=backend)
+        value = module(value)
+        tensors, _ = tree_flatten(value)
+        torch.autograd.backward([y.sum() for y in tensors])
+        value = tree_map(lambda y: y.detach().requires_grad_(), value)
+        compiled.append(module)
+    seconds = time.perf_counter() - start
+    done = len(compiled)
+    on = _measured(nn.Sequential(*compiled, *layers[done:]), x, balance, "never")
+    return {"off": off, "on": on, "of": len(layers), "done": done, "seconds": seconds}
+
+
+def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: str) -> Fields:
+    """Return the seconds of a step: until the host has issued it, and until the device is done."""
+    options: Any = {"checkpoint": checkpoint, "engine": "graph"}
+    model = GPipe(layers, balance, devices=[x.device] * PARTITIONS, chunks=CHUNKS, **options)
+    hosts, steps = [], []
+    for _ in range(1 + STEPS):
+        model.zero_grad()
+        synchronize(x.device)
+        start = time.perf_counter()
+        model(x).sum().backward()
+        issued = time.perf_counter()
+        synchronize(x.device)
+        hosts.append(issued - start)
+        steps.append(time.perf_counter() - start)
+    return {"host": median(hosts[1:]), "step": median(steps[1:])}
+
+
+def lines(result: Fields) -> list[str]:
+    """Say for each row how much faster a step is."""
+    said = []
+    for name, row in result["rows"].items():
+        if "reason" in row:
+            said.append(f"{name}: failed ({row['reason']})")
+            continue
+        off, on = row["off"], row["on"]
+        ratio = off["step"] / on["step"]
+        host = f"{1e3 * off['host']:.1f} to {1e3 * on['host']:.1f} ms"
+        said.append(
+            f"{name}: a step is {ratio:.2f} times as fast, the host's time goes from {host}; "
+            f"{row['done']} of {row['of']} made in {row['seconds']:.0f} s"
+        )
+    left_out = "; ".join(result["left out"])
+    parts = [" / ".join(said[:2]), " / ".join(said[2:]), left_out and f"left out: {left_out}"]
+    return [part for part in parts if part]

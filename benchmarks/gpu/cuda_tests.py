@@ -1,0 +1,88 @@
+"""Run the tests on CUDA, tests/test_cuda*.py."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.gpu.part import Context, Fields
+from reproduce.machine.description import ROOT
+
+PURPOSE = "whether the tests on CUDA pass"
+SHARE = 2.5
+NEEDS = ("pytest", "hypothesis")
+
+ENDS = ("passed", "failed", "skipped")
+
+
+@dataclass
+class Counting:
+    """A plugin of pytest that counts how tests end, and stops them when no time is left.
+
+    It writes the counts after each test.
+
+    Attributes:
+        context: Where the counts are written.
+        session: What pytest runs.
+        counts: The numbers of tests that passed, failed and were skipped.
+        failed: The names of the tests that failed.
+    """
+
+    context: Context
+    session: Any = None
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    failed: list[str] = field(default_factory=list)
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.session = session
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count a test at the end of its call, or where its set-up or its end fails."""
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+            self.counts["failed"] += 1
+        elif report.skipped:
+            self.counts["skipped"] += 1
+        elif report.passed and report.when == "call":
+            self.counts["passed"] += 1
+        self.context.write(self.result())
+        if self.context.seconds_left() < 0:
+            self.session.shouldstop = "no time is left"
+
+    def result(self) -> Fields:
+        """Return the numbers of all tests and of those that ended, and the names of failed ones."""
+        collected = len(self.session.items)
+        return {"collected": collected, **self.counts, "failed tests": self.failed}
+
+
+def run(context: Context) -> Fields:
+    """Run the tests in this process. Their output is this part's log."""
+    import pytest
+
+    counting = Counting(context)
+    files = sorted(ROOT.glob("tests/test_cuda*.py"))
+    arguments = [
+        *map(str, files),
+        f"--rootdir={ROOT}",
+        "-c",
+        str(ROOT / "setup.cfg"),
+        "--override-ini=addopts=--import-mode=importlib",  # without options of plugins
+        "--verbose",
+        "--slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    code = pytest.main(arguments, plugins=[counting])
+    # 1 means that tests failed, and 2 that they were stopped.
+    if code not in (0, 1, 2) or counting.session is None:
+        raise RuntimeError(f"pytest ended with exit code {int(code)}")
+    return counting.result()
+
+
+def lines(result: Fields) -> list[str]:
+    """Say how many tests passed, and which failed."""
+    counts = [f"{result[end]} {end}" for end in ENDS]
+    said = [f"{', '.join(counts)}, of {result['collected']} tests"]
+    failed = result["failed tests"]
+    if failed:
+        names = [name.removeprefix("tests/") for name in failed]
+        said.append(f"failed: {', '.join(names[:5])}{' and more' if names[5:] else ''}")
+    return said

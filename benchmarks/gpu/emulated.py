@@ -1,0 +1,69 @@
+"""Emulate the papers' speed tables on one GPU, in all rows of scale `paper`.
+
+`python -m reproduce run` does the work. One GPU holds all partitions of a row and runs their tasks
+one at a time. The schedule is then replayed as if each partition were on a GPU of its own: once
+with a thread for each GPU, as ranks have, and once with one thread that issues the tasks of all
+GPUs. If the second replay is slower, the row is launch-bound in one process.
+"""
+
+from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.part import Context, Fields
+from reproduce.machine.devices import Devices
+from reproduce.numbers.metrics import throughputs
+from reproduce.predict.link import own_links
+from reproduce.predict.rows import predict_run
+from reproduce.records.record import Record
+from torchgpipe.plan.hardware.hardware import load_hardware
+
+PURPOSE = "what the papers' speed tables are on GPUs like this one, with a thread for each and one"
+SHARE = 6
+NEEDS = ["click"]
+
+EXPERIMENTS = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+PAPER = ("--scale", "paper", "--on", "cuda", "--devices", "1", "--steps", "3")
+# A single row with a small batch and without a link, so nothing is profiled or predicted.
+TINY = ("--scale", "small", "--on", "cpu", "--devices", "1", "--steps", "1", "--row", "GPipe n2m4")
+TINY_SETTINGS = ("--set", "batch_size=4", "balance=12,12")
+PREDICTING = 30.0
+"""Seconds that the predictions of an experiment may take."""
+
+
+def run(context: Context) -> Fields:
+    """Emulate one experiment after another, then predict the same rows."""
+    paper = context.size == "paper"
+    names = EXPERIMENTS if paper else EXPERIMENTS[:1]
+    options = PAPER if paper else (*TINY, *TINY_SETTINGS)
+    records: dict[str, Record] = {}
+    tables: Fields = {}
+    result: Fields = {"tables": tables}
+    for number, name in enumerate(names):
+        seconds = (context.seconds_left() - ENDING) / (len(names) - number)
+        if seconds < LEAST and paper:
+            continue
+        record = run_experiment(context, name, options, seconds)
+        if record is not None:
+            records[name] = record
+            tables[name] = summary(record, emulated=True)
+            context.write(result)
+    for name, record in records.items():
+        if context.seconds_left() > PREDICTING:
+            _add_predictions(tables[name], record)
+            context.write(result)
+    return result
+
+
+def _add_predictions(rows: Fields, record: Record) -> None:
+    """Add predictions for nodes of this GPU to the rows, if there is a description of the GPU."""
+    assert record.run is not None
+    hardware = own_links(Devices(record.run.device, 1))
+    if hardware is None or not any("speed" in row for row in rows.values()):
+        return
+    predicted = predict_run(record, load_hardware(hardware))
+    for name, speed in throughputs(predicted.results).items():
+        if name in rows:
+            rows[name]["predicted"] = speed
+
+
+def lines(result: Fields) -> list[str]:
+    """Return a line for each experiment."""
+    return [f"{name}: {about_rows(rows)}" for name, rows in result["tables"].items()]

@@ -1,0 +1,123 @@
+"""Run an experiment of the suite within a part, and read what its record says."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu.part import RECORDS, Context, Fields
+from reproduce.experiments import EXPERIMENTS
+from reproduce.machine.description import ROOT
+from reproduce.numbers.metrics import throughput, throughputs
+from reproduce.records.published import published
+from reproduce.records.record import Record, Result, load
+
+LEAST = 20.0
+"""Seconds that an experiment needs at least: the start of a process, and one row."""
+ENDING = 5.0
+"""Seconds that an interrupted run may take to write its record."""
+SLOWER = 0.95
+"""A row whose speed is below this share of its usual speed counts as slower."""
+
+
+def run_experiment(
+    context: Context, name: str, options: Sequence[str], seconds: float
+) -> Record | None:
+    """Run `python -m reproduce run` for an experiment, and return its record.
+
+    The record is in `DIR/records`, together with its tables. It is written after each round, so a
+    run that is ended early has a record of the rows that were finished.
+
+    Args:
+        context: The context of the part.
+        name: The name of the experiment.
+        options: Further options of `run`.
+        seconds: After this time, the run is interrupted, as by Ctrl-C.
+
+    Returns:
+        The record, or `None` if the run ended before its first row.
+    """
+    folder = context.folder.parent / RECORDS
+    folder.mkdir(exist_ok=True)
+    before = set(folder.glob("*.json"))
+    command = [sys.executable, "-m", "reproduce", "run", name, "--out", str(folder), *options]
+    context.say(f"for at most {seconds:.0f} s: {' '.join(command[1:])}")
+    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+    written = set(folder.glob("*.json")) - before
+    return load(written.pop()) if written else None
+
+
+def summary(record: Record, *, emulated: bool) -> Fields:
+    """Return what a page says of each row of a record: samples/s, or why there are none.
+
+    Args:
+        record: The record of one experiment.
+        emulated: Whether the emulated rows are summed up, or the measured ones.
+    """
+    rows: Fields = {}
+    for result in record.results:
+        if result.emulated == emulated:
+            rows[result.row] = _of_row(result)
+    return rows
+
+
+def _of_row(result: Result) -> Fields:
+    speed = throughput(result)
+    if speed is None:
+        return {"status": result.status, "reason": result.reason}
+    row: Fields = {"status": result.status, "speed": speed.middle}
+    one_thread = result.values.get("one_thread_time")
+    if one_thread is not None:
+        row["one_thread"] = result.config["batch_size"] / one_thread
+    if result.published:
+        row["published"] = _published(result)
+    return row
+
+
+def _published(result: Result) -> float | None:
+    """Return the published samples/s of the row that a result reproduces."""
+    table = EXPERIMENTS[result.experiment].table
+    if table is None or result.published is None:
+        return None
+    name = result.published.rpartition("/")[2]
+    return throughputs(published(table).results).get(name)
+
+
+def about_rows(rows: Fields) -> str:
+    """Return a text on the rows of an experiment: how many have numbers, and the last of them.
+
+    The last row that repeats a published one is the one with the most devices.
+    """
+    timed = {name: row for name, row in rows.items() if "speed" in row}
+    said = [f"{len(timed)} of {len(rows)} rows"]
+    repeated = [name for name, row in timed.items() if row.get("published")]
+    if repeated:
+        name = repeated[-1]
+        row = timed[name]
+        speed = f"{name} {row['speed']:.0f} samples/s, published {row['published']:.0f}"
+        if "predicted" in row:
+            speed += f", predicted {row['predicted']:.0f}"
+        said.append(speed)
+    said += _about_one_thread(timed)
+    return "; ".join(said)
+
+
+def _about_one_thread(timed: dict[str, Any]) -> list[str]:
+    """Say how many rows are slower if one thread issues the tasks of all devices."""
+    shares = {}
+    for name, row in timed.items():
+        if "one_thread" in row:
+            shares[name] = row["one_thread"] / row["speed"]
+    if not shares:
+        return []
+    bound = [name for name, share in shares.items() if share < SLOWER]
+    worst = min(shares, key=lambda name: shares[name])
+    return [
+        f"one thread for all GPUs would slow down {len(bound)} of {len(shares)} rows, {worst} to "
+        f"{shares[worst]:.0%} of its speed"
+    ]

@@ -1,0 +1,1 @@
+"""The frame of `python -m benchmarks.gpu`: command, processes of parts, and page."""

@@ -1,0 +1,190 @@
+"""Run a part in a process of its own, with a limit of time, and say how it ended."""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Literal
+
+import torch
+from msgspec import Struct
+
+from benchmarks.gpu.part import Context, Part
+from reproduce.error import ENDING
+from reproduce.machine.clocks import GpuState, gpu_states
+
+LOG = "log.txt"
+PROC = Path("/proc")
+PATIENCE = 5.0
+"""Seconds to wait for processes that were killed. A process in a call of a driver can take long."""
+ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+"""Matches the beginning of a log's line with which Python ends a traceback."""
+
+
+class Outcome(Struct, frozen=True, omit_defaults=True):
+    """How a part ended.
+
+    Attributes:
+        ended: "finished"; "failed", if `run` raised an error; "killed", if the process was killed
+            at the end of its time or died of a signal; "interrupted", if the whole command was;
+            "no time", if no time was left for the part; "not run", if a package is missing.
+        seconds: How long the part ran.
+        reason: Why the part did not finish, in one line.
+        gpus: The state of the machine's GPUs right after the part.
+    """
+
+    ended: Literal["finished", "failed", "killed", "interrupted", "no time", "not run"]
+    seconds: float = 0.0
+    reason: str = ""
+    gpus: list[GpuState] = []
+
+
+def run_part(part: Part, context: Context, limit: float) -> Outcome:
+    """Run a part in a forked process, and return how it ended.
+
+    The process inherits all modules that this process has imported, so it starts at once. This
+    process must not have used CUDA: a fork could not use it then.
+
+    If this function is ended by Ctrl-C, it kills the process, too.
+
+    Args:
+        part: The part to run.
+        context: What the part is given.
+        limit: The seconds after which the process is killed.
+    """
+    began = time.monotonic()
+    process = get_context("fork").Process(target=_run, args=(part, context), name=context.name)
+    process.start()
+    try:
+        process.join(limit)
+        late = process.is_alive()
+        if late:
+            _write_stacks(process)
+    finally:
+        _end(process)
+    gpus = gpu_states()
+    seconds = time.monotonic() - began
+    code = process.exitcode or 0
+    if late:
+        where = _where(context.folder / LOG)
+        return Outcome("killed", seconds, f"it was not finished after {limit:.0f} s{where}", gpus)
+    if code < 0:
+        name = signal.Signals(-code).name
+        return Outcome("killed", seconds, f"it ended by {name}", gpus)
+    if code > 0:
+        return Outcome("failed", seconds, _error(context.folder / LOG), gpus)
+    return Outcome("finished", seconds, gpus=gpus)
+
+
+def _run(part: Part, context: Context) -> None:
+    """Run a part in this process, which was forked for it."""
+    os.setsid()  # Ctrl-C is for the parent, which then kills this process
+    log = (context.folder / LOG).open("w", buffering=1)
+    for number in (1, 2):
+        os.dup2(log.fileno(), number)
+    sys.stdout = sys.stderr = log
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_DFL)
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log)  # the parent sends it before it kills this process
+    try:
+        if context.size == "tiny":
+            torch.set_num_threads(1)
+        result = part.run(context)
+        context.write(result)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    log.flush()
+    os._exit(0)
+
+
+def _write_stacks(process: ForkProcess) -> None:
+    """Let a process write into its log what its threads do."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    process.join(0.5)
+
+
+def _end(process: ForkProcess) -> None:
+    """Kill a process and all processes that it has started, and wait until they have ended."""
+    assert process.pid is not None
+    started = _family(process.pid)  # without their parent, they could not be recognized
+    process.kill()
+    process.join(PATIENCE)
+    end = time.monotonic() + PATIENCE
+    while started and time.monotonic() < end:
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        started = (started & _processes().keys()) | _family(process.pid)
+
+
+def _family(pid: int) -> set[int]:
+    """Return the processes that descend from a process, or belong to its session.
+
+    Without the files of /proc, which only Linux has, the result is empty.
+    """
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for other, (parent, session) in _processes().items():
+        parents[other] = parent
+        if session == pid:
+            found.add(other)
+    more = {pid}
+    while more:
+        found |= more
+        more = {other for other, parent in parents.items() if parent in more} - found
+    found &= parents.keys()
+    return found - {pid}
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Return the parent and the session of each process that has not ended."""
+    found = {}
+    for path in PROC.glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:  # the process has ended
+            continue
+        _, _, after = text.rpartition(")")  # behind the name, which may have spaces
+        state, parent, _, session, *_ = after.split()
+        if state != "Z":  # a process that has ended, and whose parent has not noticed
+            found[int(path.parent.name)] = (int(parent), int(session))
+    return found
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _error(log: Path) -> str:
+    """Return the last line of a log that names an error, or its last line if none does."""
+    lines = _lines(log)
+    for line in reversed(lines):
+        if ERROR.match(line):
+            return line
+    return lines[-1] if lines else "it wrote no log"
+
+
+def _where(log: Path) -> str:
+    """Say in which line the main thread was when `_write_stacks` wrote all stacks into the log."""
+    where = ""
+    for title, line in pairwise(_lines(log)):
+        if title.startswith("Current thread"):
+            where = f", and was at {line.strip()}"
+    return where

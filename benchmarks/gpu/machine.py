@@ -1,0 +1,122 @@
+"""Describe the machine, and measure its copies and its launches of kernels."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
+from statistics import median
+
+import msgspec
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.part import Context, Fields
+from reproduce.machine.clocks import nvidia_smi
+from reproduce.machine.description import machine, versions
+from torchgpipe.balance.profile import seconds_of, synchronize
+
+PURPOSE = "what this machine is, and how fast it copies and launches"
+SHARE = 0.7
+NEEDS: tuple[str, ...] = ()
+
+RUNS = 5
+"""How often a copy is timed after a warm-up. The median counts."""
+LAUNCHES = 500
+"""How many kernels are launched one after another. CUDA queues about a thousand."""
+ASKED = {"topology.txt": ("topo", "-m"), "nvidia-smi.txt": ("-q",)}
+"""The files with what nvidia-smi prints, and its arguments."""
+
+Copy = tuple[str, Tensor, Tensor]
+"""What is copied where, as text, and the source and the target of the copy."""
+
+
+def run(context: Context) -> Fields:
+    """Describe the machine and the software; time copies and launches."""
+    device = context.devices[0]
+    described = msgspec.to_builtins(machine())
+    result: Fields = {"machine": described, "versions": versions(), "nvidia-smi": False}
+    for file, arguments in ASKED.items():
+        printed = nvidia_smi(*arguments)
+        if printed is not None:
+            result["nvidia-smi"] = True
+            (context.folder / file).write_text(printed)
+    context.write(result)
+    result["launch"] = _launch(device)
+    result["copies"] = {}
+    elements = 2**26 if context.size == "paper" else 2**18
+    for name, source, target in _copies(context.devices, elements):
+        if context.seconds_left() < 0:
+            break
+        copy = partial(target.copy_, source)
+        timed = [seconds_of(copy, device) for _ in range(1 + RUNS)]
+        moved = source.nbytes * (2 if source.device == target.device else 1)
+        result["copies"][name] = moved / median(timed[1:])
+        context.write(result)
+    return result
+
+
+def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
+    """Yield the copies that are timed, of float32 tensors with so many elements."""
+    first = devices[0]
+    x = torch.ones(elements, device=first)
+    yield f"within {first}", x, torch.empty_like(x)
+    if first.type == "cpu":
+        return
+    for kind in ("pinned", "pageable"):
+        host = torch.ones(elements, pin_memory=kind == "pinned")
+        yield f"{kind} to {first}", host, x
+        yield f"{first} to {kind}", x, host
+    for here, there in permutations(devices, 2):
+        source = torch.ones(elements, device=here)
+        yield f"{here} to {there}", source, torch.empty_like(source, device=there)
+
+
+def _launch(device: torch.device) -> Fields:
+    """Return the seconds of a launch, by what is launched: on the host, and until all are done.
+
+    An empty kernel is launched as directly as PyTorch allows. An operator goes through PyTorch's
+    dispatcher.
+    """
+    x = torch.zeros(1, device=device)
+    launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}
+    if device.type == "cuda":
+        launched["an empty kernel"] = partial(torch.cuda._sleep, 0)
+    found: Fields = {}
+    for name, launch in launched.items():
+        for _ in range(2):  # the first time is a warm-up
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(LAUNCHES):
+                launch()
+            issued = time.perf_counter()
+            synchronize(device)
+            done = time.perf_counter()
+            found[name] = {
+                "host": (issued - start) / LAUNCHES,
+                "until done": (done - start) / LAUNCHES,
+            }
+    return found
+
+
+def lines(result: Fields) -> list[str]:
+    """Describe the machine, its copies and its launches."""
+    host, versions_of = result["machine"], result["versions"]
+    gpus: dict[str, int] = {}
+    for gpu in host.get("gpus", []):
+        gpus[gpu["name"]] = gpus.get(gpu["name"], 0) + 1
+    named = [f"{count} x {name}" for name, count in gpus.items()] or ["no GPU"]
+    first = [*named, f"{host['cpu']}, {host['cores']} cores"]
+    software = {name: versions_of[name] for name in ("torch", "cuda", "driver", "python")}
+    first += [f"{name} {found}" for name, found in software.items() if found is not None]
+    smi = "topology.txt has the links" if result["nvidia-smi"] else "nvidia-smi is not there"
+    first.append(smi)
+    copies = [f"{name} {rate / 1e9:.1f}" for name, rate in result.get("copies", {}).items()]
+    launches = []
+    for name, seconds in result.get("launch", {}).items():
+        issued, done = 1e6 * seconds["host"], 1e6 * seconds["until done"]
+        launches.append(f"{name} {issued:.1f} us on the host, {done:.1f} us until done")
+    return [
+        "; ".join(first),
+        f"copies in GB/s (read and written within a device): {', '.join(copies)}",
+        f"to launch: {'; '.join(launches)}",
+    ]

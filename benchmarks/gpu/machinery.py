@@ -1,0 +1,186 @@
+"""Measure what the library's code costs on a GPU, beside a plain loop and another torchgpipe."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from itertools import chain, product
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.gates.machinery import version
+from benchmarks.gpu.part import Context, Fields
+from reproduce.machine.description import ROOT
+from reproduce.records.record import Result
+from reproduce.regression.job import in_turn
+
+PURPOSE = "what a task costs the host, and how long the device is idle for each task"
+SHARE = 3.5
+NEEDS: tuple[str, ...] = ()
+
+AMOEBANET = "AmoebaNet-D (18, 256)"
+PLAIN, HERE, OTHER = "plain loop", "this library", "other"
+UNIT = {"host": "us/task", "step": "us/task", "idle": "us/task", "waits": "a step"}
+
+
+class Case(NamedTuple):
+    """A model with n partitions and m micro-batches, and how often its steps are timed.
+
+    Attributes:
+        samples: The number of samples in a micro-batch.
+        rounds: How many turns each way to run the model has.
+        steps: How many steps a turn has.
+    """
+
+    model: str
+    checkpoint: str
+    n: int
+    m: int
+    samples: int = 1
+    rounds: int = 4
+    steps: int = 5
+
+    def __str__(self) -> str:
+        size = "" if self.samples == 1 else f" of {self.samples}"
+        return f"{self.model} n={self.n} m={self.m}{size} {self.checkpoint}"
+
+
+# In AmoebaNet-D's table of speeds, a micro-batch has 4 samples in the controls, and 40 samples in
+# the published rows n2m32 and n8m32.
+OF_4 = [
+    Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
+    Case(AMOEBANET, "except_last", 2, 8, 4, 2, 1),
+    Case(AMOEBANET, "always", 4, 8, 4, 2, 1),
+]
+LONG = [
+    Case(AMOEBANET, "except_last", 8, 8, 40, 2, 1),
+    Case(AMOEBANET, "except_last", 8, 32, 4, 2, 1),
+]
+TINY = [
+    Case("linear", "never", 2, 2, 1, 2, 1),
+    Case("linear", "always", 2, 2, 1, 2, 1),
+    Case("AmoebaNet-D", "except_last", 2, 2, 1, 2, 1),
+]
+
+
+def _cases() -> list[Case]:
+    """Return the cases, the most telling ones first."""
+    linear: dict[str, list[Case]] = {}
+    for checkpoint in ("never", "always", "except_last"):
+        linear[checkpoint] = []
+        for n, m in product((1, 2, 4, 8), (1, 8, 32)):
+            linear[checkpoint].append(Case("linear", checkpoint, n, m))
+    return [*linear["never"], *OF_4, *linear["always"], *linear["except_last"], *LONG]
+
+
+def run(context: Context) -> Fields:
+    """Measure the cases one after another, until there is no more time."""
+    cases = {str(case): case for case in (_cases() if context.size == "paper" else TINY)}
+    device = str(context.devices[0])
+    folders = [ROOT]
+    if context.against is not None:
+        folders.append(context.against)
+    versions = [version(folder) for folder in folders]
+    asked = []
+    for name, case in cases.items():
+        ways = _ways(case, device, beside=len(folders) > 1)
+        asked.append({"name": name, "ways": ways, "rounds": case.rounds, "steps": case.steps})
+    job = {"folders": list(map(str, folders)), "cases": asked}
+    result: Fields = {"planned": len(cases), "versions": versions, "cases": {}}
+    record = context.new_record("time per task on a GPU", UNIT, [])
+    with closing(in_turn(job, {}, "benchmarks.gpu.issued")) as lines:
+        for line in lines:
+            name = line["case"]
+            found = _found(line)
+            result["cases"][name] = found
+            context.write(result)
+            record.results.extend(_results(name, cases[name], found, versions))
+            context.save(record)
+            if context.seconds_left() < 0:
+                break
+    return result
+
+
+def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list[Any]]]:
+    """Return the ways to run a case: the number of the torchgpipe, and how it runs."""
+    engines: dict[str, tuple[int, str | None]] = {PLAIN: (0, "plain"), HERE: (0, "graph")}
+    if beside:
+        engines[OTHER] = (1, None)  # torchgpipe 0.0.7 has only one engine
+    ways: dict[str, tuple[int, list[Any]]] = {}
+    for way, (side, engine) in engines.items():
+        fields = [case.model, case.n, case.m, case.checkpoint, device, engine, case.samples]
+        ways[way] = side, fields
+    return ways
+
+
+def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
+    """Return what a line of `benchmarks.gpu.issued` says of each way, in microseconds per task."""
+    found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
+    for way, turns in line.get("samples", {}).items():
+        steps = chain.from_iterable(turns)
+        hosts, whole, elapsed = zip(*steps, strict=True)
+        values = {"host": 1e6 * median(hosts), "step": 1e6 * median(whole)}
+        profile = line["profiles"].get(way, [{}])[0]
+        if "busy" in profile and None not in elapsed:
+            values["idle"] = 1e6 * max(0.0, median(elapsed) - profile["busy"])
+        if "waits" in profile:
+            values["waits"] = profile["waits"]
+        found[way] = values
+    return found
+
+
+def _results(
+    name: str, case: Case, found: Mapping[str, Fields], versions: list[str]
+) -> Iterator[Result]:
+    """Yield a record's results for a case."""
+    config: dict[str, Any] = case._asdict()
+    for way, values in found.items():
+        config = {**config, "version": versions[way == OTHER]}
+        if "reason" in values:
+            yield Result(name, way, "failed", reason=values["reason"], config=config)
+        else:
+            yield Result(name, way, "measured", values=values, config=config)
+
+
+def lines(result: Fields) -> list[str]:
+    """Say what a task costs in the median of all cases of a model, and whether the host waited."""
+    cases: dict[str, dict[str, Fields]] = result["cases"]
+    titles = {PLAIN: PLAIN, HERE: HERE, OTHER: result["versions"][-1]}
+    models = dict.fromkeys(name.partition(" n=")[0] for name in cases)
+    said = []
+    for model in models:
+        chosen = [ways for name, ways in cases.items() if name.partition(" n=")[0] == model]
+        parts = []
+        for value, what in (("host", "issued by the host in"), ("idle", "device idle for")):
+            medians = _medians(chosen, value)
+            each = [f"{titles[way]} {medians[way]:.0f}" for way in titles if way in medians]
+            parts.append(f"{what} {', '.join(each) or '(not measured on the CPU)'}")
+        said.append(f"{model}, us a task, medians over cases ({len(chosen)}): {'; '.join(parts)}")
+    said.append(_ended(cases, result["planned"]))
+    return said
+
+
+def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
+    """Return the median of a value over all cases, for each way."""
+    series: dict[str, list[float]] = {}
+    for ways in cases:
+        for way, values in ways.items():
+            if value in values:
+                series.setdefault(way, []).append(values[value])
+    return {way: median(values) for way, values in series.items()}
+
+
+def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> str:
+    """Say how many cases were measured, where this library made the host wait, and what failed."""
+    waiting, failed = [], []
+    counted = 0
+    for name, ways in cases.items():
+        counted += "waits" in ways.get(HERE, {})
+        if ways.get(HERE, {}).get("waits"):
+            waiting.append(f"{name} ({ways[HERE]['waits']} times)")
+        for way, values in ways.items():
+            if "reason" in values:
+                failed.append(f"{way} in {name} ({values['reason'][:80]})")
+    waits = ", ".join(waiting) or ("never" if counted else "not counted on the CPU")
+    said = (
+        f"{len(cases)} of {planned} cases; this library makes the host wait for the device: {waits}"
+    )
+    return f"{said}; failed: {', '.join(failed[:3])}" if failed else said

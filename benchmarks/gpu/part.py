@@ -1,0 +1,187 @@
+"""Define what a part of `python -m benchmarks.gpu` is, and what it is given.
+
+A part is a module of this package. `PARTS` has the names of the modules, in the order in which they
+run. Each part runs in a process of its own, which is killed at the end of the part's time. So a
+part has to write down what it knows as soon as it knows it.
+
+The module of a part has:
+
+- `PURPOSE`: one line that says which question the part answers. The page shows it.
+- `SHARE`: the part's share of the time, as a number. A part that starts gets the time that is left,
+  multiplied by its share and divided by the sum of its own share and those of later parts.
+- `NEEDS`: the names of the packages beyond those of `__main__.py` that the part needs, such as
+  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. So
+  `run` imports them, not the module.
+- `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
+  what is known so far whenever something new is known.
+- `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
+  of Markdown, each without a line break. The result is a dictionary that `run` gave to
+  `context.write` or returned, after a round trip through JSON. It may be an early one. The page is
+  made in another process, perhaps on another machine, so nothing but the result is known here.
+
+The modules are imported by the process that starts all parts, and that process forks the parts. So
+the import of a module must neither use CUDA nor start a thread.
+
+An error that `run` raises is a result, too: the page says that the part failed, and with which
+error. The part's standard output and error are its log, `DIR/NAME/log.txt`.
+
+Here is a whole part:
+
+    PURPOSE = "how long a matrix product takes"
+    SHARE = 1
+    NEEDS: list[str] = []
+
+    def run(context: Context) -> Fields:
+        seconds: dict[str, float] = {}
+        for size in (4096, 8192) if context.size == "paper" else (64,):
+            if context.seconds_left() < 5:
+                break  # what is missing in the result was not measured for lack of time
+            seconds[str(size)] = measure(size, context.devices[0])
+            context.write({"seconds": seconds})
+        return {"seconds": seconds}
+
+    def lines(result: Fields) -> list[str]:
+        return [f"{size}: {seconds:.2g} s" for size, seconds in result["seconds"].items()]
+"""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from reproduce.machine.devices import Devices
+from reproduce.records.record import Record, Result, save, write_atomically
+from reproduce.run.recorder import new_run
+
+PARTS = (
+    "machine",
+    "cuda_tests",
+    "machinery",
+    "emulated",
+    "memory",
+    "overlap",
+    "schedules",
+    "compiled",
+    "several",
+)
+MOST_LINES = 3
+"""The number of lines that the page has for a part, beyond the line with its name."""
+RESULT = "result.json"
+RECORDS = "records"
+
+Fields = dict[str, Any]
+"""A part's result: a dictionary that JSON can express."""
+Size = Literal["paper", "tiny"]
+
+
+class Part(Protocol):
+    """The module of a part. The docstring of this file says what its attributes are."""
+
+    PURPOSE: str
+    SHARE: float
+    NEEDS: Sequence[str]
+
+    def run(self, context: "Context") -> Fields: ...
+
+    def lines(self, result: Fields) -> list[str]: ...
+
+
+class Broken:
+    """A part whose module cannot be imported. Its `run` raises the error of the import."""
+
+    PURPOSE = "its module cannot be imported"
+    SHARE = 1.0
+    NEEDS: Sequence[str] = ()
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def run(self, context: "Context") -> Fields:
+        raise self.error
+
+    def lines(self, result: Fields) -> list[str]:
+        return []
+
+
+def load_parts(names: Sequence[str]) -> dict[str, Part]:
+    """Import the modules of parts, and return them by name."""
+    parts: dict[str, Part] = {}
+    for name in names:
+        module: Any
+        try:
+            module = importlib.import_module(f"benchmarks.gpu.{name}")
+        except Exception as error:  # a part that is broken must not end the others
+            module = Broken(error)
+        parts[name] = module
+    return parts
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part is given.
+
+    Attributes:
+        name: The name of the part.
+        size: "paper" for models as large as the papers', or "tiny" for a dry run on the CPU, in
+            which a part has a few seconds. A tiny run goes through the same code.
+        folder: The part's folder, for its result, its log and other files. It exists.
+        deadline: When the part has to be finished, by `time.monotonic`. It is killed soon after.
+        against: The folder that contains another torchgpipe, such as torchgpipe 0.0.7, or `None`.
+    """
+
+    name: str
+    size: Size
+    folder: Path
+    deadline: float
+    against: Path | None = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Return all GPUs or, in a dry run, the CPU twice, as two devices."""
+        if self.size == "tiny":
+            return [torch.device("cpu")] * 2
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+    def seconds_left(self) -> float:
+        """Return how many seconds are left until the deadline; less than zero after it."""
+        return self.deadline - time.monotonic()
+
+    def write(self, result: Fields) -> None:
+        """Write what is known so far, in place of what was written before.
+
+        The file is replaced at once, so a kill at any time leaves a whole result.
+        """
+        write_atomically(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+    def new_record(self, title: str, unit: dict[str, str], results: Sequence[Result]) -> Record:
+        """Return a record of this part's results that describes the machine and the software.
+
+        Args:
+            title: What the numbers are, in a few words.
+            unit: The unit of each value of a result, by the name of the value.
+            results: The results so far.
+        """
+        devices = self.devices
+        kind = devices[0].type
+        threads = 1 if kind == "cpu" else None
+        used = Devices(kind, len(devices), threads)
+        command = ["python", "-m", "benchmarks.gpu", "--only", self.name]
+        run = new_run(used, seed=0, command=command, settings={"size": self.size})
+        name = f"gpu-{self.name}"
+        return Record(name, title, "measured", unit, list(results), scale=self.size, run=run)
+
+    def save(self, record: Record) -> None:
+        """Write a record to `DIR/records`, in place of one with the same name."""
+        folder = self.folder.parent / RECORDS
+        folder.mkdir(exist_ok=True)
+        save(record, folder / f"{record.name}.json")
+
+    def say(self, line: str) -> None:
+        """Add a line to the part's log."""
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,277 @@
+"""Try what needs several GPUs: copies between all pairs, ranks, a killed rank, the tables.
+
+A process for each GPU is a rank of a pipeline. The ranks train twice: with a GPU for each rank,
+which NCCL connects, and with one GPU for all ranks, whose tensors are staged in host memory. Then a
+rank is killed within a task, and the others have to notice it.
+
+In a dry run, there are two ranks on the CPU, whose tensors go over gloo.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from itertools import permutations
+from multiprocessing.connection import Connection
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.part import Context, Fields
+from benchmarks.gpu.schedules import alike
+from reproduce.error import Error
+from reproduce.run.engines.launch import Ended, Launched
+from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.tensors.observe import NOTHING, Task
+
+PURPOSE = "whether copies, ranks and the papers' tables work on several GPUs"
+SHARE = 2
+NEEDS = ["click"]
+
+MOST_RANKS = 8
+STEPS = 5
+"""Timed steps of each way to connect ranks."""
+M = 4
+"""The number of micro-batches."""
+WIDTHS = {"paper": 2048, "tiny": 16}
+TABLES = ("amoebanet-speed", "unet-speed")
+MEASURE = ("--scale", "paper", "--on", "cuda", "--no-emulate", "--steps", "3")
+NUMBERS = 1 << 20
+"""How many numbers are copied between each pair of devices."""
+
+Said = dict[int, Fields]
+"""What each rank has said, by the rank."""
+
+
+def run(context: Context) -> Fields:
+    """Try all that needs several devices, or say that there is only one."""
+    devices = context.devices[:MOST_RANKS]
+    result: Fields = {"devices": len(devices)}
+    if len(devices) < 2:
+        return result
+    ways = ways_of(devices)
+    # Ranks are forked, so they come before this process uses CUDA.
+    for way, places in ways.items():
+        result[way] = train(places, WIDTHS[context.size])
+        context.write(result)
+    first, *_ = ways
+    result["kill"] = kill(ways[first], WIDTHS[context.size])
+    context.write(result)
+    result["pairs"] = copy_between_pairs(devices)
+    context.write(result)
+    if context.size == "paper":
+        tables: Fields = {}
+        result["tables"] = tables
+        for number, name in enumerate(TABLES):
+            seconds = (context.seconds_left() - ENDING) / (len(TABLES) - number)
+            record = run_experiment(context, name, MEASURE, seconds) if seconds > LEAST else None
+            if record is not None:
+                tables[name] = summary(record, emulated=False)
+                context.write(result)
+    return result
+
+
+def ways_of(devices: Sequence[torch.device]) -> dict[str, list[torch.device]]:
+    """Return the ways to connect ranks, with the devices of the ranks."""
+    if devices[0].type == "cpu":
+        return {"gloo": [*devices]}
+    return {"NCCL": [*devices], "staging": [devices[0]] * len(devices)}
+
+
+def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
+    """Copy a pattern from each device to each other one; return the pairs that got it wrong."""
+    wrong = []
+    pairs = 0
+    for i, j in permutations(range(len(devices)), 2):
+        pairs += 1
+        pattern = torch.arange(NUMBERS, device=devices[i]) * (1 + i) + j
+        copied = pattern.to(devices[j], copy=True)
+        expected = torch.arange(NUMBERS) * (1 + i) + j
+        if not torch.equal(copied.cpu(), expected):
+            wrong.append([i, j])
+    return {"pairs": pairs, "wrong": wrong}
+
+
+def train(places: Sequence[torch.device], width: int) -> Fields:
+    """Train a pipeline of one layer for each rank, and compare it with the same layers alone.
+
+    Args:
+        places: The device of each rank.
+        width: The width of the layers.
+
+    Returns:
+        `ranks`, their number; `right`, whether all ranks had the gradients of the layers alone; and
+        the median of the seconds of a step. If a rank fails, the reason stands in `failed`.
+    """
+    said = run_ranks(_train_on_rank, places, width)
+    failed = failure(said, places)
+    if failed:
+        return {"ranks": len(places), "failed": failed}
+    right = all(each["right"] for each in said.values())
+    slowest = max(each["seconds"] for each in said.values())
+    return {"ranks": len(places), "right": right, "seconds": slowest}
+
+
+def kill(places: Sequence[torch.device], width: int) -> Fields:
+    """Kill the last rank within a task, and see what the other ranks say.
+
+    Returns:
+        `told`: how many of the other ranks have raised `RankFailed`, of how many `others`; and the
+        seconds after which the last of them did.
+    """
+    said = run_ranks(_survive_on_rank, places, width)
+    others = len(places) - 1
+    told = [said[k]["seconds"] for k in range(others) if "seconds" in said.get(k, {})]
+    found: Fields = {"others": others, "told": len(told), "seconds": max(told, default=None)}
+    if len(told) < others:
+        found["failed"] = failure(said, places[:-1])
+    return found
+
+
+def failure(said: Said, places: Sequence[torch.device]) -> str:
+    """Return the reason why the first of the ranks failed, or an empty text if none did."""
+    for k in range(len(places)):
+        reason = said[k].get("failed")
+        if reason:
+            return f"rank {k}: {reason}"
+    return ""
+
+
+def run_ranks(
+    do: Callable[[int, Sequence[torch.device], int], Fields],
+    places: Sequence[torch.device],
+    width: int,
+) -> Said:
+    """Call `do(k, places, width)` on each rank k, and return what all of them say."""
+    said: Said = {}
+    with (
+        TemporaryDirectory() as folder,
+        closing(Launched("fork", len(places), _serve, folder, do, places, width)) as launched,
+    ):
+        while len(said) < len(places):
+            for k, answer in launched.receive({*range(len(places))} - said.keys()):
+                said[k] = {"failed": f"ended {answer.how}"} if isinstance(answer, Ended) else answer
+    return said
+
+
+def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
+    k: int,
+    link: Connection,
+    folder: str,
+    do: Callable[[int, Sequence[torch.device], int], Fields],
+    places: Sequence[torch.device],
+    width: int,
+) -> None:
+    """Run one rank."""
+    torch.set_num_threads(1)
+    if places[k].type == "cuda":
+        torch.cuda.set_device(places[k])
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=k, world_size=len(places))
+    try:
+        answer = do(k, places, width)
+    except Exception as error:
+        said, *_ = str(error).splitlines() or [""]
+        answer = {"failed": f"{type(error).__name__}: {said}"}
+    link.send(answer)
+    link.poll(None)  # wait to be killed: other ranks may still need this one
+
+
+def made(
+    k: int, places: Sequence[torch.device], width: int
+) -> tuple[Any, nn.Module, Tensor, Tensor]:
+    """Return the pipeline of rank k, all layers without a pipeline, a mini-batch and its target."""
+    torch.manual_seed(0)
+    layers = nn.Sequential()
+    for _ in places:
+        layers.append(nn.Sequential(nn.Linear(width, width), nn.Tanh()))
+    alone = deepcopy(layers).to(places[k])
+    x, target = torch.rand(2, 4 * M, width)
+    model = DistributedGPipe(layers, [1] * len(places), device=places[k], chunks=M)
+    return model, alone, x.to(places[k]), target.to(places[k])
+
+
+def _train_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fields:
+    model, alone, x, target = made(k, places, width)
+    seconds = []
+    for _ in range(1 + STEPS):
+        model.zero_grad()
+        _wait_for(places[k])
+        dist.barrier()
+        began = time.perf_counter()
+        model.step(mse_loss, x, target)
+        _wait_for(places[k])
+        seconds.append(time.perf_counter() - began)
+    mse_loss(alone(x), target).backward()
+    expected = dict(alone.named_parameters())
+    own = dict(model.named_parameters())
+    right = alike(own.values(), [expected[name] for name in own])
+    dist.barrier()
+    model.close()
+    return {"right": right, "seconds": median(seconds[1:])}
+
+
+def _survive_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fields:
+    model, _, x, target = made(k, places, width)
+    model.step(mse_loss, x, target)
+    if k == len(places) - 1:
+        model.observer = _kill_this_process
+    began = time.perf_counter()
+    try:
+        model.step(mse_loss, x, target)
+        _wait_for(places[k])
+    except RankFailed:
+        return {"seconds": time.perf_counter() - began}
+    raise Error("the step ended, although a rank was killed")
+
+
+def _kill_this_process(task: Task) -> Any:
+    """Kill this process when its second task begins."""
+    if task.micro_batch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return NOTHING
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def lines(result: Fields) -> list[str]:
+    """Return a line on ranks and copies, and a line for each table."""
+    if result["devices"] < 2:
+        return ["left out, for lack of GPUs: these parts need two or more, and there is one"]
+    about = "; ".join(_about_ranks(result))
+    found = [about] if about else []
+    for name, rows in result.get("tables", {}).items():
+        found.append(f"{name}, measured: {about_rows(rows)}")
+    return found
+
+
+def _about_ranks(result: Fields) -> Iterator[str]:
+    pairs = result.get("pairs")
+    if pairs:
+        yield f"{pairs['pairs'] - len(pairs['wrong'])} of {pairs['pairs']} pairs copied right"
+    for way in ("NCCL", "staging", "gloo"):
+        if way not in result:
+            continue
+        row = result[way]
+        if "failed" in row:
+            yield f"{way}: failed, {row['failed']}"
+        else:
+            right = "right" if row["right"] else "wrong"
+            yield f"{way}: {row['ranks']} ranks, {right} gradients, {1000 * row['seconds']:.1f} ms"
+    killed = result.get("kill")
+    if killed:
+        text = f"a killed rank was noticed by {killed['told']} of {killed['others']} others"
+        if killed["told"]:
+            text += f" within {killed['seconds']:.1f} s"
+        yield text

@@ -1,0 +1,81 @@
+"""The links between emulated devices, which determine how long copies take."""
+
+import functools
+import re
+from collections.abc import Mapping
+
+import torch
+
+from reproduce.experiments.row import Row
+from reproduce.machine.devices import Devices
+from reproduce.models.counted import counted
+from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
+from torchgpipe.plan.predict.predict import Predictor, Setup
+
+
+class Link:
+    """A link between emulated devices: it computes the times of a step's copies.
+
+    The times come from a hardware description. They can be scaled, because a small model computes
+    less per copied byte than the published model, and a CPU core computes less than a GPU. With the
+    times of the description, copies would then be too slow or too fast in comparison with tasks.
+
+    Args:
+        hardware: The hardware description.
+        papers: None if times are not scaled. Otherwise, the published rows of the experiment, by
+            name. Times are scaled so that copy time / forward time is what the description predicts
+            for the published row, or for the row itself if `papers` is empty.
+    """
+
+    def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
+        self.hardware = hardware
+        self.papers = papers
+        self.title = hardware.name
+        if papers is not None:
+            self.title = f"{hardware.name}, in proportion to the tasks"
+        self._predictor = functools.cache(lambda model: Predictor(counted(model), hardware))
+
+    def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+        """Return the seconds of copies for one micro-batch, in one direction.
+
+        The first result has the copy at each boundary between partitions. The second has the copy
+        of each skip, by the pair of partitions that stash and pop the skip. `forward` is the time
+        of a micro-batch's forward in all partitions together.
+        """
+        paper = self._published(row)
+        predictor = self._predictor(paper.sized)
+        setup = Setup(
+            batch_size=paper.batch_size,
+            balance=row.balance or (),
+            chunks=paper.chunks or 1,
+            portals="portals" in row.components,
+        )
+        boundaries, skips = predictor.copies(setup)
+        share = 1.0
+        if self.papers is not None:
+            layers = predictor.layers(setup.sizes[0])
+            share = forward / sum(layers.forward)
+        scaled_skips = {route: seconds * share for route, seconds in skips.items()}
+        return [seconds * share for seconds in boundaries], scaled_skips
+
+    def _published(self, row: Row) -> Row:
+        """Return the published row with the same name; if there is none, the first published row.
+
+        If there are no published rows, return the row itself.
+        """
+        if not self.papers:
+            return row
+        name, _, _ = (row.changed_from or row.name).partition("/")
+        return self.papers.get(name) or next(iter(self.papers.values()))
+
+
+def own_links(devices: Devices) -> str | None:
+    """Return the name of the hardware description that fits this machine's GPUs, or None."""
+    if devices.kind != "cuda":
+        return None
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    for name in hardware_names():
+        gpu, _, _ = name.rpartition("x")
+        if gpu in words:
+            return name
+    return None

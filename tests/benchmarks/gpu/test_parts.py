@@ -1,0 +1,154 @@
+"""Tests of the parts of `python -m benchmarks.gpu` that measure machine, machinery and compilers.
+
+The whole command runs once at a tiny size, on the CPU. On a GPU it does the same work.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import compiled, cuda_tests, machine, machinery
+from benchmarks.gpu.frame.command import PAGE
+from benchmarks.gpu.issued import covered
+from benchmarks.gpu.part import PARTS, RESULT, Context
+from reproduce.machine.description import ROOT
+from reproduce.records.record import load
+
+OLD = """
+from torch import nn
+GPipe = lambda layers, balance, **_: nn.Sequential(*layers)
+"""
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path) -> None:
+    """All parts run at a tiny size, beside another torchgpipe, and their results are kept."""
+    package = tmp_path / "other" / "torchgpipe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(OLD)
+    (package / "__version__.py").write_text("__version__ = '0.0.1'")
+    out = tmp_path / "out"
+    options = ["--dry-run", "--out", str(out), "--against", str(package.parent)]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = (out / PAGE).read_text()
+    assert done.stdout.endswith(said)
+    for name in PARTS:
+        assert f"- **{name}** (finished" in said
+    assert len(said.splitlines()) <= 40
+    found = json.loads((out / "machinery" / RESULT).read_text())
+    for ways in found["cases"].values():
+        assert set(ways) == {"plain loop", "this library", "other"}
+        for values in ways.values():
+            assert values["host"] > 0
+    record = load(out / "records" / "gpu-machinery.json")
+    assert len(record.results) == 3 * found["planned"]
+    versions = {result.config["version"] for result in record.results if result.row == "other"}
+    assert versions == {"torchgpipe 0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], 0),
+        ([(0, 3), (5, 6)], 4),
+        ([(5, 9), (0, 3), (1, 2)], 7),
+        ([(0, 4), (2, 6), (6, 7)], 7),
+    ],
+)
+def test_work_at_the_same_time_counts_once(spans: list[tuple[int, int]], expected: int) -> None:
+    assert covered(spans) == expected
+
+
+# What `benchmarks.gpu.issued` prints of a case on a GPU. The times are in seconds per task.
+LINE = {
+    "case": "linear n=2 m=8 never",
+    "samples": {
+        "plain loop": [[[2e-5, 4e-5, 3e-5]], [[4e-5, 8e-5, 7e-5]]],
+        "this library": [[[5e-5, 9e-5, 8e-5], [7e-5, 9e-5, 8e-5]]],
+    },
+    "profiles": {"plain loop": [{"waits": 0, "busy": 2e-5}], "this library": [{"waits": 3}]},
+    "unable": {"other": "ImportError: gone"},
+}
+
+
+def test_a_device_is_idle_when_it_has_no_kernel() -> None:
+    found = machinery._found(LINE)
+    plain = found["plain loop"]
+    assert plain["host"] == pytest.approx(30)
+    assert plain["step"] == pytest.approx(60)
+    assert plain["idle"] == pytest.approx(50 - 20)
+    assert "idle" not in found["this library"]  # the profiler recorded nothing
+    assert found["other"] == {"reason": "ImportError: gone"}
+
+
+def test_the_page_says_where_the_host_waits() -> None:
+    found = machinery._found(LINE)
+    result = {
+        "planned": 4,
+        "versions": ["torchgpipe 0.1.0", "torchgpipe 0.0.7"],
+        "cases": {str(LINE["case"]): found},
+    }
+
+    first, last = machinery.lines(result)
+
+    assert first.startswith(
+        "linear, us a task, medians over cases (1): issued by the host in plain"
+    )
+    assert "device idle for plain loop 30" in first
+    assert last.startswith("1 of 4 cases; this library makes the host wait for the device: linear ")
+    assert "(3 times); failed: other in linear" in last
+
+
+def context(folder: Path) -> Context:
+    return Context("a part", "tiny", folder, deadline=0.0)
+
+
+def test_tests_are_counted_as_they_end(tmp_path: Path) -> None:
+    counting = cuda_tests.Counting(context(tmp_path))
+    session = SimpleNamespace(items=[1, 2, 3, 4], shouldstop=False)
+    counting.pytest_collection_finish(session)
+    for name, when, ended in (
+        ("a", "setup", "passed"),
+        ("a", "call", "passed"),
+        ("b", "setup", "skipped"),
+        ("c", "call", "failed"),
+        ("c", "teardown", "failed"),
+    ):
+        report: Any = SimpleNamespace(nodeid=f"tests/{name}", when=when)
+        for each in cuda_tests.ENDS:
+            setattr(report, each, each == ended)
+        counting.pytest_runtest_logreport(report)
+
+    result = json.loads((tmp_path / RESULT).read_text())
+    assert cuda_tests.lines(result) == ["1 passed, 1 failed, 1 skipped, of 4 tests", "failed: c"]
+    assert session.shouldstop == "no time is left"
+
+
+def test_copies_within_a_device_count_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "seconds_of", lambda work, device: 0.5)
+    result = machine.run(replace(context(tmp_path), deadline=inf))
+    assert result["copies"] == {"within cpu": 2 * 4 * 2**18 / 0.5}
+
+
+def test_what_compiled_layers_gain_is_a_ratio_of_steps() -> None:
+    off, on = {"host": 0.04, "step": 0.06}, {"host": 0.01, "step": 0.03}
+    row = {"off": off, "on": on, "of": 24, "done": 20, "seconds": 31.4}
+    rows = {"torch.compile": row, "CUDA graphs": {"reason": "RuntimeError: no graph"}}
+    first, last = compiled.lines({"rows": rows, "left out": ["all else"]})
+    assert "a step is 2.00 times as fast, the host's time goes from 40.0 to 10.0 ms" in first
+    assert first.endswith("made in 31 s / CUDA graphs: failed (RuntimeError: no graph)")
+    assert last == "left out: all else"

@@ -1,0 +1,28 @@
+"""Test how tables show an emulation in which one thread issues the tasks of all GPUs."""
+
+from reproduce.experiments.row import Row
+from reproduce.tables.all import tables
+
+from ..made import ran, record
+
+
+def as_fast(row: Row) -> list[float]:
+    return [40.0, 50.0, 60.0]
+
+
+def halved(row: Row) -> float:
+    """Return the seconds of a step of half the speed."""
+    return row.batch_size / 25.0
+
+
+def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
+    """The table of utilization has the column, but only if there are such numbers."""
+    values = {"bubble": 0.5, "utilization": [0.5]}
+    for more in ({}, {"one_thread_time": halved}):
+        made = ran("unet-speed", "paper", as_fast, "cuda", emulated=True, **values, **more)
+        *_, busy = tables(record(*made))
+        assert busy.group == "utilization"
+        notes = " ".join(busy.notes)
+        assert ("with one\nthread" in busy.headings) == bool(more)
+        assert ("one thread of the host issues the tasks of all GPUs" in notes) == bool(more)
+    assert {cells[-1] for cells in busy.rows} == {"50%"}
