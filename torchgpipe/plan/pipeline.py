@@ -27,6 +27,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     checkpoint: Mode | Sequence[Mode] = MODES,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
+    dynamic_shapes: Any = None,
 ) -> GPipe:
     """Make a pipeline of any module.
 
@@ -51,13 +52,15 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         checkpoint: The checkpoint modes to choose from, or a single mode.
         whole: Submodules, or classes of submodules, that are not cut into layers.
         shared: The names of arguments without a batch dimension, as for `sequential`.
+        dynamic_shapes: Which lengths may change, as for `sequential`. The plan is for the lengths
+            of the sample.
 
     Raises:
         TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
         ValueError: If one of the three functions refuses a value, or if no setup fits.
     """
     given = list(devices)
-    layers = sequential(module, sample, whole=whole, shared=shared)
+    layers = sequential(module, sample, whole=whole, shared=shared, dynamic_shapes=dynamic_shapes)
     found = plan(
         layers,
         sample,
