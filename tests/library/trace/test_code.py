@@ -20,17 +20,17 @@ from ..traced import CASES, WIDTH, rows
 
 HEADS = """\
 def layer_1_a(self, inputs):
-    (x6,) = inputs
+    (x3,) = inputs
     inputs.clear()
-    batch = x6.shape[0]
-    x7 = self.a(x6)
-    x8 = x7.view(batch, 4, 2, -1)
-    del x7
-    x9 = x8.transpose(1, 2)
-    del x8
-    x10 = x9.reshape(2 * batch, 4, -1)
-    del x9
-    return x6, x10
+    batch = x3.shape[0]
+    x4 = self.a(x3)
+    x5 = x4.view(batch, 4, 2, -1)
+    del x4
+    x6 = x5.transpose(1, 2)
+    del x5
+    x7 = x6.reshape(2 * batch, 4, -1)
+    del x6
+    return x3, x7
 """
 
 
@@ -63,14 +63,13 @@ def layer_0_blocks_0(self, inputs):
 def layer_1_blocks_1(self, inputs):
     x0, x2 = inputs
     inputs.clear()
-    device = x0.device
     x4 = self.blocks._modules['1'](x0)
     del x0
-    x5 = x4[(slice(None, None, None), slice(1, None, None))]
+    x5 = x4[:, 1:]
     del x4
     x6 = x5.clone()
     del x5
-    x6[(slice(None, None, None), 0)] = x2
+    x6[:, 0] = x2
     del x2
     x7 = x6.T
 """

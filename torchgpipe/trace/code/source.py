@@ -127,8 +127,8 @@ class Source:
     def _statement(self, call: Call) -> str:
         """Return the statement of a call, such as `x7 = self.linear(x4)`."""
         if call.target == torch.Tensor.__setitem__:
-            changed, index, value = map(self._text, call.args)
-            return f"{changed}[{index}] = {value}"
+            changed, index, value = call.args
+            return f"{self._text(changed)}[{self._index(index)}] = {self._text(value)}"
         if isinstance(call.target, str):
             text = f"{self._module(call.target)}({self._arguments(call.args, call.kwargs)})"
         else:
@@ -146,12 +146,27 @@ class Source:
         if method and args and isinstance(args[0], Value | Held):
             first = self._text(args[0])
             if method == "__getitem__":
-                return f"{first}[{self._text(args[1])}]"
+                return f"{first}[{self._index(args[1])}]"
             if method.endswith(".__get__"):
                 return f"{first}.{method.removesuffix('.__get__')}"
             if method.isidentifier():
                 return f"{first}.{method}({self._arguments(args[1:], kwargs)})"
         return f"{path or self._named(target)}({self._arguments(args, kwargs)})"
+
+    def _index(self, index: Any) -> str:
+        """Return the index of an element as Python code, such as `:, 1:`."""
+        parts = index if type(index) is tuple and len(index) > 1 else (index,)
+        texts = []
+        for part in parts:
+            if type(part) is slice:
+                start, stop, step = part.start, part.stop, part.step
+                ends = ["" if end is None else self._text(end) for end in (start, stop)]
+                if step is not None:
+                    ends.append(self._text(step))
+                texts.append(":".join(ends))
+            else:
+                texts.append(self._text(part))
+        return ", ".join(texts)
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         texts = [self._text(x) for x in args]
