@@ -50,6 +50,12 @@ def by_call(run: Any, x: Tensor, target: Tensor) -> None:
     run.train()
 
 
+def within_autocast(run: Any, x: Tensor, target: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mse_loss(run(x), target)
+    loss.backward()
+
+
 def by_step(run: Any, x: Tensor, target: Tensor) -> None:
     if isinstance(run, Plain):
         mse_loss(run(x), target).backward()
@@ -133,7 +139,7 @@ def of_several_kinds() -> nn.Sequential:
     return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize("train", [by_call, by_step])
+@pytest.mark.parametrize("train", [by_call, by_step, within_autocast])
 @pytest.mark.parametrize("make", [residual, of_several_kinds])
 def test_layers_are_compiled_as_often_as_without_a_pipeline(
     make: Callable[[], nn.Sequential],

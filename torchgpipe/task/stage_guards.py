@@ -21,7 +21,7 @@ from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Ne
 from torchgpipe.task.guards.in_place import InPlaceForRun, InPlaceForTask
 from torchgpipe.task.guards.layers import UnchangedLayers
 from torchgpipe.task.guards.memory import KeptInputs
-from torchgpipe.task.guards.modes import AmbientModes
+from torchgpipe.task.guards.modes import AmbientModes, WithoutCastCache
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.guards.stateful import StatefulModes
 from torchgpipe.task.guards.statistics import Statistics
@@ -97,6 +97,8 @@ class StageGuards:
         )
         self.add(self.memory)
         self.add(ambient)
+        if stage.compiled and ambient.casts:
+            self.add(WithoutCastCache())
         if ambient.watched:
             self.add(StatefulModes(index, ambient))
         if stage.attends:
