@@ -85,7 +85,8 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mixed(attended.transpose(1, 2).reshape(samples, tokens, width))
-        return x + self.narrow(nn.functional.gelu(self.wide(self.second(x))))
+        y: Tensor = self.narrow(nn.functional.gelu(self.wide(self.second(x))))
+        return x + y
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

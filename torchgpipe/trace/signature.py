@@ -70,11 +70,11 @@ class Signature:
         self._like = [(tuple(x.shape), x.dtype) for x in slots.tensors]
         self._slots = slots.again()
         self.batched = (True,) * len(self.names)
-        found: dict[int, Places] = {}
+        places: dict[int, Places] = {}
         self._lengths: list[Length] = []
         if dynamic_shapes is not None:
-            self._lengths, found = lengths_of(bound, dynamic_shapes)
-        self.places = [found.get(id(x), {}) for x in slots.tensors]
+            self._lengths, places = lengths_of(bound, dynamic_shapes)
+        self.places = [places.get(id(x), {}) for x in slots.tensors]
         self.points = corners([BATCHES, *[length.recorded for length in self._lengths]])
 
     @property

@@ -231,4 +231,4 @@ def test_a_model_that_computes_its_own_loss() -> None:
     expected = module(tokens, labels)["loss"]
     torch.testing.assert_close(loss, expected.detach())
     grads = [p.grad for p in module.parameters()]
-    torch.testing.assert_close(grads, list(torch.autograd.grad(expected, module.parameters())))
+    torch.testing.assert_close(grads, list(torch.autograd.grad(expected, [*module.parameters()])))

@@ -184,7 +184,8 @@ class Source:
             self._uses_device = True
             return "device"
         if kind is Size:
-            return value.text(self._size_names)
+            size: Size = value
+            return size.text(self._size_names)
         if kind is tuple:
             texts = [self._text(x) for x in value]
             return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
