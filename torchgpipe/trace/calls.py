@@ -158,7 +158,17 @@ def _hand_on(stops: Stops, k: int, layers: int) -> None:
 def sizes_read(
     root: nn.Module, plan: LayerPlan, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> list[SizeRead]:
-    """Return where a layer reads the sizes (batch size and lengths) that its calls need."""
+    """Return where a layer reads the sizes (batch size and lengths) that its calls need.
+
+    Args:
+        root: The traced module.
+        plan: The plan of the layer.
+        recordings: The recordings of the module, whose shapes show which dimensions have a size.
+        names: The names of the sizes.
+
+    Raises:
+        Untraceable: If the layer has no input that shows one of the sizes.
+    """
     needed: set[int] = set()
     for call in plan.calls:
         for number in within((call.args, call.kwargs), Size):

@@ -72,7 +72,17 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
 def check_other_lengths(
     module: Module, layers: Layers, signature: Signature, inputs: Tensors
 ) -> None:
-    """Compare the layers' outputs and gradients with the module's for other lengths, too."""
+    """Compare the layers' outputs and gradients with the module's for other lengths, too.
+
+    Args:
+        module: The module.
+        layers: The layers of the module.
+        signature: The module's signature, which says which lengths may change.
+        inputs: The tensors of the sample.
+
+    Raises:
+        Untraceable: If they differ.
+    """
     if not any(signature.places):
         return
     *_, sizes = signature.points

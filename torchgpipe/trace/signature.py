@@ -39,6 +39,10 @@ class Signature:
         batched: For each tensor among the arguments, whether it has a batch dimension.
         places: For each tensor among the arguments, its dimensions whose length may change.
         points: The sizes for which the module is recorded: batch sizes and lengths.
+
+    Raises:
+        TypeError: If the sample has no tensors, or has a cache of keys and values.
+        ValueError: If `dynamic_shapes` does not fit the sample.
     """
 
     def __init__(self, module: nn.Module, sample: Any, dynamic_shapes: Any = None) -> None:

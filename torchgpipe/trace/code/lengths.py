@@ -261,7 +261,13 @@ def shape_at(
 
 
 def with_lengths(x: Tensor, places: Places, sizes: Sequence[int]) -> Tensor:
-    """Return a part of an input, or the input repeated, so that it has the lengths in `sizes`."""
+    """Return a part of an input, or the input repeated, so that it has other lengths.
+
+    Args:
+        x: The input.
+        places: The dimensions whose length may change.
+        sizes: The batch size, which is not changed, and the lengths.
+    """
     for dimension, k in places.items():
         chosen = torch.arange(sizes[k], device=x.device) % x.shape[dimension]
         x = x.index_select(dimension, chosen)
