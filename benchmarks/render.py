@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import any_model, schedules, works_with
+from benchmarks import any_model, compiled, schedules, works_with
 from benchmarks.gates import losses, machinery
 from benchmarks.league.table import table as league_table
 from reproduce.cli.main import main
@@ -25,6 +25,7 @@ LEAGUE = "league"  # the name of the block of the league's table, which has reco
 BENCHMARKS = ROOT / "results" / "benchmarks"
 TABLES = {
     "any_model": any_model.table,
+    "compiled": compiled.table,
     "conformance": works_with.table,
     "losses": losses.table,
     "machinery": machinery.table,

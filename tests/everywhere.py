@@ -81,6 +81,9 @@ class Everywhere(nn.Module):
         layers = [*self._modules.values()]
         return layers[k]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        self._pipeline.compile(*args, **kwargs)
+
     def train(self, mode: bool = True) -> Everywhere:
         super().train(mode)
         self._pipeline.train(mode)

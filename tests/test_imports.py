@@ -38,6 +38,7 @@ LAYERS = [
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.task.guards"},
     {"torchgpipe.trace", "torchgpipe.random"},
+    {"torchgpipe.trace.code"},
     {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
     {
         "torchgpipe.schedules",

@@ -23,6 +23,7 @@ from torchgpipe.layers.checks import (
     shared_buffers,
     unchanged,
 )
+from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
@@ -47,7 +48,7 @@ P = TypeVar("P", bound="Partitioned")
 _BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
-class Partitioned(FixedDevices, ABC):
+class Partitioned(CompilesLayers, FixedDevices, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
     The layers of this process are children of this module, under their names in the model. So their

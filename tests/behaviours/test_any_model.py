@@ -1,19 +1,27 @@
 """A pipeline of any module computes what the module computes on one micro-batch after another."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from torchgpipe import sequential
+from torchgpipe.schedules import make
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.trace.parts import tensors_in
 
+from ..library.trace.texts import GPT, SHAPES, Long, generated, text
 from ..library.traced import BATCHES, CASES, WIDTH, Case, Choosing, rows
 from ..plain import piped
 from .compare import REORDERED, differences
 from .row import total
+
+TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
+"""Schedules with two stages on a device."""
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:
@@ -89,3 +97,54 @@ def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
         else:
             expected = torch.cat([module(part) for part in x.chunk(2)])
             assert differences(model(x), expected, 0.0) == []
+
+
+@cache
+def _language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
+    module = kind(blocks=1)
+    return sequential(module, text(2, 8), dynamic_shapes=SHAPES), module
+
+
+def language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
+    """Return traced layers and their module, which is traced only once for all tests."""
+    return copy.deepcopy(_language_model(kind))
+
+
+@pytest.mark.parametrize("schedule", [*NAMED, ""])
+def test_other_lengths(schedule: str, way: dict[str, Any]) -> None:
+    """One pipeline trains with mini-batches of several lengths, as the module does.
+
+    Without a schedule, `model(x)` and `backward()` are called in place of `step`.
+    """
+    layers, module = language_model(GPT if schedule else Long)
+    plain = copy.deepcopy(module)
+    twice = schedule in TWICE
+    balance = [1, 2, 2, 1] if twice else [3, 3]
+    options: dict[str, Any] = {"v": 2 if twice else 1}
+    if schedule:
+        options["schedule"] = schedule
+    model = piped(layers, balance, 2, **way, **options)
+    for length in (5, 9):
+        x = text(4, length)
+        target = torch.randn(4, length, 11)
+        for part, part_target in zip(x.chunk(2), target.chunk(2), strict=True):
+            (mse_loss(plain(part), part_target) / 2).backward()
+        if schedule:
+            model.step(mse_loss, x, target)
+        else:
+            mse_loss(model(x), target).backward()
+    assert differences(module, plain, REORDERED) == []
+    if not schedule:
+        for _ in range(2):
+            with pytest.raises((TypeError, RuntimeError), match="2x10 samples x lengths it does"):
+                model(text(4, 10))
+        x = text(4, 7)
+        assert differences(model(x), torch.cat([plain(x[:2]), plain(x[2:])]), 0.0) == []
+
+
+def test_generation(way: dict[str, Any]) -> None:
+    layers, module = language_model(GPT)
+    model = piped(layers, [3, 3], 2, **way).eval()
+    given = text(2, 3)
+    with torch.no_grad():
+        assert torch.equal(generated(model, given, 6), generated(module.eval(), given, 6))

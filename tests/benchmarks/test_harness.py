@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import any_model, conformance, schedules
+from benchmarks import any_model, compiled, conformance, schedules
 from benchmarks.any_model import check_model, main, table
 from benchmarks.any_model_lists import LISTS, Case, torchvision_models
 from benchmarks.gates import machinery
@@ -54,7 +54,7 @@ def test_a_record_says_where_and_how_but_no_paths(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(run.command)
 
 
-@pytest.mark.parametrize("program", [any_model, conformance, schedules, machinery])
+@pytest.mark.parametrize("program", [any_model, compiled, conformance, schedules, machinery])
 def test_options_are_called_as_those_of_commands(program: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="0"):
         program.main(["--help"])

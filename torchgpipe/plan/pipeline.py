@@ -34,6 +34,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     autocast: torch.dtype | None = None,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
+    dynamic_shapes: Any = None,
 ) -> GPipe:
     """Make a pipeline of any module.
 
@@ -64,6 +65,8 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
             enable autocast.
         whole: Submodules, or classes of submodules, that are not cut into layers.
         shared: The names of arguments without a batch dimension, as for `sequential`.
+        dynamic_shapes: Which lengths may change, as for `sequential`. The plan is for the lengths
+            of the sample.
 
     Raises:
         TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
@@ -73,7 +76,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         UserWarning: If the plan uses fewer devices than were given.
     """
     given = list(devices)
-    layers = sequential(module, sample, whole=whole, shared=shared)
+    layers = sequential(module, sample, whole=whole, shared=shared, dynamic_shapes=dynamic_shapes)
     found = plan(
         layers,
         sample,

@@ -19,6 +19,7 @@ from torchgpipe.task.guards.gradients import Needs
 from torchgpipe.task.halves import Halves
 from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors import accelerator
+from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, together
 from torchgpipe.trace.parts import Slots
@@ -77,9 +78,10 @@ class Stage:
         """List the modules and buffers of the partition; return whether they have changed."""
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
-        seen: list[tuple[object, ...]] = [
-            (m, type(m), *map(id, m._buffers.values())) for m in modules
-        ]
+        seen: list[tuple[object, ...]] = []
+        for m in modules:
+            compiled = m.__dict__.get("_compiled_call_impl")
+            seen.append((m, type(m), compiled, *map(id, m._buffers.values())))
         if seen == self._seen:
             return False
         if modules != self.modules:
@@ -87,6 +89,7 @@ class Stage:
         self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
+        self.compiled = any(is_compiled(m) for m in modules)
         self.halves = Halves(modules)
         self.lock = as_one(locks_of(modules, _OF_TASKS))
         self.away = {}

@@ -21,7 +21,7 @@ from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Ne
 from torchgpipe.task.guards.in_place import InPlaceForRun, InPlaceForTask
 from torchgpipe.task.guards.layers import UnchangedLayers
 from torchgpipe.task.guards.memory import KeptInputs
-from torchgpipe.task.guards.modes import AmbientModes
+from torchgpipe.task.guards.modes import AmbientModes, WithoutCastCache
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.guards.stateful import StatefulModes
 from torchgpipe.task.guards.statistics import Statistics
@@ -82,16 +82,23 @@ class StageGuards:
 
     def _add_for_recomputations(self, stage: Stage) -> None:
         index, modules, ambient = stage.index, stage.modules, self.ambient
-        norms = norms_in_training(modules)
+        # Compiled code reads and updates the running statistics of batch norms in any case. So in
+        # a recomputation, they are treated as other buffers.
+        norms = set[nn.Module]() if stage.compiled else norms_in_training(modules)
         self.memory = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
         modes = [getattr(module, "training", False) for module in modules]
         kind = (*modes, *self.parameters.needs)
         self.gradients = OutputGradients(
-            stage.gradients_of(kind), self.parameters.ids, self.memory.begins_in_place
+            stage.gradients_of(kind),
+            self.parameters.ids,
+            self.memory.begins_in_place,
+            compiled=stage.compiled,
         )
         self.add(self.memory)
         self.add(ambient)
+        if stage.compiled and ambient.casts:
+            self.add(WithoutCastCache())
         if ambient.watched:
             self.add(StatefulModes(index, ambient))
         if stage.attends:

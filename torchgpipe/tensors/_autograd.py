@@ -197,8 +197,12 @@ def averages_gradients(modules: Iterable[Module]) -> bool:
 
 def is_compiled(module: Module) -> bool:
     """Return whether `torch.compile` has compiled a module, its call, or its `forward`."""
-    compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
-    return compiled or module._compiled_call_impl is not None
+    return has_compiled_forward(module) or module._compiled_call_impl is not None
+
+
+def has_compiled_forward(module: Module) -> bool:
+    """Return whether a module's `forward` is compiled, as that of `torch.compile(module)` is."""
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 _averaging: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

@@ -1,96 +1,25 @@
-"""Recorded calls of a module, and a function that cuts the calls into layers (`cut`).
+"""Recordings of a module's calls, and a function that cuts the calls into layers (`cut`)."""
 
-In the recorded arguments of a call, placeholders stand for tensors and devices.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchgpipe.trace.code.call import Call, Value
+from torchgpipe.trace.code.sizes import Size, Sizes, fitted
+from torchgpipe.trace.code.source import SizeRead
 from torchgpipe.trace.parts import Slots, within
-from torchgpipe.trace.refuse import Where
-
-
-@dataclass(frozen=True)
-class Value:
-    """A placeholder in recorded arguments for an input, or for a tensor that a call returned.
-
-    The inputs and these tensors are numbered. The inputs come first.
-    """
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor.
-
-    The name is the tensor's name in the module. Constant tensors get a new name.
-    """
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Device:
-    """A placeholder in recorded arguments for the device that the module is on."""
-
-
-class Call(NamedTuple):
-    """One recorded call of a function or of a submodule.
-
-    Attributes:
-        target: The function, or the submodule's name.
-        args: The positional arguments. Placeholders (`Value`, `Held`, `Device`) replace tensors and
-            the module's device.
-        kwargs: The keyword arguments, with the same placeholders.
-        outputs: The numbers of the tensors that the call returns, in order.
-        grad: Whether gradients are enabled during the call.
-        spent: In a layer, the numbers of the tensors that are not used after this call. They are
-            freed.
-        caller: The name of the module whose forward makes the call.
-        since: If the call changes a tensor in place, the index of the call that made the tensor, or
-            -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`
-            to this call have to be in one layer.
-        where: The file and line of the call.
-    """
-
-    target: Callable[..., Any] | str
-    args: Any
-    kwargs: Any
-    outputs: tuple[int, ...]
-    grad: bool
-    spent: tuple[int, ...] = ()
-    caller: str = ""
-    since: int = -1
-    where: Where = ("", 0)
-
-
-class BatchSize(NamedTuple):
-    """Where a layer reads the batch size: a dimension of a tensor.
-
-    The batch size is the length of this dimension, divided by `each`.
-
-    Attributes:
-        value: The number of the tensor, which is an input or a skip of the layer.
-        dimension: The index of the dimension.
-        each: How much longer the dimension is for each additional sample.
-    """
-
-    value: int
-    dimension: int
-    each: int
+from torchgpipe.trace.refuse import refused
 
 
 @dataclass
 class RecordedCalls:
-    """The calls that a module made for inputs of one batch size, and what it returned.
+    """The calls that a module made for inputs of some sizes, and what it returned.
 
     Attributes:
-        size: The batch size.
+        sizes: The batch size, and the length of each dimension whose length may change.
         calls: The calls, in order.
         shapes: The shapes of the inputs and of all tensors that calls returned, by number. The
             inputs come first.
@@ -102,7 +31,7 @@ class RecordedCalls:
             if they are the same as in the first recordings.
     """
 
-    size: int
+    sizes: Sizes
     calls: list[Call]
     shapes: list[tuple[int, ...]]
     result: tuple[Any, Slots]
@@ -122,7 +51,7 @@ class LayerPlan:
         outputs: The numbers of the tensors for the next layer.
         pops: The names of the skips that enter the layer, and the numbers of their tensors.
         stashes: The names of the skips that leave the layer, and the numbers of their tensors.
-        batch: Where the layer reads the batch size; `None` if no call needs the batch size.
+        sizes: Where the layer reads the sizes that its calls need.
     """
 
     name: str
@@ -131,7 +60,7 @@ class LayerPlan:
     outputs: list[int] = field(default_factory=list)
     pops: list[tuple[str, int]] = field(default_factory=list)
     stashes: list[tuple[str, int]] = field(default_factory=list)
-    batch: BatchSize | None = None
+    sizes: list[SizeRead] = field(default_factory=list)
 
 
 Stops = dict[int, list[int]]
@@ -224,3 +153,50 @@ def _hand_on(stops: Stops, k: int, layers: int) -> None:
     distance, number = shortest
     if distance > 1:
         stops[number] = sorted({*stops[number], k, k + 1})
+
+
+def sizes_read(
+    root: nn.Module, plan: LayerPlan, recordings: Sequence[RecordedCalls], names: Sequence[str]
+) -> list[SizeRead]:
+    """Return where a layer reads the sizes (batch size and lengths) that its calls need.
+
+    Args:
+        root: The traced module.
+        plan: The plan of the layer.
+        recordings: The recordings of the module, whose shapes show which dimensions have a size.
+        names: The names of the sizes.
+
+    Raises:
+        Untraceable: If the layer has no input that shows one of the sizes.
+    """
+    needed: set[int] = set()
+    for call in plan.calls:
+        for number in within((call.args, call.kwargs), Size):
+            needed |= number.uses
+    found: list[SizeRead] = []
+    for k in sorted(needed):
+        read = _size_read(k, plan, recordings)
+        if read is None:
+            of = "a batch dimension" if k == 0 else f"a dimension of {names[k]}"
+            raise refused(
+                root,
+                plan.calls[0].where,
+                f"a layer would begin here, but none of its input tensors has {of}",
+                "keep a larger submodule as one layer, whole=[…]",
+            )
+        found.append(read)
+    return found
+
+
+def _size_read(k: int, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> SizeRead | None:
+    """Return a dimension of a layer's inputs that depends on size `k` alone, if there is one."""
+    points = [recording.sizes for recording in recordings]
+    for number in (*plan.inputs, *dict(plan.pops).values()):
+        shapes = [recording.shapes[number] for recording in recordings]
+        for dimension, lengths in enumerate(zip(*shapes, strict=False)):
+            formula = fitted(lengths, points)
+            if formula is None or formula.uses != {k} or formula.over != 1:
+                continue
+            terms = {chosen: factor for factor, chosen in formula.terms}
+            return SizeRead(k, number, dimension, terms[(k,)], terms.get((), 0))
+    return None

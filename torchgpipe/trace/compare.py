@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
+from torchgpipe.trace.code.lengths import with_lengths
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.refuse import Untraceable
@@ -66,6 +67,30 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
             f"the layers of {type(module).__name__} compute something else than the module does: "
             f"{reason}\nkeep the submodule that causes this as one layer, whole=[…]"
         ) from None
+
+
+def check_other_lengths(
+    module: Module, layers: Layers, signature: Signature, inputs: Tensors
+) -> None:
+    """Compare the layers' outputs and gradients with the module's for other lengths, too.
+
+    Args:
+        module: The module.
+        layers: The layers of the module.
+        signature: The module's signature, which says which lengths may change.
+        inputs: The tensors of the sample.
+
+    Raises:
+        Untraceable: If they differ.
+    """
+    if not any(signature.places):
+        return
+    *_, sizes = signature.points
+    others: list[Tensor] = []
+    for x, places in zip(inputs, signature.places, strict=True):
+        others.append(with_lengths(x, places, sizes))
+    expected = ran(module, module, signature, others)
+    check_outputs(module, ran(module, layers, signature, others), expected)
 
 
 def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> Ran:

@@ -1,12 +1,12 @@
-"""Merge recordings for several batch sizes into one list of calls for all batch sizes.
+"""Merge recordings for several sizes of the inputs into one list of calls for all sizes.
 
-If a number differs between the recordings, it has to be a linear function of the batch size. If
-anything else differs, the module makes other calls for other batch sizes. A fixed list of calls
-cannot repeat this, so an error is raised.
+The sizes are the batch size, and lengths that may change. If a number differs between the
+recordings, it has to follow from the sizes by a formula (`Size`). If anything else differs, the
+module makes other calls for other sizes. A fixed list of calls cannot repeat this, so an error is
+raised.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -14,28 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.trace.calls import Call, Device, Held, RecordedCalls, Value
+from torchgpipe.trace.calls import RecordedCalls
+from torchgpipe.trace.code.call import Call, Device, Held, Value
+from torchgpipe.trace.code.sizes import Sizes, fitted
 from torchgpipe.trace.parts import Slot
 from torchgpipe.trace.refuse import Untraceable, Where, refused, where
-
-SIZES = (2, 3, 5)
-"""The batch sizes to record: two of them define a line, and the third has to be on the line."""
-
-
-@dataclass(frozen=True)
-class Grows:
-    """A placeholder for a number that is a linear function of the batch size.
-
-    The number is `each * (batch size) + fixed`.
-
-    Attributes:
-        each: How much the number increases for each additional sample.
-        fixed: The part of the number that does not depend on the batch size.
-    """
-
-    each: int
-    fixed: int
-
 
 _OTHER_CALLS = (
     "keep the submodule that has this line as one layer, whole=[ItsClass], or say which arguments "
@@ -47,19 +30,25 @@ _ONE_SAMPLE = (
 )
 
 
+_OTHER_LENGTHS = (
+    "keep the submodule that has this line as one layer, whole=[ItsClass], or leave this length "
+    "out of dynamic_shapes"
+)
+
+
 def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Call]:
-    """Merge the recordings into one list of calls. Numbers that differ are replaced by `Grows`.
+    """Merge the recordings into one list of calls. Numbers that differ are replaced by `Size`.
 
     Raises:
-        Untraceable: If the recordings differ in anything but numbers that grow with the batch size.
+        Untraceable: If the recordings differ in anything but numbers that follow from the sizes.
     """
-    sizes: list[int] = []
+    points: list[Sizes] = []
     lists: list[list[Call]] = []
     samples: list[str] = []
     for recording in recordings:
-        sizes.append(recording.size)
+        points.append(recording.sizes)
         lists.append(recording.calls)
-        samples.append(f"{recording.size}{recording.state}")
+        samples.append("x".join(map(str, recording.sizes)) + recording.state)
     calls: list[Call] = []
     at: Where | None = None  # the line that is compared; None before the first call
     try:
@@ -71,7 +60,7 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
                 if _fixed(other) != _fixed(call):
                     raise Differs("it calls something else")
                 passed.append((other.args, other.kwargs))
-            args, kwargs = general(passed, sizes)
+            args, kwargs = general(passed, points)
             calls.append(call._replace(args=args, kwargs=kwargs))
         lengths = list(map(len, lists))
         if len(set(lengths)) > 1:
@@ -80,16 +69,19 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
             raise Differs(f"it makes {', '.join(map(str, lengths))} calls")
         _check_ends(recordings)
     except Differs as error:
+        with_lengths = len(points[0]) > 1
+        of = " samples x lengths" if with_lengths else " samples"
+        advice = _OTHER_LENGTHS if with_lengths else _OTHER_CALLS
         raise refused(
             root,
             at,
-            f"with batches of {', '.join(samples)} samples it does not do the same: {error}",
-            _ONE_SAMPLE if 1 in sizes else _OTHER_CALLS,
+            f"with batches of {', '.join(samples)}{of} it does not do the same: {error}",
+            _ONE_SAMPLE if any(1 in sizes for sizes in points) else advice,
         ) from None
     return calls
 
 
-_fixed = attrgetter("target", "outputs", "grad", "since")
+_fixed = attrgetter("target", "outputs", "grad", "since", "result")
 
 
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
@@ -108,38 +100,60 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
         )
 
 
-def check_batch(module: nn.Module, recordings: Sequence[RecordedCalls]) -> None:
-    """Raise an error if the module returns no tensor, or a tensor without a batch dimension."""
+_OWN_LOSS = (
+    "the module's own loss belongs to the criterion: leave {0} out of the sample, and call "
+    "model.step(criterion, input, {0}, weight=count); criterion(output, {0}) computes the loss as "
+    "the module does, and count({0}) returns how many entries it counts\n"
+    "  for Hugging Face's language models, the loss is module.loss_function(output['logits'], "
+    "labels, module.config.vocab_size), and the count is (labels[:, 1:] != -100).sum()"
+)
+
+
+def check_batch(
+    module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
+) -> None:
+    """Raise an error if the module returns no tensor, or a tensor without a batch dimension.
+
+    Args:
+        module: The module.
+        recordings: Its recordings.
+        names: The names of its arguments that are tensors.
+    """
     first = recordings[0]
     if not first.outputs:
         raise Untraceable(f"{type(module).__name__} returns no tensor")
     for recording in recordings:
+        size, *lengths = recording.sizes
         for number, own in zip(first.outputs, recording.outputs, strict=False):
             shape = recording.shapes[own]
             expected = first.shapes[number]
-            if shape == (recording.size, *expected[1:]):
+            # With other lengths, other dimensions may have other lengths, too.
+            others = expected[1:] if lengths == [*first.sizes[1:]] else shape[1:]
+            if shape == (size, *others):
                 continue
             at = where()
             for call in recording.calls:
                 if own in call.outputs:
                     at = call.where
                     break
-            if (
-                shape[1:2] == (recording.size,)
-                and shape[:1] + shape[2:] == expected[:1] + expected[2:]
-            ):
+            elsewhere = shape[:1] + shape[2:] == expected[:1] + expected[2:]
+            if shape[1:2] == (size,) and elsewhere:
                 raise refused(
                     module,
                     at,
-                    f"it returns a tensor of shape {shape} for {recording.size} samples, but "
+                    f"it returns a tensor of shape {shape} for {size} samples, but "
                     "outputs of micro-batches are concatenated along dimension 0",
                     "the batch is in dimension 1, as in the state of an RNN: return "
                     "state.transpose(0, 1), and transpose it back after the pipeline",
                 )
+            labels = [name for name in names if name in ("label", "labels", "target", "targets")]
+            if shape == () and labels:
+                why = "it returns a loss, but outputs of micro-batches are concatenated"
+                raise refused(module, at, why, _OWN_LOSS.format(labels[0]))
             raise refused(
                 module,
                 at,
-                f"it returns a tensor of shape {shape} for {recording.size} samples, but outputs "
+                f"it returns a tensor of shape {shape} for {size} samples, but outputs "
                 "of micro-batches are concatenated along dimension 0, and no other dimension may "
                 "grow with the batch",
                 "code that compares samples or adds them up, such as a loss, belongs after the "
@@ -152,37 +166,36 @@ class Differs(Exception):
     """An internal error whose message says how recordings differ."""
 
 
-def general(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Merge the arguments of one call, recorded for several batch sizes, into one value.
+def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
+    """Merge the arguments of one call, recorded for several sizes, into one value.
 
-    Numbers that differ are replaced by `Grows`.
+    Numbers that differ are replaced by `Size`.
 
     Args:
-        values: The value that was recorded for each batch size.
-        sizes: The batch sizes.
+        values: The value that was recorded for each of `points`.
+        points: The sizes.
 
     Raises:
-        Differs: If the values differ in anything but numbers that grow with the batch size.
+        Differs: If the values differ in anything but numbers that follow from the sizes.
     """
     first = values[0]
     kinds = set(map(type, values))
     kind = type(first) if len(kinds) == 1 else None
     if kind is int and len(set(values)) > 1:
-        each = (values[1] - first) // (sizes[1] - sizes[0])
-        fixed = first - each * sizes[0]
-        if list(values) == [each * size + fixed for size in sizes]:
-            return Grows(each, fixed)
+        size = fitted(values, points)
+        if size is not None:
+            return size
     elif kind in (tuple, list) and len(set(map(len, values))) == 1:
         columns = zip(*values, strict=True)
-        return kind([general(column, sizes) for column in columns])
+        return kind([general(column, points) for column in columns])
     elif kind is dict and len(set(map(frozenset, values))) == 1:
         found = {}
         for key in first:
-            found[key] = general(list(map(itemgetter(key), values)), sizes)
+            found[key] = general(list(map(itemgetter(key), values)), points)
         return found
     elif kind is slice:
         ends = list(map(attrgetter("start", "stop", "step"), values))
-        return slice(*general(ends, sizes))
+        return slice(*general(ends, points))
     elif all(same(value, first) for value in values):
         return first
     raise Differs(f"it passes {', '.join(map(repr, values))}")

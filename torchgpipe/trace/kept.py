@@ -1,8 +1,7 @@
-"""The results of submodules that are kept whole, for any batch size: `KeptResults`."""
+"""The results of submodules that are kept whole, for any size of the inputs: `KeptResults`."""
 
 from collections.abc import Container
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -10,14 +9,16 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 
-from torchgpipe.trace.generalise import SIZES, Differs, Grows, general
+from torchgpipe.trace.code.lengths import with_lengths
+from torchgpipe.trace.code.sizes import Size, Sizes
+from torchgpipe.trace.generalise import Differs, general
 from torchgpipe.trace.parts import Slots, within
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 
 Form = tuple[tuple[Any, ...], torch.dtype, torch.device]
-"""The shape of a tensor (with `Grows` for lengths that grow with the batch), dtype and device."""
+"""The shape of a tensor (with `Size` for lengths that follow from sizes), dtype and device."""
 
 
 class NeedsResults(Exception):
@@ -32,8 +33,8 @@ class KeptResults:
     """The structures and shapes of the results of submodules that are kept whole.
 
     A submodule may need the contents of its inputs, such as the lengths of sequences. So it cannot
-    run on fake tensors. Then the module runs on the sample, in three batch sizes, and a recording
-    uses the results that its submodules had in these runs.
+    run on fake tensors. Then the module runs on the sample, in several sizes, and a recording uses
+    the results that its submodules had in these runs.
 
     Args:
         module: The module.
@@ -42,8 +43,8 @@ class KeptResults:
         whole: The submodules that are kept whole.
 
     Raises:
-        Untraceable: If the module is on `meta`, or if the shapes of a result do not grow linearly
-            with the batch size.
+        Untraceable: If the module is on `meta`, or if the shapes of a result do not follow from
+            the batch size and from the lengths that may change.
     """
 
     def __init__(
@@ -58,18 +59,20 @@ class KeptResults:
         self._slots: dict[str, list[Slots]] = {}
         runs = []
         # The shapes must not depend on which samples are chosen, either.
-        for first, size in product((True, False), SIZES):
+        points = 2 * signature.points
+        for k, sizes in enumerate(points):
+            resized = _resized(signature, inputs, sizes, first=k < len(signature.points))
             run: dict[str, list[_Result]] = {path: [] for path in paths}
             slots: dict[str, list[Slots]] = {path: [] for path in paths}
             with as_it_was(module), torch.inference_mode(False), torch.no_grad():
                 for path, part in paths.items():
                     keep = partial(_keep, run[path], slots[path])
                     part.register_forward_hook(keep)
-                signature.call(module, _resized(signature, inputs, size, first))
+                signature.call(module, resized)
             runs.append(run)
             self._slots = self._slots or slots
         try:
-            self._calls = general(runs, 2 * SIZES)
+            self._calls = general(runs, points)
         except Differs as error:
             raise Untraceable(
                 f"a submodule of {type(module).__name__} that is kept whole returns tensors whose "
@@ -79,19 +82,19 @@ class KeptResults:
     def __contains__(self, path: str) -> bool:
         return path in self._slots
 
-    def result(self, path: str, call: int, size: int, device: torch.device | None) -> Any:
+    def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
         """Return empty tensors in the structure of a result.
 
         Args:
             path: The path of the submodule in the module.
             call: The number of the submodule's call.
-            size: The batch size.
+            sizes: The batch size, and the lengths that may change.
             device: The device of the tensors, if it is another device than that of the sample.
         """
         structure, forms = self._calls[path][call]
         tensors = []
         for shape, dtype, own_device in forms:
-            lengths = [n.each * size + n.fixed if isinstance(n, Grows) else n for n in shape]
+            lengths = [n.at(sizes) if isinstance(n, Size) else n for n in shape]
             tensors.append(torch.empty(lengths, dtype=dtype, device=device or own_device))
         return self._slots[path][call].put_back(structure, tensors)
 
@@ -114,14 +117,17 @@ def _keep(
     slots.append(taken.again())
 
 
-def _resized(signature: Signature, inputs: Tensors, size: int, first: bool) -> list[Tensor]:
-    """Return the sample's tensors with another batch size: with fewer samples, or samples twice.
+def _resized(signature: Signature, inputs: Tensors, sizes: Sizes, *, first: bool) -> list[Tensor]:
+    """Return the sample's tensors with other sizes: with fewer samples, or samples twice.
 
     The samples stay in order, because sequences can be sorted by their lengths. `first` says
     whether the first sample is among them; otherwise the last sample is.
     """
+    size = sizes[0]
     resized = []
-    for x, batched in zip(inputs, signature.batched, strict=True):
+    given = zip(inputs, signature.batched, signature.places, strict=True)
+    for x, batched, places in given:
+        x = with_lengths(x, places, sizes)
         if batched:
             chosen = [k * len(x) // size for k in range(size)]
             x = x[chosen] if first else x[[len(x) - 1 - k for k in reversed(chosen)]]

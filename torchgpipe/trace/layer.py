@@ -8,6 +8,8 @@ also has a name of its own, such as `12:layer1/0/conv2`. `state_dict` leaves thi
 hooks insert it when a state is loaded.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,11 +20,14 @@ from torch.nn import Module
 
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
-from torchgpipe.tensors.observe import NOTHING
-from torchgpipe.trace.calls import Call, Device, Held, LayerPlan, Value
-from torchgpipe.trace.generalise import Grows
+from torchgpipe.trace.calls import LayerPlan
+from torchgpipe.trace.code.call import Call, Held, Value
+from torchgpipe.trace.code.source import Source
 from torchgpipe.trace.parts import tensors_in, within
 from torchgpipe.trace.signature import Signature, arguments
+
+Calls = Callable[["Layer", list[Any]], tuple[Tensor, ...]]
+"""A function that makes a layer's calls, given the layer and its input tensors."""
 
 
 class Layer(Module):
@@ -33,10 +38,23 @@ class Layer(Module):
         plan: The calls, and the tensors that enter and leave the layer.
         namespace: The namespace of the skips.
         extra: Tensors of the traced module that are neither parameters nor buffers, by name.
+        size_names: The names of the sizes: of the batch size, and of lengths that may change.
+
+    Attributes:
+        name: The name of the layer.
     """
 
+    _text: str
+    _calls: Calls
+    _compiled: Calls | None = None
+
     def __init__(
-        self, root: Module, plan: LayerPlan, namespace: Namespace, extra: dict[str, Tensor]
+        self,
+        root: Module,
+        plan: LayerPlan,
+        namespace: Namespace,
+        extra: dict[str, Tensor],
+        size_names: Sequence[str],
     ) -> None:
         super().__init__()
         self.training = root.training
@@ -44,7 +62,8 @@ class Layer(Module):
         self._steps = _steps(plan)
         self._inputs = tuple(plan.inputs)
         self._outputs = tuple(plan.outputs)
-        self._batch = plan.batch
+        self._sizes_read = plan.sizes
+        self._size_names = size_names
         self._namespaces: dict[str, Namespace] = {}
         self._stashed: list[tuple[SkipKey, int]] = []
         self._popped: list[tuple[SkipKey, int]] = []
@@ -66,41 +85,66 @@ class Layer(Module):
                 tensors[held.name] = None
         for name in (*sorted(modules, key=len), *sorted(tensors, key=len)):
             self.hold(root, name, extra.get(name))
+        self._write()
 
-    # A function that checks the batch size. Only the first layer has one.
+    # A function that checks the sizes of the inputs. Only the first layer has one.
     sizes: Callable[[Sequence[Tensor], bool], None] | None = None
+
+    def _write(self) -> None:
+        """Write the code of the calls, and make its function."""
+        source = Source(
+            self.name,
+            self,
+            inputs=[*self._inputs, *[number for _, number in self._popped]],
+            outputs=[*self._outputs, *[number for _, number in self._stashed]],
+            sizes=self._sizes_read,
+            size_names=self._size_names,
+            tensors_in=tensors_in,
+        )
+        self._text, self._calls = source.function(self._steps)
+
+    @property
+    def code(self) -> str:
+        """The Python code of the function that makes the layer's calls."""
+        return self._text
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Make the layer's calls, and return its outputs."""
-        tensors = tensors_of(input)
+        inputs = list(tensors_of(input))
         if self.sizes is not None:
-            self.sizes(tensors, self.training)
+            self.sizes(inputs, self.training)
         scope = current_scope()
-        values = dict(zip(self._inputs, tensors, strict=True))
-        device = tensors[0].device
-        for key, number in self._popped:
-            values[number] = scope.pop(key)  # type: ignore[assignment]
-        size = 0
-        if self._batch is not None:
-            value, dimension, each = self._batch
-            size = values[value].shape[dimension] // each
-        del input, tensors  # so that a tensor is freed after its last use
+        for key, _ in self._popped:
+            inputs.append(scope.pop(key))  # type: ignore[arg-type]
+        outputs = (self._compiled or self._calls)(self, inputs)
+        count = len(self._outputs)
+        for (key, _), y in zip(self._stashed, outputs[count:], strict=True):
+            scope[key] = y
+        return outputs[0] if count == 1 else outputs[:count]
 
-        for step in self._steps:
-            target: Any = step.target
-            if isinstance(target, str):
-                target = _submodule(self, target)
-            with NOTHING if step.grad else torch.no_grad():
-                args, kwargs = self._filled((step.args, step.kwargs), values, size, device)
-                result = target(*args, **kwargs)
-            values.update(zip(step.outputs, tensors_in(result), strict=True))
-            del args, kwargs, result
-            for number in step.spent:
-                del values[number]
-        for key, number in self._stashed:
-            scope[key] = values[number]
-        outputs = tuple([values[number] for number in self._outputs])
-        return outputs[0] if len(outputs) == 1 else outputs
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layer's calls by `torch.compile`.
+
+        Only the calls are compiled, and not what the layer does around them: the check of sizes,
+        hooks and skips.
+
+        Args:
+            *args: As for `torch.compile`.
+            **kwargs: As for `torch.compile`.
+        """
+        self._compiled = torch.compile(self._calls, *args, **kwargs)
+        # So that PyTorch and this library know the layer as compiled. The layer runs its hooks.
+        self._compiled_call_impl = self._call_impl
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("_calls", "_compiled"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._write()
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -166,31 +210,6 @@ class Layer(Module):
             if last in registered:
                 vars(here)[kind][last] = registered[last]
         here._non_persistent_buffers_set |= there._non_persistent_buffers_set & {last}
-
-    def _filled(self, kept: Any, values: dict[int, Tensor], size: int, device: torch.device) -> Any:
-        """Replace placeholders in recorded arguments by tensors, numbers and the device."""
-        # This is a method, and not a nested function of `forward`: a recursive nested function
-        # refers to itself, which keeps the tensors alive until the garbage collector runs.
-        kind = type(kept)
-        filled = kept
-        if kind is Value:
-            filled = values[kept.number]
-        elif kind is tuple or kind is list:
-            filled = kind([self._filled(x, values, size, device) for x in kept])
-        elif kind is Held:
-            path, _, last = kept.name.rpartition(".")
-            owner = _submodule(self, path)
-            filled = owner._buffers[last] if last in owner._buffers else owner._parameters[last]
-        elif kind is Grows:
-            filled = kept.each * size + kept.fixed
-        elif kind is Device:
-            filled = device
-        elif kind is dict:
-            filled = {key: self._filled(x, values, size, device) for key, x in kept.items()}
-        elif kind is slice:
-            ends = (kept.start, kept.stop, kept.step)
-            filled = slice(*self._filled(ends, values, size, device))
-        return filled
 
     def _outer(self, prefix: str) -> str:
         """Remove the layer's own name, such as `12:layer1/0/conv2`, from the end of a prefix."""

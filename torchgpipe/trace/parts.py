@@ -38,6 +38,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return within(value, Tensor)
 
 
+def cache_in(value: Any) -> str | None:
+    """Return the name of the first class in a structure that is a cache, such as `DynamicCache`."""
+    if type(value).__name__.lower().endswith("cache"):
+        return type(value).__name__
+    inner: Iterable[Any] = ()
+    if isinstance(value, tuple | list):
+        inner = value
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    return next(filter(None, map(cache_in, inner)), None)
+
+
 @dataclass(unsafe_hash=True)
 class Slot:
     """The placeholder of a tensor in a structure. Each slot has its own number."""

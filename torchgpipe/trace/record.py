@@ -21,12 +21,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn import Module
 
 from torchgpipe.trace.calls import RecordedCalls
+from torchgpipe.trace.code.lengths import shape_at
+from torchgpipe.trace.code.sizes import Sizes
 from torchgpipe.trace.generalise import generalise
 from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import Notes, check_notes
-from torchgpipe.trace.parts import Slots, tensors_in
+from torchgpipe.trace.parts import Slots, cache_in, tensors_in
 from torchgpipe.trace.recorder import Recorder
-from torchgpipe.trace.refuse import Untraceable, refused, where
+from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, refused, where
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
@@ -40,7 +42,7 @@ def record(
     recorder: Recorder,
     signature: Signature,
     inputs: Tensors,
-    size: int,
+    sizes: Sizes,
     device: torch.device | None = None,
 ) -> RecordedCalls:
     """Record a module's calls on fake tensors, then restore the module's state.
@@ -50,7 +52,8 @@ def record(
             something that a recording cannot repeat.
         signature: The module's signature.
         inputs: Tensors with the shapes and dtypes of the module's inputs.
-        size: The batch size of those fake tensors that have a batch dimension.
+        sizes: The batch size of those fake tensors that have a batch dimension, and the lengths
+            that may change.
         device: A device for the fake tensors if the module is on `meta`. With `None`, they have the
             devices of the module and of `inputs`.
 
@@ -67,11 +70,12 @@ def record(
         watched(recorder),
     ):
         recorder.put_fakes(device)
-        recorder.size, recorder.device = size, device
+        recorder.sizes, recorder.device = sizes, device
         given: list[Tensor] = []
         slots = Slots()
-        for x, batched in zip(inputs, signature.batched, strict=True):
-            shape = (size, *x.shape[1:]) if batched else x.shape
+        described = zip(inputs, signature.batched, signature.places, strict=True)
+        for x, batched, places in described:
+            shape = shape_at(x.shape, batched, places, sizes)
             y = torch.empty(
                 shape, dtype=x.dtype, device=device or x.device, requires_grad=x.requires_grad
             )
@@ -81,6 +85,9 @@ def record(
             with recorder:
                 result = signature.call(recorder.root, given)
                 recorder.note_draws()
+            if cache := cache_in(result):
+                why = f"it returns a {cache}, which a pipeline does not keep from call to call"
+                raise refused(recorder.root, None, why, WITHOUT_CACHE)
             structure = slots.taken(result)
         except (Untraceable, NeedsResults):
             raise
@@ -98,14 +105,14 @@ def record(
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())
-    return RecordedCalls(size, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
+    return RecordedCalls(sizes, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
 
 
 class Recorded(NamedTuple):
-    """The recordings of a module for several batch sizes.
+    """The recordings of a module for several sizes of its inputs.
 
     Attributes:
-        recordings: A recording for each batch size.
+        recordings: A recording for each of the sizes.
         results: The results of submodules that cannot run on fake tensors, if there are any.
     """
 
@@ -113,12 +120,12 @@ class Recorded(NamedTuple):
     results: KeptResults | None
 
 
-class Sizes:
-    """A check that the module makes the same calls as its layers, also for other batch sizes.
+class OtherSizes:
+    """A check that the module makes the same calls as its layers, also for other sizes.
 
-    For each new batch size, mode and autocast, a copy of the module is recorded. This recording is
-    compared with the recordings from which the layers were made. The copy is on `meta` and has no
-    hooks.
+    For each new batch size, length, mode and autocast, a copy of the module is recorded. This
+    recording is compared with the recordings from which the layers were made. The copy is on `meta`
+    and has no hooks.
 
     Args:
         module: The module.
@@ -144,7 +151,7 @@ class Sizes:
         self._whole: list[str] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._state: State = (module.training, _autocast(inputs[0]))
-        self._known = {(recording.size, *self._state) for recording in self._recordings}
+        self._known = {(recording.sizes, *self._state) for recording in self._recordings}
         memo: dict[int, Any] = {}  # the objects in the copy, by the ids of the originals
         for x in (*module.parameters(), *module.buffers()):
             y = torch.empty_like(x, device="meta")
@@ -175,7 +182,7 @@ class Sizes:
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the module makes the calls of the layers for this batch size and mode, too.
+        """Check that the module makes the calls of the layers for these sizes and mode, too.
 
         Args:
             tensors: The inputs of the first layer.
@@ -184,21 +191,20 @@ class Sizes:
         Raises:
             Untraceable: If the module's calls differ from those of the layers.
         """
-        given = zip(tensors, self._signature.batched, strict=True)
-        size = next(len(x) for x, batched in given if batched)
+        sizes = self._signature.sizes_of(tensors)
         state = (training, _autocast(tensors[0]))
-        known = (size, *state)
+        known = (sizes, *state)
         if known not in self._known and not tensors[0].is_meta:
             # The check runs in a new thread. In this thread, modes can be active that would see the
             # check, such as a recorder (a `TorchFunctionMode`).
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(self._check, tensors, size, state).result()
+                thread.submit(self._check, tensors, sizes, state).result()
             self._known.add(known)
 
-    def __deepcopy__(self, memo: object) -> "Sizes":
+    def __deepcopy__(self, memo: object) -> "OtherSizes":
         return self
 
-    def _check(self, tensors: Tensors, size: int, state: State) -> None:
+    def _check(self, tensors: Tensors, sizes: Sizes, state: State) -> None:
         training, cast = state
         notes: Notes = {}
         module, device = self._module, tensors[0].device
@@ -213,7 +219,7 @@ class Sizes:
         with torch.autocast(device.type, cast, enabled=cast is not None):
             recorder = Recorder(module, whole, notes, self._results)
             try:
-                found = record(recorder, self._signature, tensors, size, device)
+                found = record(recorder, self._signature, tensors, sizes, device)
             except NeedsResults as error:
                 raise Untraceable(
                     f"a submodule of {type(module).__name__} that is kept whole did not need the "

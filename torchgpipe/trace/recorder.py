@@ -15,11 +15,12 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.tensors._autograd import refuse_transforms, storage_of
-from torchgpipe.trace.calls import Call, Device, Held, Value
+from torchgpipe.trace.code.call import Call, Device, Held, Value, result_of
+from torchgpipe.trace.code.sizes import Sizes
 from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import NOTED, Notes
 from torchgpipe.trace.parts import Slots, tensors_in
-from torchgpipe.trace.refuse import Untraceable, Where, class_of, refused, where
+from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, Where, class_of, refused, where
 from torchgpipe.trace.restore import random_states
 from torchgpipe.trace.whole import stays_whole
 
@@ -57,7 +58,7 @@ class Recorder(TorchFunctionMode):
         results: The results of submodules that cannot run on fake tensors, if they are known.
 
     Attributes:
-        size: The batch size of the fake tensors.
+        sizes: The batch size of the fake tensors, and their lengths that may change.
         device: The device of all fake tensors; with `None`, they have the devices of real tensors.
         fake: The mode in which the module's tensors are fake.
         calls: The recorded calls.
@@ -79,7 +80,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
-        self.size = 0
+        self.sizes: Sizes = ()
         self.device: torch.device | None = None
         self._whole = whole
         self._notes = notes
@@ -242,7 +243,8 @@ class Recorder(TorchFunctionMode):
                 elif number is None:
                     number = self.add(x, index)
                 outputs.append(number)
-            call = Call(target, *template, tuple(outputs), torch.is_grad_enabled())
+            returned = result_of(result, outputs)
+            call = Call(target, *template, tuple(outputs), torch.is_grad_enabled(), returned)
             caller = self._paths.get(self._opened[-1], "")
             self.calls.append(call._replace(caller=caller, since=since, where=where()))
             return result
@@ -288,7 +290,7 @@ class Recorder(TorchFunctionMode):
                 raise
             if self._results is None or path not in self._results:
                 raise NeedsResults from error
-        return self._results.result(path, call, self.size, self.device)
+        return self._results.result(path, call, self.sizes, self.device)
 
     def _template(self, value: Any) -> Any:
         """Return an argument of a call with placeholders for tensors and devices."""
@@ -335,7 +337,6 @@ class Recorder(TorchFunctionMode):
             kind = type(taken).__name__
             why = f"it passes an argument of type {kind} that holds tensors or a closure"
             if "cache" in kind.lower():
-                what = "turn the cache off: call the module with use_cache=False"
-                raise refused(self.root, where(), why, what)
+                raise refused(self.root, where(), why, WITHOUT_CACHE)
             raise self.refusal(where(), why)
         return taken

@@ -13,6 +13,13 @@ Where = tuple[str, int]
 """A file and a line."""
 
 
+WITHOUT_CACHE = (
+    "turn the cache off: call the module with use_cache=False; to generate text with a cache, call "
+    "the module itself, which shares its parameters with the layers"
+)
+"""What to do if a module keeps keys and values of earlier tokens in a cache."""
+
+
 class Untraceable(TypeError):
     """The error for a module that cannot become a sequence of layers.
 

@@ -11,16 +11,23 @@ from torch.nn import Module
 
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.trace.calls import BatchSize, Call, Held, LayerPlan, RecordedCalls, cut
-from torchgpipe.trace.compare import check_halves, check_outputs, check_state, ran
-from torchgpipe.trace.generalise import SIZES, Grows, check_batch, generalise
+from torchgpipe.trace.calls import cut, sizes_read
+from torchgpipe.trace.code.call import Call, Held
+from torchgpipe.trace.compare import (
+    check_halves,
+    check_other_lengths,
+    check_outputs,
+    check_state,
+    ran,
+)
+from torchgpipe.trace.generalise import check_batch, generalise
 from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.layer import Layer, Layers
 from torchgpipe.trace.notes import Notes, check_notes
 from torchgpipe.trace.parts import within
-from torchgpipe.trace.record import Recorded, Sizes, record
+from torchgpipe.trace.record import OtherSizes, Recorded, record
 from torchgpipe.trace.recorder import Recorder
-from torchgpipe.trace.refuse import Untraceable, refused
+from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import hooks_of
 
@@ -37,13 +44,15 @@ def sequential(
     *,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
+    dynamic_shapes: Any = None,
 ) -> Layers:
     """Make a sequence of a module's own layers, in the order in which the module calls them.
 
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The function records the calls in the module's forward on fake tensors, for three batch sizes.
+    The function records the calls in the module's forward on fake tensors, for three batch sizes,
+    and for two more lengths of each dimension that `dynamic_shapes` names.
     It cuts the list of calls where a submodule with parameters is called. A tensor becomes a skip
     if a layer after the next layer uses it.
 
@@ -58,8 +67,9 @@ def sequential(
     A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
     recording cannot repeat. If it has more than half of the parameters, an error is raised instead.
 
-    Later calls need arguments like the sample's, with the same shapes except for the batch size. A
-    later call raises an error if the module makes other calls for its batch size, mode or autocast.
+    Later calls need arguments like the sample's, with the same shapes except for the batch size and
+    the lengths in `dynamic_shapes`. A later call raises an error if the module makes other calls
+    for its batch size, lengths, mode or autocast.
 
     Args:
         module: Any module, with its parameters on one device.
@@ -70,6 +80,10 @@ def sequential(
         shared: The names of arguments without a batch dimension. Every micro-batch gets the whole
             argument. By default, the function finds them: a tensor has a batch dimension if its
             dimension 0 can grow together with dimension 0 of the other tensors.
+        dynamic_shapes: Which other lengths may change from call to call, in the form that
+            `torch.export.export` takes, such as `{"tokens": {1: torch.export.Dim("length")}}`.
+            Dimensions with the same `Dim` have the same length. Length 1 is a length of its own for
+            many modules, so give a sample of at least two, and layers of other lengths check it.
 
     Returns:
         The layers, which `GPipe` takes like any other `nn.Sequential`.
@@ -78,10 +92,10 @@ def sequential(
         Untraceable: If a line of the module cannot be recorded. The message says which line, why,
             and what to do.
         ValueError: If `whole` names a submodule that the module does not have, or `shared` names an
-            argument that the module does not have.
+            argument that the module does not have; or if `dynamic_shapes` does not fit the sample.
     """
     _check_root(module)
-    signature = Signature(module, sample)
+    signature = Signature(module, sample, dynamic_shapes)
     inputs = signature.tensors(*arguments(sample))
     if not inputs:
         raise Untraceable(
@@ -106,6 +120,7 @@ def sequential(
                 else:
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
+                    check_other_lengths(module, layers, signature, inputs)
                     # Submodules that the user keeps whole may compare samples, so then the halves
                     # of the sample may give other outputs.
                     if not kept:
@@ -158,11 +173,12 @@ def _choices(
         if unknown := names - set(signature.names):
             known = sorted(set(signature.names))
             raise ValueError(f"shared names {sorted(unknown)}, but the tensors are in {known}")
-        yield [tuple([name not in names for name in signature.names])]
+        described = zip(signature.names, signature.places, strict=True)
+        yield [tuple([name not in names and 0 not in places for name, places in described])]
         return
     members: dict[int, list[int]] = {}  # the tensors of each length of dimension 0
     for k, x in enumerate(inputs):
-        if x.dim():
+        if x.dim() and 0 not in signature.places[k]:
             members.setdefault(len(x), []).append(k)
     for fits in members.values():
         yield _subsets(fits, len(inputs))
@@ -180,7 +196,7 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
     recorded = _recorded(module, signature, inputs, whole)
     recordings = recorded.recordings
     recording = recordings[0]
-    check_batch(module, recordings)
+    check_batch(module, recordings, signature.names)
     signature.returns(*recording.result, recording.outputs)
     calls = generalise(module, recordings)
     plans = cut(calls, _names(module, calls), len(inputs), recording.outputs)
@@ -188,11 +204,11 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
     layers: OrderedDict[str, Module] = OrderedDict()
     for k, plan in enumerate(plans):
         plan.name = f"{k}:{plan.name or type(module).__name__}"
-        plan.batch = _batch(module, plan, recordings)
-        layers[plan.name] = Layer(module, plan, namespace, recording.extra)
+        plan.sizes = sizes_read(module, plan, recordings, signature.size_names)
+        layers[plan.name] = Layer(module, plan, namespace, recording.extra, signature.size_names)
     sequence = Layers(layers, signature)
     first: Any = sequence[0]
-    first.sizes = Sizes(module, signature, inputs, whole, recorded)
+    first.sizes = OtherSizes(module, signature, inputs, whole, recorded)
     sequence.training = module.training
     _hold_unused(module, sequence)
     return sequence
@@ -201,7 +217,7 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
 def _recorded(
     module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
 ) -> Recorded:
-    """Record a module's calls for several batch sizes.
+    """Record a module's calls for several sizes of its inputs.
 
     If small submodules cannot be recorded, for example because they read the mode, they are added
     to `whole`, and the module is recorded again.
@@ -211,9 +227,9 @@ def _recorded(
         notes: Notes = {}
         try:
             recordings = []
-            for size in SIZES:
+            for sizes in signature.points:
                 recorder = Recorder(module, whole, notes, results)
-                recordings.append(record(recorder, signature, inputs, size))
+                recordings.append(record(recorder, signature, inputs, sizes))
         except NeedsResults:
             results = KeptResults(module, signature, inputs, whole)
             continue
@@ -263,22 +279,6 @@ def _names(root: Module, calls: Iterable[Call]) -> list[str]:
         shown = name.replace(".", "/") or type(root).__name__
         names.append(shown if has else "")
     return names
-
-
-def _batch(root: Module, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> BatchSize | None:
-    """Return where a layer reads the batch size; `None` if none of its calls needs the size."""
-    passed = [(call.args, call.kwargs) for call in plan.calls]
-    if not any(within(passed, Grows)):
-        return None
-    for number in (*plan.inputs, *dict(plan.pops).values()):
-        shapes = [recording.shapes[number] for recording in recordings]
-        for dimension, lengths in enumerate(zip(*shapes, strict=False)):
-            each = lengths[0] // SIZES[0]
-            if each > 0 and list(lengths) == [each * size for size in SIZES]:
-                return BatchSize(number, dimension, each)
-    at = plan.calls[0].where
-    why = "a layer would begin here, but none of its input tensors has a batch dimension"
-    raise refused(root, at, why, "keep a larger submodule as one layer, whole=[…]")
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:

@@ -14,8 +14,11 @@ from torchgpipe.tensors.microbatch import (
     refuse_array,
     tensors_of,
 )
+from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
+from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import same
-from torchgpipe.trace.parts import Slots
+from torchgpipe.trace.parts import Slots, cache_in
+from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable
 
 Tensors = Sequence[Tensor]
 ByName = dict[str, Any]
@@ -29,13 +32,20 @@ class Signature:
     Args:
         module: The module.
         sample: A tensor, a tuple of arguments, or a dictionary of arguments by name.
+        dynamic_shapes: Which lengths may change from call to call, as for `sequential`.
 
     Attributes:
         names: For each tensor among the arguments, the name of its argument.
         batched: For each tensor among the arguments, whether it has a batch dimension.
+        places: For each tensor among the arguments, its dimensions whose length may change.
+        points: The sizes for which the module is recorded: batch sizes and lengths.
+
+    Raises:
+        TypeError: If the sample has no tensors, or has a cache of keys and values.
+        ValueError: If `dynamic_shapes` does not fit the sample.
     """
 
-    def __init__(self, module: nn.Module, sample: Any) -> None:
+    def __init__(self, module: nn.Module, sample: Any, dynamic_shapes: Any = None) -> None:
         found = inspect.signature(module.forward)
         parameters = found.parameters.values()
         bare = [parameter.replace(annotation=Parameter.empty) for parameter in parameters]
@@ -51,13 +61,40 @@ class Signature:
         _check_sample(module, args, kwargs)
         self._by_name = isinstance(sample, Mapping)
         self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
-        for name, value in self._bound(args, kwargs).arguments.items():
+        bound = self._bound(args, kwargs).arguments
+        for name, value in bound.items():
+            if cache := cache_in(value):
+                raise Untraceable(
+                    f"{type(module).__name__} is given a {cache} as {name}, which a pipeline does "
+                    f"not keep from call to call; {WITHOUT_CACHE}"
+                )
             self._given[name] = slots.taken(value)
             new = len(slots.tensors) - len(self.names)
             self.names += [name] * new
         self._like = [(tuple(x.shape), x.dtype) for x in slots.tensors]
         self._slots = slots.again()
         self.batched = (True,) * len(self.names)
+        places: dict[int, Places] = {}
+        self._lengths: list[Length] = []
+        if dynamic_shapes is not None:
+            self._lengths, places = lengths_of(bound, dynamic_shapes)
+        self.places = [places.get(id(x), {}) for x in slots.tensors]
+        self.points = corners([BATCHES, *[length.recorded for length in self._lengths]])
+
+    @property
+    def size_names(self) -> list[str]:
+        """The names of the sizes: of the batch size, and of each length that may change."""
+        return ["batch", *[length.name for length in self._lengths]]
+
+    def sizes_of(self, tensors: Tensors) -> Sizes:
+        """Return the batch size of inputs, and their lengths that may change."""
+        sizes = [0] * (1 + len(self._lengths))
+        for x, batched, places in zip(tensors, self.batched, self.places, strict=True):
+            if batched:
+                sizes[0] = len(x)
+            for dimension, k in places.items():
+                sizes[k] = x.shape[dimension]
+        return tuple(sizes)
 
     def call(self, module: nn.Module, tensors: Tensors) -> Any:
         """Call the module with the sample's arguments, but with other tensors in them."""
@@ -99,11 +136,14 @@ class Signature:
         """Return the tensors in the arguments of a call.
 
         Raises:
-            ValueError: If the arguments are not like those of the sample. Only the batch size and
-                the contents of tensors may differ. Also if the tensors differ in their batch size.
+            ValueError: If the arguments are not like those of the sample. Only the batch size, the
+                lengths in `dynamic_shapes` and the contents of tensors may differ. Also if the
+                tensors differ in their batch size, or in one of these lengths.
         """
         tensors = self.tensors(args, kwargs)
         self._check_batch_sizes(tensors)
+        if self._lengths:
+            self._check_lengths(tensors)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def tensors(self, args: Sequence[Any], kwargs: ByName) -> list[Tensor]:
@@ -123,17 +163,43 @@ class Signature:
                     "traced with; call sequential again with a sample like this"
                 )
         tensors = slots.tensors
-        expected = zip(self.names, tensors, self.batched, self._like, strict=True)
-        for name, x, batched, (shape, dtype) in expected:
+        expected = zip(self.names, tensors, self.batched, self.places, self._like, strict=True)
+        for name, x, batched, places, (shape, dtype) in expected:
             first = 1 if batched else 0  # the first dimension that has to be the same
-            if tuple(x.shape)[first:] != shape[first:] or x.dtype != dtype:
+            alike = list(x.shape)
+            for dimension in places:
+                if dimension < x.dim():
+                    alike[dimension] = shape[dimension]
+            if tuple(alike)[first:] != shape[first:] or x.dtype != dtype:
                 batch = " (the first is the batch size)" if batched else ""
+                or_else = ""
+                if len(alike) == len(shape) and x.dtype == dtype:
+                    dimension = next(k for k in range(first, len(shape)) if alike[k] != shape[k])
+                    or_else = (
+                        ", or, if this length changes from call to call, with dynamic_shapes="
+                        f"{{{name!r}: {{{dimension}: torch.export.Dim('length')}}}}"
+                    )
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)} and type {x.dtype}, "
                     f"but {shape} and {dtype} in the sample that the module was traced with"
-                    f"{batch}; call sequential again with a sample like this"
+                    f"{batch}; call sequential again with a sample like this{or_else}"
                 )
         return tensors
+
+    def _check_lengths(self, tensors: Tensors) -> None:
+        """Raise `ValueError` if tensors differ in a length, or if a length is not allowed."""
+        firsts: dict[int, tuple[str, int, int]] = {}  # the first place of each length
+        for name, x, places in zip(self.names, tensors, self.places, strict=True):
+            for dimension, k in places.items():
+                size = x.shape[dimension]
+                length = self._lengths[k - 1]
+                first, at, expected = firsts.setdefault(k, (name, dimension, size))
+                if size != expected:
+                    raise ValueError(
+                        f"{length.name} is {expected} in dimension {at} of {first}, but {size} in "
+                        f"dimension {dimension} of {name}"
+                    )
+                length.check(size)
 
     def _check_batch_sizes(self, tensors: Tensors) -> None:
         first: str | None = None

@@ -191,3 +191,44 @@ WRONG_WHOLE = "Residual has no submodule <class"
 def test_misuse(act: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         act()
+
+
+class WithLoss(nn.Module):
+    """A language model that computes its own loss, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
+
+    def loss_function(self, logits: Tensor, labels: Tensor) -> Tensor:
+        scores, expected = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return nn.functional.cross_entropy(scores, expected, ignore_index=-100)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.head(self.embedding(tokens))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": self.loss_function(logits, labels), "logits": logits}
+
+
+def test_a_model_that_computes_its_own_loss() -> None:
+    """The error has the recipe, which gives the loss and the gradients of the model itself."""
+    module = WithLoss()
+    tokens = torch.randint(9, (5, 7))
+    labels = tokens.masked_fill(torch.rand(5, 7) < 0.5, -100)
+    with pytest.raises(Untraceable, match=r"own loss(?s:.*)criterion, input, labels, weight=count"):
+        sequential(module, {"tokens": tokens, "labels": labels})
+    layers = sequential(module, {"tokens": tokens})
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3)
+
+    loss = model.step(
+        lambda output, labels: module.loss_function(output["logits"], labels),
+        {"tokens": tokens},
+        labels,
+        weight=lambda labels: (labels[:, 1:] != -100).sum(),
+    )
+
+    expected = module(tokens, labels)["loss"]
+    torch.testing.assert_close(loss, expected.detach())
+    grads = [p.grad for p in module.parameters()]
+    torch.testing.assert_close(grads, list(torch.autograd.grad(expected, [*module.parameters()])))

@@ -16,8 +16,12 @@ this:
 3. Otherwise, each later task makes a graph in its first pass.
 4. If a recomputation shows that a claim was wrong, all later tasks make a graph.
 
+If layers are compiled, all tasks make a graph: without one, `torch.compile` would compile each
+layer once more, for first passes only.
+
 What it costs: a first pass that makes a graph uses more time and memory: the one of the first task
-of each kind, and those of steps 3 and 4. All other first passes look up a value in a dictionary.
+of each kind, those of steps 3 and 4, and those of compiled layers. All other first passes look up a
+value in a dictionary.
 """
 
 from __future__ import annotations
@@ -46,12 +50,16 @@ class OutputGradients(Guard):
             dictionary until a layer's training mode or a parameter's `requires_grad` changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
+        compiled: Whether layers are compiled.
     """
 
-    def __init__(self, all_do: dict[Needs, bool], ids: set[int], begins_in_place: bool) -> None:
+    def __init__(
+        self, all_do: dict[Needs, bool], ids: set[int], begins_in_place: bool, *, compiled: bool
+    ) -> None:
         self._all_do = all_do
         self._ids = ids
         self._begins_in_place = begins_in_place
+        self._compiled = compiled
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Decide whether the task makes a graph in its forward.
@@ -59,7 +67,7 @@ class OutputGradients(Guard):
         For the first task of its kind, return a context that records whether layers read gradients
         or `requires_grad`. (Tasks are of the same kind if the same inputs require grad.)
         """
-        task.with_graph = not self._all_do.get(task.needs, False)
+        task.with_graph = self._compiled or not self._all_do.get(task.needs, False)
         if not task.with_graph:
             return None
         contexts: list[Context] = []
@@ -67,7 +75,7 @@ class OutputGradients(Guard):
             # Saved-tensor hooks around the pipeline, such as those of torch.utils.checkpoint, must
             # not see the tensors that this graph saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
-        if task.needs not in self._all_do:
+        if task.needs not in self._all_do and not self._compiled:
             task.noted[self] = _Asks(self._ids)
             contexts.append(task.noted[self])
         return Nested(contexts) if contexts else None

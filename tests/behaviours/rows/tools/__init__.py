@@ -5,9 +5,15 @@ docs/works-with.md has a table of these test cases. Most of the code that uses t
 examples/works_with.py.
 """
 
-from . import changed_layers, processes, scripted, training
+from . import changed_layers, processes, scripted, traced, training
 from .replicas import REPLICAS
 
 __all__ = ["REPLICAS", "ROWS"]
 
-ROWS = [*training.ROWS, *changed_layers.ROWS, *processes.ROWS, *scripted.ROWS]
+ROWS = [
+    *training.ROWS,
+    *changed_layers.ROWS,
+    *processes.ROWS,
+    *scripted.ROWS,
+    *traced.ROWS,
+]

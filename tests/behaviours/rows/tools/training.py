@@ -113,10 +113,9 @@ ROWS = [
     changed(
         "`torch.compile` of the layers",
         compile_in_place,
-        "Each layer is compiled twice, as a first pass takes no gradients. A compiled batch norm "
-        'in training cannot be recomputed, which is refused: use `checkpoint="never"`. PyTorch '
-        '2.11 can crash if one process compiles layers first on the engine "workers", and then '
-        'others on the engine "graph".',
+        "By `layer.compile()`. All layers share PyTorch's limit of 8 compilations: "
+        "`model.compile()` gives each layer its own. PyTorch 2.11 can crash if one process "
+        'compiles layers first on the engine "workers", and then others on the engine "graph".',
         use=partial(train_compiled, compiled=True),
         without=LONG,
     ),
@@ -130,7 +129,7 @@ ROWS = [
     tool(
         "`torch.compile(model)`",
         compile_model,
-        "It compiles nothing: compile the layers.",
+        "It compiles nothing: call `model.compile()`.",
         without={**ALONE["without"], **LONG},
     ),
     tool(

@@ -1,0 +1,235 @@
+"""Measure what `torch.compile` gains on a transformer, with pipelines and without.
+
+The model has 12 equal layers. Each way to train it runs with its layers compiled and uncompiled,
+which take turns:
+
+- `plain` runs the layers on one micro-batch after another
+- `workers` is a `GPipe` of two partitions, each in a thread
+- `ranks` is a `DistributedGPipe` of two partitions, each in a process
+
+The ratio is the time of a step uncompiled, divided by its time compiled. It is the median over all
+rounds. So the ratio of a pipeline shows whether it gains as much as the plain layers do.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from functools import partial
+from itertools import product, starmap
+from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
+
+from benchmarks.harness import Found, by_case, collect, command, in_format, start
+from reproduce.error import Error
+from reproduce.records.record import Record, Result
+from reproduce.run.engines.launch import Ended, Launched
+from reproduce.tables.layout import grid
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.layers.compiled import compile_layer
+
+LAYERS = 12
+N = 2
+"""The number of partitions."""
+WAYS = {"plain": 1, "workers": 1, "ranks": N}
+"""For each way to train, how many processes it takes."""
+CHECKPOINTS = ("never", "always")
+
+# For each size: the width of the layers, the tokens of a sample, and the samples of a micro-batch.
+SIZES = {"tiny": (16, 8, 1), "small": (128, 64, 2), "large": (256, 128, 4)}
+CHUNKS = 4
+"""The number of micro-batches."""
+
+Seconds = dict[str, list[float]]
+"""The seconds of each step, "uncompiled" and "compiled"."""
+
+
+class Case(NamedTuple):
+    """A way to train, which is a key of `WAYS`, and the mode of checkpointing."""
+
+    way: str
+    checkpoint: str
+
+
+class Job(NamedTuple):
+    """A case to measure: the size of its model, the rounds, and the backend of `torch.compile`."""
+
+    case: Case
+    size: str
+    rounds: int
+    seed: int
+    backend: str
+
+
+class Block(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        heads = self.heads(self.first(x)).view(samples, tokens, 3, 4, width // 4)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mixed(attended.transpose(1, 2).reshape(samples, tokens, width))
+        y: Tensor = self.narrow(nn.functional.gelu(self.wide(self.second(x))))
+        return x + y
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every combination of a way to train and a mode of checkpointing; print a table."""
+    parser = command("compiled", __doc__, rounds=20, seed=0)
+    add, ways, modes = parser.add_argument, list(WAYS), list(CHECKPOINTS)
+    add("--way", nargs="+", choices=ways, default=ways, help="to train")
+    add("--checkpoint", nargs="+", choices=modes, default=modes, help="mode of checkpointing")
+    add("--size", choices=list(SIZES), default="small", help="of the layers")
+    add("--backend", default="inductor", help="of torch.compile")
+    options = parser.parse_args(arguments)
+    title = f"seconds of a step of {LAYERS} transformer layers, compiled and uncompiled"
+    record = start(options, "compiled", title, {"seconds": "s"}, devices=N)
+    jobs = []
+    for case in starmap(Case, product(options.way, options.checkpoint)):
+        if case.way != "plain" or case.checkpoint == "never":
+            job = Job(case, options.size, options.rounds, options.seed, options.backend)
+            jobs.append(job)
+    collect(record, options.out, measure(jobs), len(jobs), in_format(options.format, table))
+
+
+def measure(jobs: Sequence[Job]) -> Found:
+    """Yield a list of results for each job: one result uncompiled, and one compiled."""
+    for job in jobs:
+        first, *_ = _measured(job)
+        turns = zip(first["uncompiled"], first["compiled"], strict=True)
+        ratio = statistics.median(eager / compiled for eager, compiled in turns)
+        experiment = f"{job.case.way}, {job.case.checkpoint}"
+        results = []
+        for name, seconds in first.items():
+            values: dict[str, Any] = {"ratio": ratio} if name == "compiled" else {}
+            timed = {"seconds": seconds}
+            results.append(Result(experiment, name, "measured", values=values, samples=timed))
+        yield results
+
+
+def _measured(job: Job) -> Iterator[Seconds]:
+    """Run a job in its processes, and yield the measurements of each process."""
+    count = WAYS[job.case.way]
+    with (
+        TemporaryDirectory() as folder,
+        closing(Launched("spawn", count, _process, folder, job)) as launched,
+    ):
+        running = set(range(count))
+        while running:
+            for k, answer in launched.receive(running):
+                running.remove(k)
+                if isinstance(answer, Ended):
+                    raise Error(f"process {k} ended {answer.how}")
+                yield answer
+
+
+def _process(k: int, link: Connection, folder: str, job: Job) -> None:
+    """Run steps uncompiled and compiled in turn, as process `k`, and send their seconds."""
+    torch.set_num_threads(1)
+    count = WAYS[job.case.way]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=k, world_size=count)
+    torch.manual_seed(job.seed)
+    width, tokens, samples = SIZES[job.size]
+    layers = nn.Sequential(*[Block(width) for _ in range(LAYERS)])
+    x, target = torch.rand(2, CHUNKS * samples, tokens, width)
+    steps = {}
+    models = []
+    for name in ("uncompiled", "compiled"):
+        model, step = _way(job.case, deepcopy(layers), x, target)
+        if name == "compiled":
+            _compile(model, job.backend)
+        steps[name] = step
+        models.append(model)
+    _check_gradients(models, [*steps.values()])
+
+    seconds: Seconds = {name: [] for name in steps}
+    order = random.Random(job.seed)
+    for turn in range(-3, job.rounds):
+        for name in order.sample(sorted(steps), len(steps)):
+            dist.barrier()
+            began = time.perf_counter()
+            steps[name]()
+            dist.barrier()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    link.send(seconds)
+    link.poll(None)  # wait to be killed: the other process may still need this one
+
+
+def _way(
+    case: Case, layers: nn.Sequential, x: Tensor, target: Tensor
+) -> tuple[nn.Module, Callable[[], object]]:
+    """Return a model, and a function that runs a step of its training."""
+    half = LAYERS // N
+    options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": case.checkpoint}
+    options["schedule"] = "1F1B"
+    if case.way == "plain":
+
+        def step() -> None:
+            for part, part_target in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+                (mse_loss(layers(part), part_target) / CHUNKS).backward()
+
+        return layers, step
+    model: Any
+    if case.way == "workers":
+        model = GPipe(layers, [half] * N, devices=["cpu"] * N, engine="workers", **options)
+        return model, partial(model.step, mse_loss, x, target)
+    model = DistributedGPipe(layers, [half] * N, **options)
+    given = (x, None) if dist.get_rank() == 0 else (None, target)
+    return model, partial(model.step, mse_loss, *given)
+
+
+def _compile(model: Any, backend: str) -> None:
+    """Compile each layer of a pipeline, or of plain layers."""
+    if isinstance(model, nn.Sequential):
+        for layer in model:
+            compile_layer(layer, backend=backend)
+    else:
+        model.compile(backend=backend)
+
+
+def _check_gradients(models: Sequence[nn.Module], steps: Sequence[Callable[[], object]]) -> None:
+    """Run a step of each model, and check that both compute the same gradients."""
+    expected: list[Tensor] | None = None
+    for model, step in zip(models, steps, strict=True):
+        step()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if expected is None:
+            expected = gradients
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def table(record: Record, style: str = "simple") -> str:
+    """Render a table of milliseconds and ratios."""
+    rows: list[list[str]] = []
+    for case, found in by_case(record).items():
+        way, _, checkpoint = case.partition(", ")
+        times = []
+        for name in ("uncompiled", "compiled"):
+            seconds = float(found[name].values["seconds"])
+            times.append(f"{1000 * seconds:.2f}")
+        ratio = float(found["compiled"].values["ratio"])
+        rows.append([way, checkpoint, *times, f"{ratio:.3f}"])
+    heads = ["way", "checkpoint", "ms a step", "ms a step, compiled", "ratio"]
+    return grid(heads, rows, style)
+
+
+if __name__ == "__main__":
+    main()

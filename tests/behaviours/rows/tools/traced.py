@@ -1,0 +1,66 @@
+"""Test cases with compiled pipelines, and with traced layers whose inputs change their lengths."""
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from examples.works_with import Batches, train
+from torchgpipe import sequential
+from torchgpipe.layers.compiled import compile_layer
+
+from ....library.trace.texts import GPT, SHAPES, WORDS, text
+from ....plain import Plain
+from ...compare import REORDERED
+from .rows import tool
+from .training import backend, graphs
+
+
+def compile_and_train(run: Any, batches: Batches) -> Any:
+    """Compile the layers and train, at PyTorch's own limit of recompilations."""
+    graphs.clear()
+    torch.compiler.reset()
+    if isinstance(run, Plain):
+        for layer in run.children():
+            compile_layer(layer, backend=backend)
+    else:
+        run.compile(backend=backend)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        losses = train(run, batches)
+    assert graphs
+    return losses
+
+
+def language_model() -> nn.Sequential:
+    return sequential(GPT(blocks=1), text(2, 8), dynamic_shapes=SHAPES)
+
+
+def texts() -> list[tuple[Tensor, Tensor]]:
+    """Return mini-batches of texts, each with another length."""
+    return [(text(6, length), torch.randn(6, length, WORDS)) for length in (8, 5)]
+
+
+LENGTHS: dict[str, Any] = {"layers": language_model, "given": texts, "balance": None, "chunks": 3}
+
+ROWS = [
+    tool(
+        "`model.compile()`",
+        compile_and_train,
+        "It compiles each layer, as often as without a pipeline. Compiled layers make a graph in "
+        "their first pass, too, so that they are not compiled once more for it.",
+    ),
+    tool(
+        "lengths that change",
+        note="By `sequential(…, dynamic_shapes=…)`: one pipeline takes all of them.",
+        tolerance=REORDERED,
+        **LENGTHS,
+    ),
+    tool(
+        "lengths that change, and `model.compile()`",
+        compile_and_train,
+        "The same code serves all lengths.",
+        tolerance=REORDERED,
+        **LENGTHS,
+    ),
+]

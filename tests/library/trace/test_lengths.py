@@ -1,0 +1,214 @@
+"""Test the argument `dynamic_shapes` of `sequential`: what it takes, and what is refused.
+
+That the layers compute the same as the module for each length is tested in
+tests/behaviours/test_any_model.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.testing import assert_close
+
+from torchgpipe import GPipe, MicroBatches, sequential
+from torchgpipe.trace import Untraceable
+
+from .texts import GPT, SHAPES, WIDTH, Long, generated, text
+
+LENGTH = Dim("length")
+
+
+class Joined(nn.Module):
+    """A module with a nested argument, two lengths, and a number that follows from both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: dict[str, Tensor], places: Tensor) -> Tensor:
+        x, y = pair["x"], pair["y"]
+        n, s, t = x.shape[0], x.shape[1], y.shape[1]
+        scores = self.a(x + places) @ self.b(y).transpose(1, 2)
+        return scores.view(n, s * t).view(n, s, t)
+
+
+def joined(n: int, s: int, t: int) -> tuple[Any, Tensor]:
+    pair = {"x": torch.randn(n, s, WIDTH), "y": torch.randn(n, t, WIDTH)}
+    return pair, torch.randn(s, WIDTH)
+
+
+S = Dim("s")
+TAKEN: list[Any] = [
+    {"pair": {"x": {1: S}, "y": {1: Dim("t")}}, "places": {0: S}},
+    ({"x": (Dim("batch"), S, None), "y": [None, Dim("t"), Dim.STATIC]}, {-2: S}),
+    {"pair": {"x": {0: Dim.AUTO, 1: S}, "y": {1: Dim.DYNAMIC}}, "places": {0: S, 1: WIDTH}},
+]
+
+
+@pytest.mark.parametrize("shapes", TAKEN)
+def test_what_it_takes(shapes: Any) -> None:
+    module = Joined()
+    layers = sequential(module, joined(3, 4, 8), dynamic_shapes=shapes)
+    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2)
+    for sizes in ((4, 6, 7), (3, 2, 9)):
+        given = joined(*sizes)
+        assert_close(model(*given), module(*given))
+
+
+def test_one_code_serves_all_lengths() -> None:
+    layers: Any = sequential(GPT(), text(2, 8), dynamic_shapes=SHAPES)
+    assert "torch.arange(length, device=device)" in layers[0].code
+    assert any(".reshape(batch * length, 8)" in layer.code for layer in layers)
+
+
+def test_micro_batches_of_several_lengths() -> None:
+    module = GPT()
+    layers = sequential(module, text(2, 8), dynamic_shapes=SHAPES)
+    model = GPipe(layers, [len(layers)], devices=["cpu"])
+    given = [text(2, 5), text(3, 7)]
+    seen: list[Tensor] = []
+
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.detach())
+        return output.sum()
+
+    model.step(total, MicroBatches(given), MicroBatches([0, 0]), reduction="sum")
+    for output, x in zip(seen, given, strict=True):
+        assert_close(output, module(x))
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ({"words": {1: LENGTH}}, ValueError, r"names \['words'\], but the sample has \['mask', 'tok"),
+    ((None, None, None), ValueError, "has 3 entries, but the sample has 2 arguments"),
+    (LENGTH, TypeError, r"has the form of torch.export, such as \{'tokens'"),
+    ({"tokens": LENGTH}, TypeError, "has the form of torch.export"),
+    ({"tokens": {1: "length"}}, TypeError, "but has 'length' for tokens"),
+    ({"tokens": {2: LENGTH}}, ValueError, "has dimension 2 of tokens, which has 2 dimensions"),
+    ({"tokens": (None,)}, ValueError, "has 1 entries for tokens, which has 2 dimensions"),
+    ({"tokens": {1: 2 * LENGTH}}, TypeError, r"has 2\*length for tokens, but only whole lengths"),
+    ({"tokens": {1: Dim("t", min=7, max=8)}}, ValueError, "three lengths to record between 7 and"),
+    ({"tokens": {1: Dim("t", max=7)}}, ValueError, "t is 8, but dynamic_shapes allows at least 1"),
+    (
+        {"tokens": {1: LENGTH}, "mask": {0: LENGTH, 1: None}},
+        ValueError,
+        "length is one length, but the sample has 8 in dimension 1 of tokens and 2 in dimension 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("shapes", "error", "message"), REFUSED)
+def test_wrong_shapes(shapes: Any, error: type[Exception], message: str) -> None:
+    sample = {"tokens": text(2, 8), "mask": torch.ones(2, 8)}
+    with pytest.raises(error, match=message):
+        sequential(GPT(), sample, dynamic_shapes=shapes)
+
+
+CALLS: list[tuple[tuple[int, int], tuple[int, int], str]] = [
+    ((2, 33), (2, 33), "length is 33, but dynamic_shapes allows at least 1 and at most 32"),
+    ((2, 5), (2, 6), "length is 5 in dimension 1 of tokens, but 6 in dimension 1 of mask"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "mask", "message"), CALLS)
+def test_wrong_lengths(tokens: tuple[int, int], mask: tuple[int, int], message: str) -> None:
+    shapes = {**SHAPES, "mask": SHAPES["tokens"]}
+    sample = {"tokens": text(2, 8), "mask": torch.ones(2, 8)}
+    layers = sequential(GPT(), sample, dynamic_shapes=shapes)
+    model = GPipe(layers, [len(layers)], devices=["cpu"])
+    with pytest.raises(ValueError, match=message):
+        model(tokens=text(*tokens), mask=torch.ones(mask))
+
+
+class Scaled(nn.Module):
+    """A module whose factor depends on the length, and is no whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 / x.shape[1])
+
+
+def test_what_does_something_else_for_another_length() -> None:
+    with pytest.raises(Untraceable, match=r"2x8, 3x8, 2x6, .* it passes 0.125(?s:.*)dynamic_sh"):
+        sequential(Scaled(), torch.randn(2, 8, WIDTH), dynamic_shapes=({1: LENGTH},))
+    layers = sequential(Long(), text(2, 8), dynamic_shapes=SHAPES)
+    layers(text(2, 9))
+    with pytest.raises(Untraceable, match=r"2x10 samples x lengths it does not do the same"):
+        layers(text(2, 10))
+
+
+class Divided(nn.Module):
+    """A submodule that divides by a length, which the module around it writes into a dictionary."""
+
+    def __init__(self, known: dict[str, int]) -> None:
+        super().__init__()
+        self.known = known
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.known["length"]
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = {"length": 8}
+        self.linear, self.divided = nn.Linear(WIDTH, WIDTH), Divided(self.known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.known["length"] = x.shape[1]
+        return self.divided(self.linear(x))
+
+
+def test_lengths_are_compared_with_the_module() -> None:
+    """The module's own forward does not run in layers, so the length in the dictionary is old."""
+    sample = torch.randn(2, 8, WIDTH)
+    sequential(Noting(), sample)
+    with pytest.raises(Untraceable, match="compute something else than the module does"):
+        sequential(Noting(), sample, dynamic_shapes=({1: LENGTH},))
+
+
+def test_without_dynamic_shapes_the_error_says_how_to_give_them() -> None:
+    layers = sequential(GPT(), text(2, 8))
+    with pytest.raises(ValueError, match=r"dynamic_shapes=\{'tokens': \{1: torch.export.Dim"):
+        layers(text(2, 9))
+
+
+class DynamicCache:
+    """A stand-in for the class of Hugging Face, which holds keys and values."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT()
+
+    def forward(self, tokens: Tensor, past: DynamicCache | None = None) -> Any:
+        past = past or DynamicCache()
+        past.keys.append(self.model.embedding(tokens))
+        return {"logits": self.model(tokens), "past": past}
+
+
+@pytest.mark.parametrize(
+    ("past", "message"),
+    [(None, "it returns a DynamicCache"), (DynamicCache(), "is given a DynamicCache as past")],
+)
+def test_a_cache_is_refused_with_the_recipe(past: Any, message: str) -> None:
+    recipe = r"use_cache=False; to generate text with a cache, call the module itself"
+    with pytest.raises(Untraceable, match=rf"{message}(?s:.*){recipe}"):
+        sequential(Caching(), (text(2, 4), past))
+
+
+def test_generation_without_a_cache() -> None:
+    """Greedy generation by a pipeline's forwards gives the tokens of the module."""
+    module = GPT().eval()
+    layers = sequential(module, text(2, 4), dynamic_shapes=SHAPES)
+    model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
+    given = text(2, 3)
+    assert torch.equal(generated(model.predict, given, 8), generated(module, given, 8))

@@ -1,0 +1,89 @@
+"""One recorded call of a module, and the placeholders in its arguments."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Value:
+    """A placeholder in recorded arguments for an input, or for a tensor that a call returned.
+
+    The inputs and these tensors are numbered. The inputs come first.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor.
+
+    The name is the tensor's name in the module. Constant tensors get a new name.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A placeholder in recorded arguments for the device that the module is on."""
+
+
+class Call(NamedTuple):
+    """One recorded call of a function or of a submodule.
+
+    Attributes:
+        target: The function, or the submodule's name.
+        args: The positional arguments. Placeholders (`Value`, `Held`, `Device`, `Size`) replace
+            tensors, the module's device, and numbers that follow from the batch size.
+        kwargs: The keyword arguments, with the same placeholders.
+        outputs: The numbers of the tensors that the call returns, in order.
+        grad: Whether gradients are enabled during the call.
+        result: The structure of what the call returns: tuples of the numbers in `outputs`, with
+            `None` for each value that is no tensor. It is `None` for other structures, such as
+            dictionaries.
+        spent: In a layer, the numbers of the tensors that are not used after this call. They are
+            freed.
+        caller: The name of the module whose forward makes the call.
+        since: If the call changes a tensor in place, the index of the call that made the tensor, or
+            -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`
+            to this call have to be in one layer.
+        where: The file and line of the call.
+    """
+
+    target: Callable[..., Any] | str
+    args: Any
+    kwargs: Any
+    outputs: tuple[int, ...]
+    grad: bool
+    result: Any = None
+    spent: tuple[int, ...] = ()
+    caller: str = ""
+    since: int = -1
+    where: tuple[str, int] = ("", 0)
+
+
+def result_of(value: Any, outputs: Sequence[int]) -> Any:
+    """Return the structure of a call's result, with the numbers of tensors in their places.
+
+    Args:
+        value: The result.
+        outputs: The numbers of the tensors in it, in order.
+
+    Returns:
+        Tuples, as in `Call.result`; `None` if tensors are in other structures than tuples or lists.
+    """
+    numbers = iter(outputs)
+    found = _numbered(value, numbers)
+    return found if next(numbers, None) is None else None
+
+
+def _numbered(value: Any, numbers: Iterator[int]) -> Any:
+    if isinstance(value, Tensor):
+        return next(numbers)
+    if isinstance(value, tuple | list):
+        return tuple([_numbered(x, numbers) for x in value])
+    return None

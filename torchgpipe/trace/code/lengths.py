@@ -1,0 +1,274 @@
+"""The argument `dynamic_shapes` of `sequential`: which lengths of the inputs may change."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+BATCHES = (2, 3, 5)
+"""The batch sizes to record: two of them define a line, and the third has to be on the line."""
+
+_FORM = (
+    "dynamic_shapes has the form of torch.export, such as "
+    "{'tokens': {1: torch.export.Dim('length')}}"
+)
+
+
+class Length(NamedTuple):
+    """A length that may change from call to call, of one or several dimensions of inputs.
+
+    Attributes:
+        name: The name of its `torch.export.Dim`.
+        recorded: The three lengths for which a module is recorded.
+        least: The smallest length that is allowed.
+        most: The largest length that is allowed, or `None`.
+    """
+
+    name: str
+    recorded: tuple[int, int, int]
+    least: int
+    most: int | None
+
+    def check(self, length: int) -> None:
+        """Raise `ValueError` if a call has a length that is not allowed."""
+        if length < self.least or (self.most is not None and length > self.most):
+            most = "" if self.most is None else f" and at most {self.most}"
+            raise ValueError(
+                f"{self.name} is {length}, but dynamic_shapes allows at least {self.least}{most}; "
+                "give its Dim another range, and call sequential again"
+            )
+
+
+Places = dict[int, int]
+"""For each dimension of a tensor whose length may change: the index of the size that it has."""
+
+
+def lengths_of(arguments: Mapping[str, Any], shapes: Any) -> tuple[list[Length], dict[int, Places]]:
+    """Return the lengths that may change, and where the tensors in the arguments have them.
+
+    Size 0 is the batch size, and the lengths are the sizes 1, 2, and so on.
+
+    Args:
+        arguments: The arguments by name.
+        shapes: The argument `dynamic_shapes` of `sequential`.
+
+    Returns:
+        The lengths; and for each tensor, by its id, its dimensions that have one of them.
+
+    Raises:
+        TypeError: If `shapes` does not have the form that `torch.export` takes.
+        ValueError: If `shapes` does not fit the arguments.
+    """
+    entries: list[tuple[str, Tensor, dict[int, Any]]] = []
+    if isinstance(shapes, Mapping):
+        if unknown := sorted(map(str, shapes.keys() - arguments.keys())):
+            raise ValueError(
+                f"dynamic_shapes names {unknown}, but the sample has {sorted(arguments)}"
+            )
+        by_name = dict(shapes)
+    elif isinstance(shapes, tuple | list):
+        if len(shapes) > len(arguments):
+            raise ValueError(
+                f"dynamic_shapes has {len(shapes)} entries, but the sample has "
+                f"{len(arguments)} arguments"
+            )
+        by_name = dict(zip(arguments, shapes, strict=False))
+    else:
+        raise TypeError(f"{_FORM}, but got {shapes!r}")
+    for name, value in arguments.items():
+        entries += _entries(name, value, by_name.get(name))
+    dims = _named(entries)
+    lengths: list[Length] = []
+    for name, places in dims.items():
+        lengths.append(_length(name, places, entries))
+    found: dict[int, Places] = {}
+    for size, places in enumerate(dims.values(), 1):
+        for k, dimension, _ in places:
+            _, x, _ = entries[k]
+            found.setdefault(id(x), {})[dimension] = size
+    return lengths, found
+
+
+def _entries(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, Tensor, dict[int, Any]]]:
+    """Yield each tensor in an argument, with its entries of `dynamic_shapes` by dimension."""
+    if isinstance(value, Tensor):
+        yield name, value, _by_dimension(name, value, shapes)
+    elif type(value) in (tuple, list):
+        given = shapes if shapes is not None else [None] * len(value)
+        if not isinstance(given, tuple | list) or len(given) != len(value):
+            raise TypeError(f"{_FORM}, with one entry for each of {name}, but got {shapes!r}")
+        for each, part in zip(value, given, strict=True):
+            yield from _entries(name, each, part)
+    elif type(value) is dict:
+        if shapes is not None and not isinstance(shapes, Mapping):
+            raise TypeError(f"{_FORM}, with a dictionary for {name}, but got {shapes!r}")
+        for key, each in value.items():
+            yield from _entries(name, each, (shapes or {}).get(key))
+    elif shapes:
+        raise ValueError(
+            f"dynamic_shapes has {shapes!r} for {name}, which is no tensor, and no tuple, list or "
+            "dictionary of tensors"
+        )
+
+
+def _by_dimension(name: str, x: Tensor, shapes: Any) -> dict[int, Any]:
+    if shapes is None:
+        return {}
+    if isinstance(shapes, tuple | list):
+        if len(shapes) != x.dim():
+            raise ValueError(
+                f"dynamic_shapes has {len(shapes)} entries for {name}, which has {x.dim()} "
+                "dimensions"
+            )
+        shapes = dict(enumerate(shapes))
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"{_FORM}, but has {shapes!r} for {name}")
+    found: dict[int, Any] = {}
+    for dimension, entry in shapes.items():
+        if not isinstance(dimension, int) or not -x.dim() <= dimension < x.dim():
+            raise ValueError(
+                f"dynamic_shapes has dimension {dimension!r} of {name}, which has {x.dim()} "
+                "dimensions"
+            )
+        found[dimension % x.dim()] = entry
+    return found
+
+
+Place = tuple[int, int, Any]
+"""The index of a tensor, its dimension, and the entry of `dynamic_shapes`."""
+
+
+def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, list[Place]]:
+    """Return the places of each length, by its name.
+
+    A `Dim` of which all places are dimension 0 is the batch size, and is left out.
+    """
+    dims: dict[str, list[Place]] = {}
+    hinted: dict[str, None] = {}  # lengths without a name of their own
+    for k, (name, x, by_dimension) in enumerate(entries):
+        for dimension, entry in by_dimension.items():
+            key = _name(name, x.shape[dimension], entry)
+            if key is None:
+                continue
+            if not isinstance(entry, Dim):
+                if dimension == 0:
+                    continue
+                hinted[key] = None
+            dims.setdefault(key, []).append((k, dimension, entry))
+    if len(hinted) == 1 and "length" not in dims:
+        (key,) = hinted
+        dims = {"length" if name == key else name: places for name, places in dims.items()}
+    batches = []
+    for name, places in dims.items():
+        if not any(dimension for _, dimension, _ in places):
+            batches.append(name)
+    return {name: places for name, places in dims.items() if name not in batches}
+
+
+def _name(argument: str, length: int, entry: Any) -> str | None:
+    """Return the name of the length that an entry of `dynamic_shapes` stands for, if it may change.
+
+    Entries such as `Dim.DYNAMIC` have no name. They are named after the length in the sample.
+
+    Args:
+        argument: The name of the argument.
+        length: The length in the sample.
+        entry: The entry.
+    """
+    if isinstance(entry, Dim):
+        if hasattr(entry, "root"):
+            raise TypeError(
+                f"dynamic_shapes has {entry.__name__} for {argument}, but only whole lengths are "
+                "supported: give Dim('length') for the tensor, and let the module make the other "
+                "length from it"
+            )
+        return str(entry.__name__)
+    if type(entry) is type(Dim.DYNAMIC):
+        return None if entry.type == Dim.STATIC.type else f"length_{length}"
+    if entry in (None, length):
+        return None
+    raise TypeError(f"{_FORM}, but has {entry!r} for {argument}")
+
+
+def _length(
+    name: str, places: Sequence[Place], entries: Sequence[tuple[str, Tensor, dict[int, Any]]]
+) -> Length:
+    """Return a length with the values for which a module is recorded."""
+    found: dict[int, str] = {}
+    least, most = 1, None
+    for k, dimension, entry in places:
+        argument, x, _ = entries[k]
+        found.setdefault(x.shape[dimension], f"dimension {dimension} of {argument}")
+        low, high = getattr(entry, "min", None), getattr(entry, "max", None)
+        least = max(least, int(low or 0))
+        if isinstance(high, int):
+            most = high if most is None else min(most, high)
+    if len(found) > 1:
+        shown = " and ".join([f"{length} in {where}" for length, where in found.items()])
+        raise ValueError(
+            f"{name} is one length, but the sample has {shown}; give a sample in which they are "
+            "equal, or another Dim"
+        )
+    (length,) = found
+    recorded = _recorded(length, least, most)
+    if recorded is None:
+        raise ValueError(
+            f"{name} has no three lengths to record between {least} and {most}: give its Dim a "
+            "wider range"
+        )
+    known = Length(name, recorded, least, most)
+    known.check(length)
+    return known
+
+
+def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int] | None:
+    """Return three lengths to record: the sample's length, and two others.
+
+    Shorter lengths are taken if there are any: a longer input may not fit, for example into a table
+    of positions. Their distance is a power of two that divides the length, because a module may
+    need a multiple of the size of its blocks. Length 1 is not taken, because modules and operators
+    treat it in a special way.
+    """
+    step = min(length & -length, 1 << max(0, (length // 4).bit_length() - 1))
+    if length - 2 * step >= max(2, least):
+        return length, length - step, length - 2 * step
+    first = max(length, least, 2)
+    if most is None or first + 2 * step <= most:
+        return first, first + step, first + 2 * step
+    first = max(least, 2)
+    return (first, first + 1, first + 2) if first + 2 <= most else None
+
+
+def shape_at(
+    shape: Sequence[int], batched: bool, places: Places, sizes: Sequence[int]
+) -> list[int]:
+    """Return the shape of an input for other sizes.
+
+    Args:
+        shape: The shape of the input in the sample.
+        batched: Whether dimension 0 is the batch.
+        places: The dimensions with other lengths that may change.
+        sizes: The batch size and the lengths.
+    """
+    found = list(shape)
+    if batched:
+        found[0] = sizes[0]
+    for dimension, k in places.items():
+        found[dimension] = sizes[k]
+    return found
+
+
+def with_lengths(x: Tensor, places: Places, sizes: Sequence[int]) -> Tensor:
+    """Return a part of an input, or the input repeated, so that it has other lengths.
+
+    Args:
+        x: The input.
+        places: The dimensions whose length may change.
+        sizes: The batch size, which is not changed, and the lengths.
+    """
+    for dimension, k in places.items():
+        chosen = torch.arange(sizes[k], device=x.device) % x.shape[dimension]
+        x = x.index_select(dimension, chosen)
+    return x
