@@ -110,7 +110,7 @@ def fake_peak(
     return {"peak_allocated": [7] * training.row.devices}
 
 
-count = peak._model_values
+count = peak.model_values
 counted: dict[str, dict[str, Any]] = {}
 
 
@@ -187,7 +187,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
         monkeypatch.setattr(f"reproduce.run.{module}.Training", Fake)
     monkeypatch.setattr("reproduce.run.speed.Emulation", Emulated)
     monkeypatch.setattr("reproduce.run.peak.measure_peak", fake_peak)
-    monkeypatch.setattr("reproduce.run.peak._model_values", counted_once)
+    monkeypatch.setattr("reproduce.run.peak.model_values", counted_once)
     monkeypatch.setattr("reproduce.run.estimate.StepTimes._timed", lambda times, row: UNIT)
     monkeypatch.setattr(Fake, "raises", {})
     monkeypatch.setattr(Fake, "alive", set())
