@@ -139,10 +139,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return this process's copies of parameters whose first use is in another process.
-
-        The values of the dictionary are the parameters' names there.
-        """
+        """Return the copies of parameters that another process uses first, with their names."""
         return {}
 
     @abstractmethod

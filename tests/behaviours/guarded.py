@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torchgpipe.task import guards
 
+from .test_compiled import test_autocast_adds_no_compilations
+
 FOLDER = Path(guards.__file__ or "").parent
 GUARDS = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "guard"}
 """The names of the files that define a guard; guard.py defines their base class."""
@@ -48,3 +50,6 @@ ROWS_OF_GUARDS = {
     ],
     "randomness": ["random: dropout", "random: a generator of a layer's own"],
 }
+
+OF_ITS_OWN = {"cast_cache": test_autocast_adds_no_compilations}
+"""The test that fails without a guard, for guards that change no results and so have no rows."""

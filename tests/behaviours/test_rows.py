@@ -20,7 +20,7 @@ from torchgpipe.schedules.named import NAMED
 
 from ..plain import piped
 from .compare import differences
-from .guarded import GUARDS, ROWS_OF_GUARDS
+from .guarded import GUARDS, OF_ITS_OWN, ROWS_OF_GUARDS
 from .pipe import Pipe, Training
 from .row import ENGINES, MODES, Case, Row, cases, tensors, unlike
 from .rows import at_once, between, buffers, gradients, passed, random, tools, unusual
@@ -132,7 +132,7 @@ def test_rows_on_simulated_devices(on_several: Case, monkeypatch: pytest.MonkeyP
 
 def test_each_guard_has_rows_that_need_it() -> None:
     named: set[str] = set().union(*ROWS_OF_GUARDS.values())
-    assert ROWS_OF_GUARDS.keys() == GUARDS
+    assert {*ROWS_OF_GUARDS, *OF_ITS_OWN} == GUARDS
     assert named <= set(NAMES.values())
 
 

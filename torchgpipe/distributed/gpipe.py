@@ -23,7 +23,7 @@ from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import divided, taken_apart, the_input
+from torchgpipe.layers.batches import Divided, divided, taken_apart, the_input
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.modules import modules_of
@@ -35,7 +35,7 @@ from torchgpipe.step.losses import run_step
 from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import TensorOrTensors, check
+from torchgpipe.tensors.microbatch import check
 from torchgpipe.uncompiled import run_uncompiled
 
 Request = StepRequest | LossRequest | None
@@ -86,8 +86,7 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`. Also if ranks share a random generator, or if there are not v
-            partitions for each rank.
+        ValueError: See `GPipe`; also if ranks share a generator, or lack one of v partitions.
     """
 
     _traced_instead = (
@@ -142,13 +141,11 @@ class DistributedGPipe(Partitioned):
         self._crossings = skip_layout(self._partitions)
         self._alike = checksum_of_parameters(module)
         here = [device if rank == self.rank else None for rank in placement]
-        named = [*module.named_parameters()]
         self._tied = TiedParameters(self._partitions, placement, self.rank)
         self._hold(here, init)
         own = {*self.parameters()}
-        self._elsewhere.update({p: name for name, p in named if p not in own})
-        # Already now, because a rank can fail before its first mini-batch.
-        with self._together("the start"):
+        self._elsewhere.update({p: name for name, p in module.named_parameters() if p not in own})
+        with self._together("the start"):  # a rank can fail before its first mini-batch
             self._tied.begin_equal(self._connected())
 
     def _build(self) -> None:
@@ -311,8 +308,7 @@ class DistributedGPipe(Partitioned):
         micro_batches, copied = ([], None) if stage.index else self._scattered(args, kwargs)
         placement = self._steps.arrangement.placement
         late = self._order == "gpipe"
-        peers = self._tied.peers
-        connections.meet(stage.device, placement, self._crossings, peers, late=late)
+        connections.meet(stage.device, placement, self._crossings, self._tied.peers, late=late)
         call, target = "forward()", None
         if request is not None:
             call = "step()" if isinstance(request, StepRequest) else "loss()"
@@ -330,9 +326,7 @@ class DistributedGPipe(Partitioned):
             copied.synchronize()
         return result
 
-    def _scattered(
-        self, args: Any, kwargs: Any
-    ) -> tuple[list[TensorOrTensors], torch.Event | None]:
+    def _scattered(self, args: Any, kwargs: Any) -> Divided:
         if self._signature is None:
             input = taken_apart(the_input(args, kwargs))
         else:

@@ -34,7 +34,7 @@ CHECKED_EVERY = 100
 """After how many mini-batches the copies of a parameter are compared again."""
 
 
-class Tied(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter that layers on several ranks share.
 
     Attributes:
@@ -155,7 +155,9 @@ class TiedParameters:
                 total = _added(heard[rank][1] for rank in tied.names)
                 _put(p, total, guards)
 
-    def _told(self, tied: Tied, serial: int, guards: Sequence[StageGuards], io: BatchIO) -> Flat:
+    def _told(
+        self, tied: TiedParameter, serial: int, guards: Sequence[StageGuards], io: BatchIO
+    ) -> Flat:
         """Return what this rank tells the others about a tied parameter: its state and gradient.
 
         The state says whether the parameter requires grad. Sometimes it also has a checksum of the
@@ -172,7 +174,9 @@ class TiedParameters:
         return state, gradient
 
 
-def _found(partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> Iterator[Tied]:
+def _found(
+    partitions: Iterable[nn.Module], placement: Iterable[int], own: int
+) -> Iterator[TiedParameter]:
     """Yield the parameters that this rank's partitions share with partitions of other ranks."""
     uses: dict[nn.Parameter, list[tuple[int, str, nn.Module, str]]] = {}
     for partition, rank in zip(partitions, placement, strict=True):
@@ -188,7 +192,7 @@ def _found(partitions: Iterable[nn.Module], placement: Iterable[int], own: int) 
         if len(names) > 1 and own in names:
             last = found[-1][0]
             _, _, module, attribute = next(use for use in found if use[0] == own)
-            yield Tied(names, last, module, attribute)
+            yield TiedParameter(names, last, module, attribute)
 
 
 def _stand_ins(p: nn.Parameter, guards: Sequence[StageGuards]) -> list[Tensor]:
@@ -211,7 +215,7 @@ def _checksum(p: nn.Parameter) -> int:
     return int(content.sum(dtype=torch.int64))
 
 
-def _check_equal(tied: Tied, heard: Mapping[int, Flat]) -> None:
+def _check_equal(tied: TiedParameter, heard: Mapping[int, Flat]) -> None:
     """Raise `RuntimeError` if ranks have told different states of a tied parameter."""
     needs, sums = set(), set()
     for state, _ in heard.values():

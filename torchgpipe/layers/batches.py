@@ -24,10 +24,11 @@ from torchgpipe.tensors.microbatch import (
 from torchgpipe.trace.parts import Slots
 from torchgpipe.trace.signature import Signature
 
+Divided = tuple[list[TensorOrTensors], torch.Event | None]
+"""The micro-batches of a mini-batch, and an event that occurs when pinned memory was copied."""
 
-def divided(
-    input: Input, chunks: int, stage: Stage, signature: Signature | None
-) -> tuple[list[TensorOrTensors], torch.Event | None]:
+
+def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None) -> Divided:
     """Return the micro-batches of a mini-batch, on the device of the first stage.
 
     A copy from pinned memory still runs when this function returns. The caller of the pipeline may

@@ -16,12 +16,13 @@ from torchgpipe.modules import InPlace, Swap
 from torchgpipe.task.batchnorm import norms_in_training
 from torchgpipe.task.guards.attention import SlowAttention
 from torchgpipe.task.guards.buffers import Buffers
+from torchgpipe.task.guards.cast_cache import WithoutCastCache
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
 from torchgpipe.task.guards.in_place import InPlaceForRun, InPlaceForTask
 from torchgpipe.task.guards.layers import UnchangedLayers
 from torchgpipe.task.guards.memory import KeptInputs
-from torchgpipe.task.guards.modes import AmbientModes, WithoutCastCache
+from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.task.guards.stateful import StatefulModes
 from torchgpipe.task.guards.statistics import Statistics

@@ -90,7 +90,7 @@ MISTAKES: dict[str, Mistake] = {
         ["input must be a tensor", "torch.from_numpy()"],
     ),
     "a list as input": (lambda: model()([X, X]), ["a tensor or a tuple of tensors", "got list"]),
-    "a dictionary as input": (lambda: model()({"x": X}), ["a tuple of tensors", "got dict"]),
+    "a dictionary without tensors": (lambda: model()({"x": 1}), ["must have tensors", "got dict"]),
     "None as input": (lambda: model()(None), ["input must be a tensor", "got NoneType"]),
     "a number in a tuple": (lambda: model()((X, 1)), ["tuple of tensors", "element 1 is int"]),
     "an empty tuple": (lambda: model()(()), ["got an empty tuple"]),

@@ -229,7 +229,13 @@ class Transfers:
         self.stage("loss", range(len(told)) if self._own == last else [last], device)
 
     def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
-        """Make transfers through host memory for wires of a kind; on the CPU, make none."""
+        """Make transfers through host memory for wires of a kind; on the CPU, make none.
+
+        Args:
+            kind: The kind of the wires, one of `wire.KINDS`.
+            peers: The ranks at the other ends.
+            device: This rank's device.
+        """
         if identity(device) == NO_GPU:
             return
         for peer in peers:

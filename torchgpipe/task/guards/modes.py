@@ -205,30 +205,6 @@ class AmbientModes(Guard):
         return [m for m in modes if not (m in self.changed or _only_watches(m))]
 
 
-class WithoutCastCache(Guard):
-    """A guard for compiled layers: under autocast, no task keeps copies of weights.
-
-    Recomputations never keep such copies. `torch.compile` would compile the layers once more for
-    forwards that do.
-    """
-
-    def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return a context in which autocast keeps no copies."""
-        return _without_cast_cache()
-
-    before_single_pass = before_first_pass
-
-
-@contextmanager
-def _without_cast_cache() -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def _without_private(stacks: Stacks) -> Stacks:
     if stacks is NO_MODES:
         return stacks
