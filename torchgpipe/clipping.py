@@ -37,7 +37,8 @@ def clip_gradients(
         norm = torch.linalg.vector_norm(p.grad, norm_type)
         # The norm of a DTensor is a DTensor.
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    here = norms[0].device if norms else torch.device("cpu")
+    # A rank that has only copies computes the total on the same kind of device as other ranks.
+    here = given[0].device if given else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0, device=here)
     own_places = own.new_tensor([places[p] for p in counted])
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.

@@ -21,6 +21,7 @@ from torchgpipe.layers.checks import (
     check_module,
     check_settings,
     shared_buffers,
+    shared_parameters,
     unchanged,
 )
 from torchgpipe.layers.compiled import CompilesLayers
@@ -136,6 +137,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         turn = locks_of(modules, OF_RUNS)
         for stage in self._stages:
             stage.turn = turn
+            stage.find_away(shared_parameters(self.partitions))
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:

@@ -86,7 +86,7 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`; also if ranks share a generator, or lack one of v partitions.
+        ValueError: See `GPipe`; also if ranks share a random generator, or partitions are missing.
     """
 
     _traced_instead = (
@@ -161,7 +161,7 @@ class DistributedGPipe(Partitioned):
         # The names of the parameters of other ranks' layers, as long as this process has them.
         self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
-        self._serial = 0
+        self._searched, self._serial = False, 0  # whether `OtherRanksParameters` has searched
         self._warned = False  # whether this rank has warned that ranks have different samples
 
     def _layout(self) -> list[Crossing]:

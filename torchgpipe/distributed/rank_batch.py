@@ -90,7 +90,7 @@ class RankBatch(Batch):
         m = len(self.sizes)
         super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
         self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
-        if self._serial == 1:
+        if not owner._searched:
             for guards in self.guards:
                 guards.add(OtherRanksParameters(guards.index, self.elsewhere))
         (self.program,) = self.programs.values()
@@ -177,8 +177,10 @@ class RankBatch(Batch):
         with self._in_place, modes():
             self.program.run(actions, links, io, keep=keep)
         if lists is not self.orders.forwards:
-            self.program.doing = "the sum of tied parameters' gradients"
-            self._tied.add_up(connections, self.guards, io)
+            self._owner._searched = True  # type: ignore[assignment] - by `OtherRanksParameters`
+            if self._tied.peers:
+                self.program.doing = "the sum of tied parameters' gradients"
+                self._tied.add_up(connections, self.guards, io)
         # Otherwise, a message that is not sent yet is lost if the process ends now.
         connections.deliver()
 
@@ -214,6 +216,7 @@ class RankBatch(Batch):
             self.program.doing = self.program.computing = "the criterion"
             result = loss = scalar(request.criterion(result, request.target))
             self.program.computing = None
+            self._tied.refuse_in(loss, ends)
             if loss.requires_grad and ends:
                 result = _with_ends(loss, ends)
         needs = loss.requires_grad

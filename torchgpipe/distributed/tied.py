@@ -13,12 +13,13 @@ order (Narayanan et al., arXiv:2104.04473, do the same). In this picture, time g
                      <--- g1 -----
     gradient g0 + g1               gradient g0 + g1
 
-So optimizers of the same kind make the same change to each copy, and the copies stay equal. This is
-checked from time to time.
+So optimizers of the same kind make the same change to each copy, and the copies stay equal. If
+replicas of the pipeline average these gradients, the last bits of the averages can differ. So from
+time to time, the copies are compared, and set to the values of the first rank that has one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,11 @@ from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.task.stage_guards import StageGuards
+from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
-CHECKED_EVERY = 100
-"""After how many mini-batches the copies of a parameter are compared again."""
+COMPARED_EVERY = 100
+"""After how many backwards the copies of a parameter are compared again."""
 
 
 class TiedParameter(NamedTuple):
@@ -57,16 +59,22 @@ class TiedParameter(NamedTuple):
         """Return this rank's copy.
 
         Raises:
+            RuntimeError: If the layer does not have the parameter any more.
             TypeError: If the parameter is sharded over further ranks.
         """
-        p = self.module._parameters[self.attribute]
+        p = self.module._parameters.get(self.attribute)
+        if p is None:
+            raise RuntimeError(
+                f"{self} were one parameter when the pipeline was made, but this rank's layer has "
+                "it no more; change the layers first, then wrap them in a DistributedGPipe"
+            )
         if hasattr(p, "device_mesh"):
             raise TypeError(
                 f"{self} are one parameter, and it is a DTensor (fully_shard or parallelize_module "
                 "made it), whose gradients a pipeline cannot add up over its ranks; replicate "
                 "these layers, or give each layer a parameter of its own"
             )
-        return cast(nn.Parameter, p)
+        return p
 
 
 class TiedParameters:
@@ -83,6 +91,7 @@ class TiedParameters:
 
     def __init__(self, partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> None:
         self._own = own
+        self._backwards = 0
         self._tied = [*_found(partitions, placement, own)]
         self.peers: set[int] = set()
         for each in self._tied:
@@ -101,9 +110,10 @@ class TiedParameters:
         return found
 
     def begin_equal(self, connections: Connections) -> None:
-        """Set all copies of each tied parameter to the values of its last use in the model.
+        """Make all copies of each tied parameter equal.
 
-        Without a pipeline, `init` fills one parameter several times, and its last values stay.
+        The rank of the last layer that uses the parameter sends its values. Without a pipeline, the
+        last call of `init` decides about the values, too.
         """
         for tied in self._tied:
             p = tied.parameter()
@@ -136,9 +146,11 @@ class TiedParameters:
         for peer in self.peers:
             connections.wire(Sender, "tied gradients", peer).begin()
             connections.wire(Receiver, "tied gradients", peer).begin()
+        compares = self._backwards % COMPARED_EVERY == 0
+        self._backwards += 1
         own = []
         for tied in self._tied:
-            told = self._told(tied, connections.serial, guards, io)
+            told = self._told(tied, guards, io, compares=compares)
             for peer in tied.names.keys() - {self._own}:
                 sender = connections.wire(Sender, "tied gradients", peer)
                 sender.give(connections.message("gradient", told))
@@ -148,30 +160,49 @@ class TiedParameters:
             for peer in tied.names.keys() - {self._own}:
                 receiver = connections.wire(Receiver, "tied gradients", peer)
                 _, heard[peer] = connections.take(receiver)
-            _check_equal(tied, heard)
+            _check_alike(tied, heard)
             p = tied.parameter()
+            if compares:
+                p.data.copy_(_values(tied, heard))
             if p.requires_grad:
                 # All ranks add in the same order, so all get the same bits.
                 total = _added(heard[rank][1] for rank in tied.names)
-                _put(p, total, guards)
+                _put(tied, total, guards)
+
+    def refuse_in(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Raise `RuntimeError` if the criterion of `loss()` uses a tied parameter of this rank.
+
+        Only in a `step`, the gradients of the criterion reach the copies of other ranks.
+
+        Args:
+            loss: The loss.
+            outputs: The outputs of the pipeline that require grad.
+        """
+        if not (self._tied and loss.requires_grad):
+            return
+        leaves = leaves_of([loss.grad_fn], ends=[y.grad_fn for y in outputs])
+        for tied in self._tied:
+            if any(leaf is tied.parameter() for leaf in leaves):
+                raise RuntimeError(
+                    f"the criterion of loss() uses a parameter that ranks share: {tied}; call "
+                    "step(), which adds the criterion's gradient to all copies"
+                )
 
     def _told(
-        self, tied: TiedParameter, serial: int, guards: Sequence[StageGuards], io: BatchIO
+        self, tied: TiedParameter, guards: Sequence[StageGuards], io: BatchIO, *, compares: bool
     ) -> Flat:
-        """Return what this rank tells the others about a tied parameter: its state and gradient.
+        """Return what this rank tells the others about a tied parameter.
 
-        The state says whether the parameter requires grad. Sometimes it also has a checksum of the
-        parameter, and otherwise zero.
+        These are: whether it requires grad, its gradient, and its values if they are compared.
         """
         p = tied.parameter()
-        checksum = _checksum(p) if serial % CHECKED_EVERY == 1 else 0
-        state = torch.tensor([int(p.requires_grad), checksum], device="cpu")
+        needs = torch.tensor(p.requires_grad, device="cpu")
         gradients = [io.take_sum(p)]
         gradients += [stand_in.grad for stand_in in _stand_ins(p, guards)]
         gradient = _added(gradients)
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()  # messages have no sparse tensors
-        return state, gradient
+        return needs, gradient, p.detach() if compares else None
 
 
 def _found(
@@ -183,7 +214,8 @@ def _found(
         for path, module in partition.named_modules():
             for attribute, p in module._parameters.items():
                 if p is not None:
-                    use = rank, f"{path}.{attribute}", module, attribute
+                    name = f"{path}.{attribute}" if path else attribute
+                    use = rank, name, module, attribute
                     uses.setdefault(p, []).append(use)
     for found in uses.values():
         names: dict[int, str] = {}
@@ -201,39 +233,47 @@ def _stand_ins(p: nn.Parameter, guards: Sequence[StageGuards]) -> list[Tensor]:
     return [stand_ins[p] for stand_ins in by_stage if p in stand_ins]
 
 
-def _put(p: nn.Parameter, total: Tensor | None, guards: Sequence[StageGuards]) -> None:
+def _put(tied: TiedParameter, total: Tensor | None, guards: Sequence[StageGuards]) -> None:
     """Replace the gradients of a parameter's stand-ins: one of them gets `total`, others none."""
-    first, *others = _stand_ins(p, guards)
-    first.grad = total
-    for stand_in in others:
+    stand_ins = _stand_ins(tied.parameter(), guards)
+    if not stand_ins:
+        raise RuntimeError(
+            f"{tied} are one parameter, which was replaced, frozen or unfrozen during the "
+            "mini-batch, or in a layer that was replaced; change parameters between mini-batches"
+        )
+    for stand_in in stand_ins:
         stand_in.grad = None
+    stand_ins[0].grad = total
 
 
-def _checksum(p: nn.Parameter) -> int:
-    """Return a number that differs, most likely, for parameters whose values differ."""
-    content = p.detach().contiguous().reshape(-1).view(torch.uint8)
-    return int(content.sum(dtype=torch.int64))
-
-
-def _check_equal(tied: TiedParameter, heard: Mapping[int, Flat]) -> None:
-    """Raise `RuntimeError` if ranks have told different states of a tied parameter."""
-    needs, sums = set(), set()
-    for state, _ in heard.values():
-        assert state is not None
-        requires_grad, checksum = state.tolist()
-        needs.add(requires_grad)
-        sums.add(checksum)
+def _check_alike(tied: TiedParameter, heard: Mapping[int, Flat]) -> None:
+    """Raise `RuntimeError` if only some ranks say that a tied parameter requires grad."""
+    needs = {bool(each[0]) for each in heard.values()}
     if len(needs) > 1:
         raise RuntimeError(
             f"{tied} are one parameter, but only some of them require grad; freeze all of them, or "
             "none"
         )
-    if len(sums) > 1:
-        raise RuntimeError(
-            f"{tied} are one parameter, but their values differ; load the same state on all ranks, "
-            "and give each of their optimizers the same options, such as the learning rate and the "
-            "weight decay"
-        )
+
+
+def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
+    """Return the values of a tied parameter on the first rank that has a copy.
+
+    Raises:
+        RuntimeError: If the values of another rank differ by more than a sum of rounding errors.
+    """
+    first, *others = [heard[rank][2] for rank in tied.names]
+    assert first is not None
+    for other in others:
+        assert other is not None
+        most = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
+        if not (other - first).abs().max() <= most:
+            raise RuntimeError(
+                f"{tied} are one parameter, but their values differ; load the same state on all "
+                "ranks, and give each of their optimizers the same options, such as the learning "
+                "rate and the weight decay"
+            )
+    return first
 
 
 def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -241,5 +281,6 @@ def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None
     for part in parts:
         if part is not None:
-            total = part if total is None else total + part
+            # A sparse tensor can be added to a dense one, not the other way round.
+            total = part if total is None else part + total if total.is_sparse else total + part
     return total

@@ -18,6 +18,7 @@ from torchgpipe.tensors.microbatch import (
     Structured,
     TensorOrTensors,
     mapped,
+    refuse_array,
     scatter,
     tensors_of,
 )
@@ -86,13 +87,20 @@ def taken_apart(input: Any) -> Any:
     other values are copied.
 
     Raises:
-        TypeError: If a mapping or a dataclass has no tensors.
+        TypeError: If a mapping or a dataclass has no tensors, or has lists or arrays.
     """
     if isinstance(input, MicroBatches):
         return MicroBatches([taken_apart(each) for each in input])
     is_instance = is_dataclass(input) and not isinstance(input, type)
     if not is_instance and not isinstance(input, Mapping):
         return input
+    for name, value in (input if isinstance(input, Mapping) else vars(input)).items():
+        refuse_array(value, f"{name!r} of input")
+        if isinstance(value, list):
+            raise TypeError(
+                f"{name!r} of input is a list, which can have an entry for each sample; make a "
+                "tensor of it, or give MicroBatches"
+            )
     slots = Slots()
     structure = slots.taken(input)
     if not slots.tensors:

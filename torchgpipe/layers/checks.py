@@ -99,6 +99,14 @@ def check_settings(chunks: object, checkpoint: object) -> None:
         )
 
 
+def shared_parameters(partitions: Iterable[nn.Module]) -> set[Tensor]:
+    """Return the parameters that several partitions share."""
+    times = Counter[Tensor]()
+    for partition in partitions:
+        times.update(partition.parameters())
+    return {p for p, count in times.items() if count > 1}
+
+
 def shared_buffers(
     partitions: Iterable[nn.Module], own: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, str]]:

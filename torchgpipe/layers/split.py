@@ -147,7 +147,10 @@ def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init
     """Call `init` for each layer of a partition, whose first layer has the number `first`."""
     seed = torch.initial_seed()
     for k, layer in enumerate(partition, first):
-        with torch.random.fork_rng(accelerator.with_generators([device])), torch.no_grad():
-            for generator in default_generators(device):
-                generator.manual_seed(seed + k)
+        # A parameter that partitions share can be on another device.
+        devices = {device, *[p.device for p in layer.parameters()]}
+        with torch.random.fork_rng(accelerator.with_generators(devices)), torch.no_grad():
+            for each in devices:
+                for generator in default_generators(each):
+                    generator.manual_seed(seed + k)
             init(k, layer)

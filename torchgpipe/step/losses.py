@@ -179,7 +179,10 @@ class Losses(BatchIO):
         returned.
         """
         meant = self._originals()
-        return tuple([meant.get(x, x) for x in self._sums]), tuple(self._sums.values())
+        originals = tuple([meant.get(x, x) for x in self._sums])
+        # A stand-in can be on another device than its parameter, which several partitions share.
+        sums = zip(self._sums.values(), originals, strict=True)
+        return originals, tuple([grad.to(x.device) for grad, x in sums])
 
     def take_sum(self, p: Tensor) -> Tensor | None:
         """Return the sum of the gradients that the criterion gives a parameter, and forget it."""

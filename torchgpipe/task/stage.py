@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,12 +92,14 @@ class Stage:
         self.compiled = any(is_compiled(m) for m in modules)
         self.halves = Halves(modules)
         self.lock = as_one(locks_of(modules, _OF_TASKS))
-        self.away = {}
-        for module in modules:
-            for p in module._parameters.values():
-                if p is not None and _is_away(p, self.device):
-                    self.away[p] = self.device
         return True
+
+    def find_away(self, shared: Collection[Tensor]) -> None:
+        """Find the parameters that are on another device, among those that partitions share."""
+        self.away = {}
+        for p in self.partition.parameters():
+            if p in shared and _is_away(p, self.device):
+                self.away[p] = self.device
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
         """Find the skip connections that enter and leave the partition."""

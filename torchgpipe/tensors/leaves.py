@@ -1,6 +1,6 @@
 """Find the leaves of an autograd graph, and disable the hooks of leaves."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,19 +36,19 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
     return leaves, only_whole, older
 
 
-def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """Return the leaves of a graph that begins at some nodes."""
-    ends = [node for node in _nodes_behind(roots) if not node.next_functions]
-    return [node.variable for node in ends if hasattr(node, "variable")]
+def leaves_of(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Tensor]:
+    """Return the leaves of a graph that begins at some nodes, but not those behind its `ends`."""
+    last = [node for node in _nodes_behind(roots, ends) if not node.next_functions]
+    return [node.variable for node in last if hasattr(node, "variable")]
 
 
-def _nodes_behind(roots: Iterable[Any]) -> list[Any]:
-    """Return each node of a graph once, beginning with its roots."""
+def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
+    """Return each node of a graph once, beginning with its roots, and without its `ends`."""
     unseen = [*roots]
     found: dict[Any, None] = {}
     while unseen:
         node = unseen.pop()
-        if node is not None and node not in found:
+        if node is not None and node not in found and node not in ends:
             found[node] = None
             unseen.extend([following for following, _ in node.next_functions])
     return [*found]
