@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-NEEDED = ("torch", "msgspec", "tabulate", "tqdm")
+NEEDED = ("torch", "msgspec", "tabulate", "tqdm", "click")
 
 
 def main() -> None:

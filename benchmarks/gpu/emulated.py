@@ -6,7 +6,14 @@ with a thread for each GPU, as ranks have, and once with one thread that issues 
 GPUs. If the second replay is slower, the row is launch-bound in one process.
 """
 
-from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.experiments import (
+    ENDING,
+    LEAST,
+    about_failures,
+    about_rows,
+    run_experiment,
+    summary,
+)
 from benchmarks.gpu.part import Context, Fields
 from reproduce.machine.devices import Devices
 from reproduce.numbers.metrics import throughputs
@@ -41,10 +48,12 @@ def run(context: Context) -> Fields:
         if seconds < LEAST and paper:
             continue
         record = run_experiment(context, name, options, seconds)
-        if record is not None:
+        if isinstance(record, str):
+            result.setdefault("failed", {})[name] = record
+        else:
             records[name] = record
             tables[name] = summary(record, emulated=True)
-            context.write(result)
+        context.write(result)
     for name, record in records.items():
         if context.seconds_left() > PREDICTING:
             _add_predictions(tables[name], record)
@@ -66,4 +75,5 @@ def _add_predictions(rows: Fields, record: Record) -> None:
 
 def lines(result: Fields) -> list[str]:
     """Return a line for each experiment."""
-    return [f"{name}: {about_rows(rows)}" for name, rows in result["tables"].items()]
+    found = [f"{name}: {about_rows(rows)}" for name, rows in result["tables"].items()]
+    return [*found, *about_failures(result)]

@@ -23,7 +23,7 @@ SLOWER = 0.95
 
 def run_experiment(
     context: Context, name: str, options: Sequence[str], seconds: float
-) -> Record | None:
+) -> Record | str:
     """Run `python -m reproduce run` for an experiment, and return its record.
 
     The record is in `DIR/records`, together with its tables. It is written after each round, so a
@@ -36,7 +36,7 @@ def run_experiment(
         seconds: After this time, the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record, or `None` if the run ended before its first row.
+        The record, or a text that says how the run ended if it has no record.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -48,8 +48,24 @@ def run_experiment(
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
+            _await_end(process)
     written = set(folder.glob("*.json")) - before
-    return load(written.pop()) if written else None
+    if written:
+        return load(written.pop())
+    return f"its run ended with code {process.returncode} before its first row; see its log"
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until an interrupted run has written its record; kill it if that takes too long."""
+    try:
+        process.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def about_failures(result: Fields) -> list[str]:
+    """Return a line for each experiment of a part that has no record."""
+    return [f"{name}: {why}" for name, why in result.get("failed", {}).items()]
 
 
 def summary(record: Record, *, emulated: bool) -> Fields:

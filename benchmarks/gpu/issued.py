@@ -118,7 +118,9 @@ def prepare_profile(*fields: Any) -> Callable[[], dict[str, float]]:
 def _profile(step: Step) -> dict[str, float]:
     if not step.on_gpu:
         return {}
+    step.drop_gradients()  # otherwise, the step would also add its gradients to them
     found: dict[str, float] = {"waits": _waits(step)}
+    step.drop_gradients()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step.issue()

@@ -67,8 +67,8 @@ PARTS = (
     "memory",
     "overlap",
     "schedules",
-    "compiled",
     "several",
+    "compiled",
 )
 MOST_LINES = 3
 """The number of lines that the page has for a part, beyond the line with its name."""

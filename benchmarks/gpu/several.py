@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from benchmarks.gpu.experiments import ENDING, LEAST, about_rows, run_experiment, summary
+from benchmarks.gpu.experiments import (
+    ENDING,
+    LEAST,
+    about_failures,
+    about_rows,
+    run_experiment,
+    summary,
+)
 from benchmarks.gpu.part import Context, Fields
 from benchmarks.gpu.schedules import alike
 from reproduce.error import Error
@@ -72,10 +79,14 @@ def run(context: Context) -> Fields:
         result["tables"] = tables
         for number, name in enumerate(TABLES):
             seconds = (context.seconds_left() - ENDING) / (len(TABLES) - number)
-            record = run_experiment(context, name, MEASURE, seconds) if seconds > LEAST else None
-            if record is not None:
+            if seconds < LEAST:
+                continue
+            record = run_experiment(context, name, MEASURE, seconds)
+            if isinstance(record, str):
+                result.setdefault("failed", {})[name] = record
+            else:
                 tables[name] = summary(record, emulated=False)
-                context.write(result)
+            context.write(result)
     return result
 
 
@@ -253,7 +264,7 @@ def lines(result: Fields) -> list[str]:
     found = [about] if about else []
     for name, rows in result.get("tables", {}).items():
         found.append(f"{name}, measured: {about_rows(rows)}")
-    return found
+    return [*found, *about_failures(result)]
 
 
 def _about_ranks(result: Fields) -> Iterator[str]:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from benchmarks.gpu import emulated
 from benchmarks.gpu.experiments import about_rows, run_experiment, summary
 from benchmarks.gpu.part import Context
-from reproduce.records.record import save
+from reproduce.records.record import Record, save
 
 from ...reproduce.made import emulated as as_emulated
 from ...reproduce.made import ran, record
@@ -78,13 +78,14 @@ def test_a_run_that_takes_too_long_is_interrupted(
     assert command[1:5] == ["-m", "reproduce", "run", "e"]
     assert command[-2:] == ["--steps", "1"]
     assert process.returncode == -signal.SIGINT
-    assert found is not None
+    assert isinstance(found, Record)
     assert found.name == "new"
 
 
-def test_a_run_without_a_record_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    assert run_experiment(context(tmp_path), "amoebanet-speed", [], 5.0) is None
+def test_a_run_without_a_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = run_experiment(context(tmp_path), "amoebanet-speed", [], 5.0)
+    assert found == "its run ended with code 1 before its first row; see its log"
 
 
 def test_each_experiment_gets_its_share_of_the_time(
@@ -99,7 +100,7 @@ def test_each_experiment_gets_its_share_of_the_time(
     def run(context: Context, name: str, options: Any, seconds: float) -> Any:
         asked[name] = seconds
         assert "--devices" in options
-        return record(*results, device="cuda") if name == "unet-speed" else None
+        return record(*results, device="cuda") if name == "unet-speed" else "it ended"
 
     monkeypatch.setattr(emulated, "run_experiment", run)
     monkeypatch.setattr(emulated, "own_links", lambda devices: "h100x8")
@@ -114,5 +115,8 @@ def test_each_experiment_gets_its_share_of_the_time(
         "resnet101-speed": pytest.approx(300, abs=5),
     }
     assert [*result["tables"]] == ["unet-speed"]
-    (line,) = emulated.lines(result)
-    assert line == ("unet-speed: 27 of 27 rows; pipeline-8 1 samples/s, published 88, predicted 2")
+    assert emulated.lines(result) == [
+        "unet-speed: 27 of 27 rows; pipeline-8 1 samples/s, published 88, predicted 2",
+        "amoebanet-speed: it ended",
+        "resnet101-speed: it ended",
+    ]
