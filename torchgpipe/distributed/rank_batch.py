@@ -177,7 +177,7 @@ class RankBatch(Batch):
         with self._in_place, modes():
             self.program.run(actions, links, io, keep=keep)
         if lists is not self.orders.forwards:
-            self._owner._searched = True  # type: ignore[assignment] - by `OtherRanksParameters`
+            vars(self._owner)["_searched"] = True  # by `OtherRanksParameters`
             if self._tied.peers:
                 self.program.doing = "the sum of tied parameters' gradients"
                 self._tied.add_up(connections, self.guards, io)

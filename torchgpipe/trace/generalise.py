@@ -76,7 +76,7 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
             root,
             at,
             f"with batches of {', '.join(samples)}{of} it does not do the same: {error}",
-            _ONE_SAMPLE if any(1 in sizes for sizes in points) else advice,
+            _ONE_SAMPLE if any(sizes[0] == 1 for sizes in points) else advice,
         ) from None
     return calls
 

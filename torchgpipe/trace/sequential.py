@@ -51,10 +51,10 @@ def sequential(
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The function records the calls in the module's forward on fake tensors, for three batch sizes,
-    and for two more lengths of each dimension that `dynamic_shapes` names.
-    It cuts the list of calls where a submodule with parameters is called. A tensor becomes a skip
-    if a layer after the next layer uses it.
+    The function records the calls in the module's forward on fake tensors, for three batch sizes.
+    With lengths in `dynamic_shapes`, it records more: five times for one length, nine times for
+    two, and about twice as often for each further one. It cuts the list of calls where a submodule
+    with parameters is called. A tensor becomes a skip if a layer after the next layer uses it.
 
     The layers hold the module's own submodules, parameters and buffers. Their `state_dict` has the
     module's names. The layers and the pipeline are called like the module.
@@ -82,8 +82,9 @@ def sequential(
             dimension 0 can grow together with dimension 0 of the other tensors.
         dynamic_shapes: Which other lengths may change from call to call, in the form that
             `torch.export.export` takes, such as `{"tokens": {1: torch.export.Dim("length")}}`.
-            Dimensions with the same `Dim` have the same length. Length 1 is a length of its own for
-            many modules, so give a sample of at least two, and layers of other lengths check it.
+            Dimensions with the same `Dim` have the same length. Many modules do something else for
+            length 1, so give a sample of length 2 or more. A call of length 1 is compared with the
+            module first, and refused if it differs.
 
     Returns:
         The layers, which `GPipe` takes like any other `nn.Sequential`.
@@ -207,8 +208,8 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
         plan.sizes = sizes_read(module, plan, recordings, signature.size_names)
         layers[plan.name] = Layer(module, plan, namespace, recording.extra, signature.size_names)
     sequence = Layers(layers, signature)
-    first: Any = sequence[0]
-    first.sizes = OtherSizes(module, signature, inputs, whole, recorded)
+    # Not by `setattr`: the layer can have a submodule of the name.
+    vars(sequence[0])["sizes"] = OtherSizes(module, signature, inputs, whole, recorded)
     sequence.training = module.training
     _hold_unused(module, sequence)
     return sequence

@@ -17,7 +17,7 @@ from torchgpipe.tensors.microbatch import (
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import same
-from torchgpipe.trace.parts import Slots, cache_in
+from torchgpipe.trace.parts import Slot, Slots, cache_in
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable
 
 Tensors = Sequence[Tensor]
@@ -74,11 +74,14 @@ class Signature:
         self._like = [(tuple(x.shape), x.dtype) for x in slots.tensors]
         self._slots = slots.again()
         self.batched = (True,) * len(self.names)
-        places: dict[int, Places] = {}
+        places: dict[int, list[Places]] = {}
         self._lengths: list[Length] = []
         if dynamic_shapes is not None:
             self._lengths, places = lengths_of(bound, dynamic_shapes)
-        self.places = [places.get(id(x), {}) for x in slots.tensors]
+        self.places: list[Places] = []
+        for x in slots.tensors:
+            of_x = places.get(id(x))
+            self.places.append(of_x.pop(0) if of_x else {})
         self.points = corners([BATCHES, *[length.recorded for length in self._lengths]])
 
     @property
@@ -173,8 +176,10 @@ class Signature:
             if tuple(alike)[first:] != shape[first:] or x.dtype != dtype:
                 batch = " (the first is the batch size)" if batched else ""
                 or_else = ""
-                if len(alike) == len(shape) and x.dtype == dtype:
-                    dimension = next(k for k in range(first, len(shape)) if alike[k] != shape[k])
+                unlike = [k for k, n in enumerate(shape) if alike[k : k + 1] != [n] and k >= first]
+                is_argument = isinstance(self._given[name], Slot)
+                if len(alike) == len(shape) and x.dtype == dtype and unlike[0] and is_argument:
+                    dimension = unlike[0]
                     or_else = (
                         ", or, if this length changes from call to call, with dynamic_shapes="
                         f"{{{name!r}: {{{dimension}: torch.export.Dim('length')}}}}"

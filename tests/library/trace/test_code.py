@@ -137,3 +137,35 @@ def test_numbers_that_follow_from_sizes(formula: Any, text: str) -> None:
 def test_other_numbers_have_no_formula() -> None:
     assert fitted([b * b for b, _, _ in POINTS], POINTS) is None
     assert len(POINTS) == 9
+
+
+class Columns(nn.Module):
+    """A layer that takes columns by name, and returns a Python value for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, **columns: Tensor) -> tuple[Tensor, list[int]]:
+        x = columns["class"] + columns["age-group"]
+        return self.linear(x), [0] * len(x)
+
+
+class OfColumns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = Columns()  # a layer has an attribute of this name
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = {"class": x, "age-group": x.sin()}
+        y, _ = self.sizes(**columns)
+        result: Tensor = self.last(y)
+        return result
+
+
+def test_names_that_python_does_not_take() -> None:
+    module, x = OfColumns(), torch.randn(4, WIDTH)
+    layers = sequential(module, x, whole=[Columns])
+    assert_close(layers(x), module(x))
+    assert_close(layers(x[:3]), module(x[:3]))

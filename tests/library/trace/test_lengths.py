@@ -57,6 +57,25 @@ def test_what_it_takes(shapes: Any) -> None:
         assert_close(model(*given), module(*given))
 
 
+class Attends(nn.Module):
+    """A module whose two arguments have lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.a(target) @ self.b(source).transpose(1, 2)
+
+
+def test_one_tensor_as_the_sample_of_two_arguments() -> None:
+    module, x = Attends(), torch.randn(2, 8, WIDTH)
+    shapes = {"source": {1: Dim("s")}, "target": {1: Dim("t")}}
+    layers = sequential(module, (x, x), dynamic_shapes=shapes)
+    given = torch.randn(2, 6, WIDTH), torch.randn(2, 9, WIDTH)
+    assert_close(layers(*given), module(*given))
+
+
 def test_one_code_serves_all_lengths() -> None:
     layers: Any = sequential(GPT(), text(2, 8), dynamic_shapes=SHAPES)
     assert "torch.arange(length, device=device)" in layers[0].code
@@ -212,3 +231,9 @@ def test_generation_without_a_cache() -> None:
     model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
     given = text(2, 3)
     assert torch.equal(generated(model.predict, given, 8), generated(module, given, 8))
+
+
+def test_a_misspelt_name_in_a_dictionary_is_refused() -> None:
+    shapes = {"pair": {"X": {1: S}}, "places": {0: S}}
+    with pytest.raises(ValueError, match=r"names \['X'\] in pair, but the sample has \['x', 'y'\]"):
+        sequential(Joined(), joined(3, 4, 8), dynamic_shapes=shapes)

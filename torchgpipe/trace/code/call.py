@@ -85,5 +85,7 @@ def _numbered(value: Any, numbers: Iterator[int]) -> Any:
     if isinstance(value, Tensor):
         return next(numbers)
     if isinstance(value, tuple | list):
-        return tuple([_numbered(x, numbers) for x in value])
+        found = tuple([_numbered(x, numbers) for x in value])
+        # How many other values there are may depend on the batch size.
+        return found if any(part is not None for part in found) else None
     return None

@@ -45,7 +45,9 @@ Places = dict[int, int]
 """For each dimension of a tensor whose length may change: the index of the size that it has."""
 
 
-def lengths_of(arguments: Mapping[str, Any], shapes: Any) -> tuple[list[Length], dict[int, Places]]:
+def lengths_of(
+    arguments: Mapping[str, Any], shapes: Any
+) -> tuple[list[Length], dict[int, list[Places]]]:
     """Return the lengths that may change, and where the tensors in the arguments have them.
 
     Size 0 is the batch size, and the lengths are the sizes 1, 2, and so on.
@@ -55,7 +57,8 @@ def lengths_of(arguments: Mapping[str, Any], shapes: Any) -> tuple[list[Length],
         shapes: The argument `dynamic_shapes` of `sequential`.
 
     Returns:
-        The lengths; and for each tensor, by its id, its dimensions that have one of them.
+        The lengths; and for each tensor, by its id, its dimensions that have one of them. A tensor
+        that is given for several arguments has an entry for each of them.
 
     Raises:
         TypeError: If `shapes` does not have the form that `torch.export` takes.
@@ -83,11 +86,14 @@ def lengths_of(arguments: Mapping[str, Any], shapes: Any) -> tuple[list[Length],
     lengths: list[Length] = []
     for name, places in dims.items():
         lengths.append(_length(name, places, entries))
-    found: dict[int, Places] = {}
+    by_entry: list[Places] = [{} for _ in entries]
     for size, places in enumerate(dims.values(), 1):
         for k, dimension, _ in places:
-            _, x, _ = entries[k]
-            found.setdefault(id(x), {})[dimension] = size
+            by_entry[k][dimension] = size
+    # One tensor can be given for several arguments.
+    found: dict[int, list[Places]] = {}
+    for (_, x, _), own in zip(entries, by_entry, strict=True):
+        found.setdefault(id(x), []).append(own)
     return lengths, found
 
 
@@ -104,6 +110,10 @@ def _entries(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, Tensor, 
     elif type(value) is dict:
         if shapes is not None and not isinstance(shapes, Mapping):
             raise TypeError(f"{_FORM}, with a dictionary for {name}, but got {shapes!r}")
+        if unknown := sorted(map(str, (shapes or {}).keys() - value.keys())):
+            raise ValueError(
+                f"dynamic_shapes names {unknown} in {name}, but the sample has {sorted(value)}"
+            )
         for key, each in value.items():
             yield from _entries(name, each, (shapes or {}).get(key))
     elif shapes:

@@ -170,7 +170,10 @@ class Source:
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         texts = [self._text(x) for x in args]
-        texts += [f"{name}={self._text(x)}" for name, x in kwargs.items()]
+        if all(name.isidentifier() and not iskeyword(name) for name in kwargs):
+            texts += [f"{name}={self._text(x)}" for name, x in kwargs.items()]
+        else:
+            texts.append(f"**{self._text(dict(kwargs))}")
         return ", ".join(texts)
 
     def _text(self, value: Any) -> str:  # noqa: PLR0911, C901 - one kind after another
@@ -282,7 +285,7 @@ def _identifier(name: str) -> str:
 
 def _variable(name: str) -> str:
     """Return the variable of a length, whose name could be that of another variable."""
-    taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in")
+    taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
 
