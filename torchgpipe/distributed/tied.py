@@ -280,7 +280,12 @@ def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
     """Return the sum of tensors, or `None` if there is none. `None` counts as zero."""
     total: Tensor | None = None
     for part in parts:
-        if part is not None:
-            # A sparse tensor can be added to a dense one, not the other way round.
-            total = part if total is None else part + total if total.is_sparse else total + part
+        if part is None:
+            continue
+        if total is None:
+            total = part
+        elif total.is_sparse:
+            total = part + total  # a sparse tensor can be added to a dense one only in this order
+        else:
+            total = total + part
     return total
