@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
+        # Plans are measured while other tests run; what a test expects does not depend on times.
+        item.add_marker(pytest.mark.filterwarnings("ignore:other programs used"))
         if ranks := over_ranks(item):
             item.add_marker("ranks")
         if slow or item.get_closest_marker("slow") is None:

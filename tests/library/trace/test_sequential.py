@@ -257,6 +257,7 @@ def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
     assert "".join(names) == Mixed.ORDER
 
 
+@pytest.mark.filterwarnings("ignore:the pipeline uses . of the 3 devices")  # it depends on times
 @pytest.mark.parametrize("hardware", ["p40x8", "here"])
 @pytest.mark.parametrize(
     "name", ["in place, with views", "by keyword, a mask of one sample", "dictionaries"]
