@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from reproduce.machine.devices import cores
@@ -157,14 +158,7 @@ def _processes() -> tuple[dict[int, int], set[int]]:
     """
     ticks = {}
     parents = {}
-    for path in PROC.glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # the process has ended
-            continue
-        _, _, after = text.rpartition(")")  # behind the name, which may have spaces
-        fields = after.split()
-        pid = int(path.parent.name)
+    for pid, fields in process_fields():
         parents[pid] = int(fields[1])
         ticks[pid] = sum(map(int, fields[11:15]))
     ours: set[int] = set()
@@ -173,3 +167,18 @@ def _processes() -> tuple[dict[int, int], set[int]]:
         ours |= more
         more = {pid for pid, parent in parents.items() if parent in more}
     return ticks, ours
+
+
+def process_fields() -> Iterator[tuple[int, list[str]]]:
+    """Yield the id of each process of this machine, and the fields of its file /proc/ID/stat.
+
+    The first field is the state, and the second one is the parent's id. Without the files of /proc,
+    which only Linux has, there are none.
+    """
+    for path in PROC.glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:  # the process has ended
+            continue
+        _, _, after = text.rpartition(")")  # behind the name, which may have spaces
+        yield int(path.parent.name), after.split()

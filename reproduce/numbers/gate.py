@@ -120,7 +120,8 @@ def gate(
 def _is_judged(decision: Decision, threshold: float) -> bool:
     """Return whether a decision shows if there is a regression.
 
-    Two numbers without samples, such as counted bytes, show it if they differ too little to matter.
+    Numbers without samples, such as counted bytes, cannot be tested. They show that there is no
+    regression if they differ by no more than the threshold.
     """
     if decision.outcome == "untested":
         return abs(decision.ratio - 1) <= threshold

@@ -86,7 +86,7 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`; also if ranks share a random generator, or partitions are missing.
+        ValueError: See `GPipe`; also if ranks share a random generator, or lack partitions.
     """
 
     _traced_instead = (

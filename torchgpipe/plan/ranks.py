@@ -42,6 +42,7 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     autocast: torch.dtype | None = None,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
+    dynamic_shapes: Any = None,
     init: Init | None = None,
 ) -> DistributedGPipe:
     """Make a pipeline over ranks of any module.
@@ -70,6 +71,7 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
         autocast: See `torchgpipe.pipeline`.
         whole: See `torchgpipe.pipeline`.
         shared: See `torchgpipe.pipeline`.
+        dynamic_shapes: See `torchgpipe.pipeline`.
         init: Fills each layer of this rank, as for `DistributedGPipe`. It is required if the module
             is on device `meta`.
 
@@ -90,7 +92,7 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     group = dist.group.WORLD if mesh is None else mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     choices = schedules_of(schedule, schedules)
-    layers = sequential(module, sample, whole=whole, shared=shared)
+    layers = sequential(module, sample, whole=whole, shared=shared, dynamic_shapes=dynamic_shapes)
     told: list[Plan | Exception | None] = [None]
     if dist.get_rank() == ranks[0]:
         try:

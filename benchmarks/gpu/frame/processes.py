@@ -14,15 +14,18 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 from msgspec import Struct
 
 from benchmarks.gpu.part import Context, Part
 from reproduce.error import ENDING
 from reproduce.machine.clocks import GpuState, gpu_states
+from reproduce.machine.load import process_fields
 
 LOG = "log.txt"
-PROC = Path("/proc")
+GPUS = "gpus.json"
+"""The file in which a part's process writes what the GPUs do when the part has finished."""
 PATIENCE = 5.0
 """Seconds to wait for processes that were killed. A process in a call of a driver can take long."""
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
@@ -38,7 +41,8 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
             "no time", if no time was left for the part; "not run", if a package is missing.
         seconds: How long the part ran.
         reason: Why the part did not finish, in one line.
-        gpus: The state of the machine's GPUs right after the part.
+        gpus: The state of the machine's GPUs when the part had finished. For a part that did not
+            finish, it is the state after the end of its process.
     """
 
     ended: Literal["finished", "failed", "killed", "interrupted", "no time", "not run"]
@@ -70,7 +74,7 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
             _write_stacks(process)
     finally:
         _end(process)
-    gpus = gpu_states()
+    gpus = _gpus_of(context.folder / GPUS)
     seconds = time.monotonic() - began
     code = process.exitcode or 0
     if late:
@@ -99,12 +103,21 @@ def _run(part: Part, context: Context) -> None:
         if context.size == "tiny":
             torch.set_num_threads(1)
         result = part.run(context)
+        # Without this process, the GPUs would be idle, and so neither clocked high nor slowed.
+        (context.folder / GPUS).write_bytes(msgspec.json.encode(gpu_states()))
         context.write(result)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     log.flush()
     os._exit(0)
+
+
+def _gpus_of(file: Path) -> list[GpuState]:
+    """Return the states that a part's process has written; without the file, the states now."""
+    if not file.exists():
+        return gpu_states()
+    return msgspec.json.decode(file.read_bytes(), type=list[GpuState])
 
 
 def _write_stacks(process: ForkProcess) -> None:
@@ -152,15 +165,9 @@ def _family(pid: int) -> set[int]:
 def _processes() -> dict[int, tuple[int, int]]:
     """Return the parent and the session of each process that has not ended."""
     found = {}
-    for path in PROC.glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # the process has ended
-            continue
-        _, _, after = text.rpartition(")")  # behind the name, which may have spaces
-        state, parent, _, session, *_ = after.split()
+    for pid, (state, parent, _, session, *_) in process_fields():
         if state != "Z":  # a process that has ended, and whose parent has not noticed
-            found[int(path.parent.name)] = (int(parent), int(session))
+            found[pid] = (int(parent), int(session))
     return found
 
 
