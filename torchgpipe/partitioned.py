@@ -134,10 +134,10 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         if averages_gradients(modules):
             raise TypeError(AVERAGED)
         crossings = self._layout()
-        turn = locks_of(modules, OF_RUNS)
+        turn, shared = locks_of(modules, OF_RUNS), shared_parameters(self.partitions)
         for stage in self._stages:
             stage.turn = turn
-            stage.find_away(shared_parameters(self.partitions))
+            stage.find_away(shared)
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:

@@ -31,7 +31,7 @@ def crossing(
     return found
 
 
-def shared_parameters(
+def exchanged_parameters(
     layers: Sequence[LayerCount], cuts: Cuts, placement: Sequence[int]
 ) -> dict[Tied, set[int]]:
     """Return the trained parameters that several devices have, each with these devices.

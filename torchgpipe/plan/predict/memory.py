@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.task_bytes import TaskBytes
-from torchgpipe.plan.predict.between import crossing, shared_parameters
+from torchgpipe.plan.predict.between import crossing, exchanged_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
 from torchgpipe.plan.predict.predict import Setup
 from torchgpipe.plan.predict.stages import HeldBytes, Routes, StageBytes, routes_of
@@ -70,7 +70,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     if isinstance(setup.schedule, str) and not setup.gathered:
         m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
     recomputed = checkpointed(setup.checkpoint, m)
-    shared = shared_parameters(counts.low, setup.cuts, setup.lists.placement)
+    shared = exchanged_parameters(counts.low, setup.cuts, setup.lists.placement)
     peaks = []
     for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(routes))):
         arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))

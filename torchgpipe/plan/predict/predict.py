@@ -19,7 +19,7 @@ from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.operators import Operator
-from torchgpipe.plan.predict.between import Cuts, all_reduce, crossing, shared_parameters
+from torchgpipe.plan.predict.between import Cuts, all_reduce, crossing, exchanged_parameters
 from torchgpipe.plan.predict.replay import Costs, Timeline, recomputing, replay, shared
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
@@ -304,7 +304,7 @@ class Predictor:
         They are summed after the last backward, by a ring all-reduce (see `all_reduce`).
         """
         seconds = 0.0
-        parameters = shared_parameters(self.counts.low, setup.cuts, setup.lists.placement)
+        parameters = exchanged_parameters(self.counts.low, setup.cuts, setup.lists.placement)
         for tied, devices in parameters.items():
             seconds += all_reduce(self.hardware, tied.bytes, len(devices))
         return seconds
