@@ -42,8 +42,9 @@ $(READY): setup.cfg pyproject.toml
 	@touch $@
 
 # One process more than there are cores, since some tests wait, but at most 4: tests over ranks have 4 processes each.
+# Python keeps what it has compiled, also where the environment says that it should not: tests start many Pythons.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
 # pip has no way to choose the oldest versions.
 OLDEST = $(VENV)-oldest/bin/python

@@ -219,7 +219,7 @@ def _unknown_options(code: str) -> Iterator[str]:
 def _all_options() -> frozenset[str]:
     """Return the options of all programs of this project, of torchrun, and of the tests."""
     commands = [str(command.name) for command in COMMANDS]
-    known = {"--help", "--version", "--slow"}
+    known = {"--all", "--help", "--slow", "--version"}
     known.update(OPTION.findall(torchrun_parser().format_help()))
     for name in [*commands, *PROGRAMS, "examples/train.py"]:
         known |= _options_of(name)

@@ -56,21 +56,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         action="store_true",
-        help="run also slow tests, and all triples of parameters' values, not all pairs",
+        help="run also slow tests, and all rows with a default device and on simulated devices",
     )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run also all rows on all engines in all modes, and all triples of parameters' values",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.slow |= config.option.all
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect slow tests, and parametrized tests that add nothing new.
 
     A test adds nothing new if each pair of its parameters' values also occurs in another test that
-    is kept. With `--slow`, slow tests are kept, and triples of values are compared instead of
-    pairs.
+    is kept. With `--all`, triples of values are compared instead of pairs. Without `--slow`, only n
+    tests of a function with the mark `quick(n)` are kept.
 
     Tests in `behaviours` with the engine "ranks" get the mark `ranks`: they run in several
     processes. Files with slow tests only come first, so that no process runs long at the end.
     """
-    slow, tests = config.getoption("slow"), defaultdict[tuple[str, int], list[Any]](list)
+    slow = config.getoption("slow")
+    every = config.getoption("all")
+    tests = defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
         # Plans are measured while other tests run; what a test expects does not depend on times.
         item.add_marker(pytest.mark.filterwarnings("ignore:other programs used"))
@@ -78,11 +89,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ranks")
         if slow or item.get_closest_marker("slow") is None:
             function, _, _ = item.nodeid.partition("[")
-            size = 3 if slow and not ranks else 2
+            size = 3 if every and not ranks else 2
             tests[function, size].append(item)
     kept: set[Any] = set()
     for (_, size), group in tests.items():
-        kept.update(few(group, size, quick=not slow))
+        chosen = few(group, size, quick=not every)
+        limit = group[0].get_closest_marker("quick")
+        if limit is not None and not slow:
+            chosen = Random(0).sample(chosen, min(len(chosen), *limit.args))
+        kept.update(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
     quick_files = {item.path for item in items if item.get_closest_marker("slow") is None}

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,24 @@ PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # Where each word of the glossary has to be used, in one file at least.
 USING = [path for path in CODE if path.relative_to(ROOT).parts[0] not in ("examples", "tests")]
 USING += [path for path in PAGES if path.name != "CONTRIBUTING.md"]
-LIBRARY = [ast.parse(path.read_text()) for path in (ROOT / "torchgpipe").rglob("*.py")]
-CLASSES = {
-    node.name: node for tree in LIBRARY for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-}
 # Names that a user of PyTorch does not know, or names with two meanings.
 OLD_NAMES = {"Goal", "Ends", "InUse", "Passing", "carried_out", "carry_out", "Ambient"}
+
+
+@cache
+def library() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in (ROOT / "torchgpipe").rglob("*.py")]
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Return all classes of the library by name."""
+    found = {}
+    for tree in library():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = node
+    return found
 
 
 def first_cells(text: str) -> list[str]:
@@ -96,7 +109,7 @@ def overrides(owner: ast.ClassDef | None, name: str) -> bool:
     if owner is None:
         return False
     for base in owner.bases:
-        parent = CLASSES.get(ast.unparse(base))
+        parent = classes().get(ast.unparse(base))
         if parent is not None:
             names = [node.name for node in parent.body if isinstance(node, ast.FunctionDef)]
             if name in names or overrides(parent, name):
@@ -122,7 +135,7 @@ def listed(docstring: str) -> set[str]:
 
 def test_docstrings_list_parameters_and_name_errors() -> None:
     checked = 0
-    for tree in LIBRARY:
+    for tree in library():
         for owner, function in public(tree.body):
             if function.name != "__init__" and overrides(owner, function.name):
                 continue

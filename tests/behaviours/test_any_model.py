@@ -55,6 +55,7 @@ def joined(outputs: list[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(column) for column in columns)
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -75,6 +76,7 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
     assert dict(model.named_parameters()).keys() == dict(module.named_parameters()).keys()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
     """With other batch sizes, traced layers must compute the right results, or raise an error.
@@ -110,6 +112,7 @@ def language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
     return copy.deepcopy(_language_model(kind))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("schedule", [*NAMED, ""])
 def test_other_lengths(schedule: str, way: dict[str, Any]) -> None:
     """One pipeline trains with mini-batches of several lengths, as the module does.

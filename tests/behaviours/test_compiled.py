@@ -63,6 +63,7 @@ def by_step(run: Any, x: Tensor, target: Tensor) -> None:
         run.step(mse_loss, x, target)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("train", [by_call, by_step])
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
 def test_compiled_layers(
@@ -139,6 +140,7 @@ def of_several_kinds() -> nn.Sequential:
     return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("train", [by_call, by_step])
 @pytest.mark.parametrize("make", [residual, of_several_kinds])
 def test_layers_are_compiled_as_often_as_without_a_pipeline(

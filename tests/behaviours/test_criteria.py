@@ -190,6 +190,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]
     return request.param, gradients(net)
 
 
+@pytest.mark.quick(40)
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", NAMED)
 @pytest.mark.parametrize("engine", ["workers", "graph"])

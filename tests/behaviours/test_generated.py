@@ -272,6 +272,7 @@ def verdict(case: Case) -> str:
 
 # Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
 # only when the error is freed.
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )
@@ -285,7 +286,7 @@ def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> N
     def agreed_verdict(case: Case) -> str:
         return verdict(case) if n is None else str(current().agreed(n, case, verdict))
 
-    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("slow") else 150))
+    models = int(os.environ.get("MODELS", 400 if pytestconfig.getoption("all") else 150))
     # Do not shrink a failing case on ranks: each failure takes seconds.
     phases = [*hypothesis.Phase] if one else [hypothesis.Phase.generate]
     found: Counter[str] = Counter()

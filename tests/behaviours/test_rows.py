@@ -68,12 +68,19 @@ def id_of(case: Case) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = metafunc.config.getoption("all")
     slow = metafunc.config.getoption("slow")
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases([*NAMES], pairs=slow), ids=id_of)
+        chosen = cases([*NAMES], pairs=every)
+        if not slow:
+            third = {*[*NAMES][::3]}
+            chosen = [case for case in chosen if case.engine != "ranks" or case.row in third]
+        metafunc.parametrize("case", chosen, ids=id_of)
     rows = [*NAMES] if slow else FEW
     if "with_default" in metafunc.fixturenames:
-        chosen = [*always(rows, "graph"), *always(rows, "workers")]
+        chosen = always(rows, "workers")
+        if every:
+            chosen += always(rows, "graph")
         metafunc.parametrize("with_default", chosen, ids=id_of)
     if "on_several" in metafunc.fixturenames:
         chosen = [case for case in always(rows, "graph") if NAMES[case.row] not in APART]
@@ -186,6 +193,7 @@ def mode_of(row_mode: str, checkpoint: str) -> str:
     return "always" if row_mode == "always" else checkpoint
 
 
+@pytest.mark.quick(80)
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_training(row: Training, engine: str, checkpoint: str, tmp_path: Path) -> None:
     class Piped(Threads):
@@ -265,6 +273,7 @@ def with_schedule(base: type[Pipe], schedule: str, engine: str) -> type[Pipe]:
     return type(base.__name__, (base,), {"schedule": schedule, "engine": engine})
 
 
+@pytest.mark.quick(80)
 @pytest.mark.apart("row", "schedule")
 @pytest.mark.parametrize("schedule", NAMED)
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)

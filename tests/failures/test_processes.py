@@ -58,6 +58,7 @@ METHODS += [
 ]
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
     """All ranks raise the expected errors, whichever way `multiprocessing` starts them."""

@@ -92,6 +92,7 @@ def count_tensors() -> int:
     return tensors
 
 
+@pytest.mark.quick(3)
 def test_steps_leave_nothing_not_even_to_the_garbage_collector(way: dict[str, Any]) -> None:
     first, last = linear(), linear()
     between = [Stash(torch.sin), nn.BatchNorm1d(WIDTH), nn.Dropout(), Pop()]
@@ -155,6 +156,7 @@ USES: dict[str, Callable[[GPipe], object]] = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.filterwarnings("ignore:Using backward")  # PyTorch's warning of create_graph
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_dropping_a_pipeline_frees_all_of_it(

@@ -70,6 +70,7 @@ LISTS: list[tuple[str, int, tuple[tuple[int, int], ...]]] = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name, n, skips", LISTS)
 def test_results_are_those_of_one_process(
@@ -117,6 +118,7 @@ TASKS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", TASKS)
 @pytest.mark.parametrize("victim", range(4))

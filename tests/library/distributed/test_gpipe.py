@@ -128,6 +128,7 @@ def assert_equal_to_threads(times: int = 1, **options: Any) -> None:
     assert (output is None) == (not last)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
@@ -135,6 +136,7 @@ def test_equal_to_threads(chunks: int, mode: str, deferred: bool) -> None:
     assert_equal_to_threads(chunks=chunks, checkpoint=mode, deferred_batch_norm=deferred)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_large_tensors(mode: str) -> None:
     """Send tensors that are too large for one buffer with the message's description.
@@ -145,6 +147,7 @@ def test_large_tensors(mode: str) -> None:
 
 
 # `test_equal_to_threads` has GPipe's schedule.
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize(("name", "mode"), [*zip(NAMED, 2 * MODES, strict=True)][1:])
 def test_every_other_schedule_is_equal_to_threads(name: str, mode: str, chunks: int) -> None:

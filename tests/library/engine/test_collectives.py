@@ -230,6 +230,7 @@ QUICK = ("GPipe", "1F1B", "ZBVZeroBubble")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMED if name not in QUICK]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", [*QUICK, *SLOW])
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:

@@ -131,6 +131,7 @@ def test_what_finds_no_room_waits() -> None:
 PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()[1:]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_bubbles(line: str) -> None:
     """Compare bubbles with table 5 of the Zero Bubble paper (arXiv:2401.10241).

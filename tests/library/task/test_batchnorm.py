@@ -224,6 +224,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"dtype": torch.half}])
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(

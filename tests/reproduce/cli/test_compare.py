@@ -263,6 +263,7 @@ def test_the_gate(asked: str, code: int, said: str, shown: str, command: Any) ->
     assert err.count("\n") == bool(said)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("asked", "kind", "unit", "metrics"),
     [

@@ -161,7 +161,7 @@ RATIOS: dict[str, tuple[Ratio, float, str]] = {
 @pytest.mark.parametrize("name", RATIOS)
 def test_what_is_called_real(name: str, pytestconfig: pytest.Config) -> None:
     ratio, noise, expected = RATIOS[name]
-    for seed in range(20 if pytestconfig.getoption("slow") else 8):
+    for seed in range(20 if pytestconfig.getoption("all") else 8):
         found = judge(eight(ratio, noise, seed), FIVE)
         assert list(found.decisions["base"]) == [*"01234567", TOGETHER]
         verdicts = {verdict(decision, "time") for decision in found.decisions["base"].values()}

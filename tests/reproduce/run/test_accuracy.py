@@ -101,6 +101,7 @@ def fail(
     monkeypatch.setattr(owner, where, failing)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("where", "at", "kept"),
     [
@@ -164,6 +165,7 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(
     assert "\n" not in reason
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [

@@ -99,6 +99,7 @@ def test_every_row_ends_in_a_result(
         assert eight.values == {"executed": 4, "bubble": 7 / 8, "utilization": utilization}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("experiment", "row", "others", "at"),
     [
@@ -288,6 +289,7 @@ def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
     assert "published:" not in run.out
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("partitions", [2, 4])
 @pytest.mark.parametrize("error", [None, ValueError("no")])
 @pytest.mark.usefixtures("fake")

@@ -147,6 +147,7 @@ for _build, _shape, _balances in CASES:
 MORE_OPTIMIZERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("momentum", "adamw")]
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
