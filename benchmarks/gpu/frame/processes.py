@@ -18,16 +18,14 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from benchmarks.gpu.frame.family import end
 from benchmarks.gpu.part import Context, Part
 from reproduce.error import ENDING
 from reproduce.machine.clocks import GpuState, gpu_states
-from reproduce.machine.load import process_fields
 
 LOG = "log.txt"
 GPUS = "gpus.json"
 """The file in which a part's process writes what the GPUs do when the part has finished."""
-PATIENCE = 5.0
-"""Seconds to wait for processes that were killed. A process in a call of a driver can take long."""
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 """Matches the beginning of a log's line with which Python ends a traceback."""
 
@@ -73,7 +71,7 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
         if late:
             _write_stacks(process)
     finally:
-        _end(process)
+        end(process)
     gpus = _gpus_of(context.folder / GPUS)
     seconds = time.monotonic() - began
     code = process.exitcode or 0
@@ -126,49 +124,6 @@ def _write_stacks(process: ForkProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     process.join(0.5)
-
-
-def _end(process: ForkProcess) -> None:
-    """Kill a process and all processes that it has started, and wait until they have ended."""
-    assert process.pid is not None
-    started = _family(process.pid)  # without their parent, they could not be recognized
-    process.kill()
-    process.join(PATIENCE)
-    end = time.monotonic() + PATIENCE
-    while started and time.monotonic() < end:
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-        started = (started & _processes().keys()) | _family(process.pid)
-
-
-def _family(pid: int) -> set[int]:
-    """Return the processes that descend from a process, or belong to its session.
-
-    Without the files of /proc, which only Linux has, the result is empty.
-    """
-    parents: dict[int, int] = {}
-    found: set[int] = set()
-    for other, (parent, session) in _processes().items():
-        parents[other] = parent
-        if session == pid:
-            found.add(other)
-    more = {pid}
-    while more:
-        found |= more
-        more = {other for other, parent in parents.items() if parent in more} - found
-    found &= parents.keys()
-    return found - {pid}
-
-
-def _processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the session of each process that has not ended."""
-    found = {}
-    for pid, (state, parent, _, session, *_) in process_fields():
-        if state != "Z":  # a process that has ended, and whose parent has not noticed
-            found[pid] = (int(parent), int(session))
-    return found
 
 
 def _lines(log: Path) -> list[str]:

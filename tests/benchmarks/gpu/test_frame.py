@@ -3,6 +3,7 @@
 What a part has found is kept, however the part or the command ends, and the page says it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu.frame import command
+from benchmarks.gpu.frame import command, family
 from benchmarks.gpu.frame.command import ARCHIVE, PAGE, Plan, main, page_of, run_parts
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
 from benchmarks.gpu.frame.processes import Outcome
@@ -73,20 +74,32 @@ def dies(context: Context) -> Fields:
 
 
 def hangs(context: Context) -> Fields:
-    """Start a process in a session of its own, and wait for ever."""
-    sleeper = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
-    context.write({"sleeper": sleeper.pid})
+    """Start processes in sessions of their own again and again. None of them ends by itself."""
+    started = []
     while True:
-        time.sleep(0.01)
-
-
-SLEEP = "import time; time.sleep(1000)"
+        sleeper = subprocess.Popen(["sleep", "1000"], cwd=context.folder, start_new_session=True)
+        started.append(sleeper)
+        context.write({"sleepers": len(started)})
+        time.sleep(0.05)
 
 
 def interrupts(context: Context) -> Fields:
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)
     return hangs(context)
+
+
+@pytest.fixture
+def slow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the list of processes old when it arrives: a part starts others in the meantime."""
+
+    def listed_late() -> dict[int, tuple[int, int]]:
+        found = listed()
+        time.sleep(0.2)
+        return found
+
+    listed = family._processes
+    monkeypatch.setattr(family, "_processes", listed_late)
 
 
 def outcome(folder: Path, name: str) -> Outcome:
@@ -97,14 +110,17 @@ def result(folder: Path, name: str) -> Any:
     return json.loads((folder / name / RESULT).read_text())
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        text = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
+def alive_in(folder: Path) -> list[str]:
+    """Return the commands of all processes that have a folder as their working directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or it is another user's
+            if (process / "cwd").readlink() == folder:
+                found.append((process / "cmdline").read_text())
+    return found
 
 
+@pytest.mark.usefixtures("slow_list")
 def test_a_failure_is_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +147,8 @@ def test_a_failure_is_a_result(
     assert result(tmp_path, "fails") == {"before": 1}
     assert result(tmp_path, "dies") == {"before": 2}
     assert result(tmp_path, "answers") == {"answer": 42}
-    assert not is_alive(result(tmp_path, "hangs")["sleeper"])
+    assert result(tmp_path, "hangs")["sleepers"] > 0
+    assert alive_in(tmp_path / "hangs") == []
     log = (tmp_path / "fails" / "log.txt").read_text()
     assert log.startswith("soon it fails\n")
 
@@ -143,7 +160,7 @@ def test_a_failure_is_a_result(
     assert "it ended by SIGKILL\n  - before is 2\n" in said
     assert "; not installed: no_such_package (pip install no_such_package)\n" in said
     assert 'test_frame.py", line' in said
-    assert "in hangs\n  - sleeper is" in said
+    assert "in hangs\n  - sleepers is" in said
     assert re.search(r"\(finished, \d+ s\): a question\n  - answer is 42\n", said)
     assert "answers: finished" in capsys.readouterr().out
 
@@ -184,6 +201,7 @@ def test_a_part_passes_on_the_time_that_it_did_not_need(tmp_path: Path) -> None:
     assert 3900 < result(tmp_path, "second")["left"] < 3995
 
 
+@pytest.mark.usefixtures("slow_list")
 def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
     parts: dict[str, Part] = {"interrupts": Fake(interrupts), "answers": Fake(answers)}
 
@@ -199,8 +217,7 @@ def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
     said = (tmp_path / PAGE).read_text()
     assert "- **interrupts** (interrupted): a question\n" in said
     assert "- **answers** (not reached): a question\n" in said
-    pid = result(tmp_path, "interrupts").get("sleeper")
-    assert pid is None or not is_alive(pid)
+    assert alive_in(tmp_path / "interrupts") == []
 
 
 def written(folder: Path, name: str, outcome: Outcome, result: Fields) -> None:
