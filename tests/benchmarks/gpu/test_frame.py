@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
