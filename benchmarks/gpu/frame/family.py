@@ -32,9 +32,10 @@ def end(process: ForkProcess) -> None:
 
     Args:
         process: A process that leads a session, see `os.setsid`. Members of its session are killed
-            even if their parent has ended.
+            even if their parent has ended. If the process was not started, nothing happens.
     """
-    assert process.pid is not None
+    if process.pid is None:
+        return
     family: list[int] = []
     try:
         found = [process.pid] if process.is_alive() else _started_by(family, process.pid)

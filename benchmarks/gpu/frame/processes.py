@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from benchmarks.gpu.frame.family import end
 from benchmarks.gpu.part import Context, Part
-from reproduce.error import ENDING
+from reproduce.error import ENDING, handling
 from reproduce.machine.clocks import GpuState, gpu_states
 
 LOG = "log.txt"
@@ -64,8 +64,8 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """
     began = time.monotonic()
     process = get_context("fork").Process(target=_run, args=(part, context), name=context.name)
-    process.start()
     try:
+        _start(process)
         process.join(limit)
         late = process.is_alive()
         if late:
@@ -84,6 +84,18 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     if code > 0:
         return Outcome("failed", seconds, _error(context.folder / LOG), gpus)
     return Outcome("finished", seconds, gpus=gpus)
+
+
+def _start(process: ForkProcess) -> None:
+    """Start a process. A signal that ends the command in the meantime takes effect afterwards.
+
+    Otherwise, the signal could come between the start and the moment when the process is known.
+    """
+    received: list[int] = []
+    with handling(lambda number, frame: received.append(number)):
+        process.start()
+    for number in received:
+        signal.raise_signal(number)
 
 
 def _run(part: Part, context: Context) -> None:

@@ -12,6 +12,8 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import active_children
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +75,14 @@ def dies(context: Context) -> Fields:
 
 
 def hangs(context: Context) -> Fields:
-    """Start processes in sessions of their own again and again. None of them ends by itself."""
+    """Start processes in sessions of their own, one after another, and wait for ever."""
     started = []
     while True:
-        sleeper = subprocess.Popen(["sleep", "1000"], cwd=context.folder, start_new_session=True)
-        started.append(sleeper)
-        context.write({"sleepers": len(started)})
+        if len(started) < 50:
+            sleep = ["sleep", "100"]
+            sleeper = subprocess.Popen(sleep, cwd=context.folder, start_new_session=True)
+            started.append(sleeper)
+            context.write({"sleepers": len(started)})
         time.sleep(0.05)
 
 
@@ -217,6 +221,26 @@ def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
     assert "- **interrupts** (interrupted): a question\n" in said
     assert "- **answers** (not reached): a question\n" in said
     assert alive_in(tmp_path / "interrupts") == []
+
+
+def test_a_signal_right_after_the_start_ends_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(process: ForkProcess) -> None:
+        started(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    started = ForkProcess.start
+    monkeypatch.setattr(ForkProcess, "start", start)
+
+    with interruptible(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        run_parts({"hangs": Fake(hangs)}, Plan(tmp_path, 600.0, "tiny"))
+
+    left = active_children()
+    for child in left:
+        child.kill()
+    assert left == []
+    assert outcome(tmp_path, "hangs").ended == "interrupted"
 
 
 def written(folder: Path, name: str, outcome: Outcome, result: Fields) -> None:
