@@ -14,18 +14,19 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import torch
 from msgspec import Struct
 
 from benchmarks.gpu.frame.family import end
+from benchmarks.gpu.frame.watch import Watch, Watched
 from benchmarks.gpu.part import Context, Part
 from reproduce.error import ENDING, handling
-from reproduce.machine.clocks import GpuState, gpu_states
 
 LOG = "log.txt"
-GPUS = "gpus.json"
-"""The file in which a part's process writes what the GPUs do when the part has finished."""
+PERIOD = 0.25
+"""Seconds between two looks at the GPUs."""
+MOST_GPUS = 255
+"""The largest number that a process can return as its exit code."""
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 """Matches the beginning of a log's line with which Python ends a traceback."""
 
@@ -39,21 +40,20 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
             "no time", if no time was left for the part; "not run", if a package is missing.
         seconds: How long the part ran.
         reason: Why the part did not finish, in one line.
-        gpus: The state of the machine's GPUs when the part had finished. For a part that did not
-            finish, it is the state after the end of its process.
+        gpus: What the machine's GPUs did while the part ran.
     """
 
     ended: Literal["finished", "failed", "killed", "interrupted", "no time", "not run"]
     seconds: float = 0.0
     reason: str = ""
-    gpus: list[GpuState] = []
+    gpus: list[Watched] = []
 
 
 def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """Run a part in a forked process, and return how it ended.
 
     The process inherits all modules that this process has imported, so it starts at once. This
-    process must not have used CUDA: a fork could not use it then.
+    process must not have initialized CUDA: a fork could not use it then.
 
     If this function is ended by Ctrl-C, it kills the process, too.
 
@@ -64,15 +64,16 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """
     began = time.monotonic()
     process = get_context("fork").Process(target=_run, args=(part, context), name=context.name)
+    watch = Watch()
     try:
         _start(process)
-        process.join(limit)
+        _wait(process, limit, watch)
         late = process.is_alive()
         if late:
             _write_stacks(process)
     finally:
         end(process)
-    gpus = _gpus_of(context.folder / GPUS)
+    gpus = watch.found()
     seconds = time.monotonic() - began
     code = process.exitcode or 0
     if late:
@@ -98,6 +99,29 @@ def _start(process: ForkProcess) -> None:
         signal.raise_signal(number)
 
 
+def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
+    """Wait until a process has ended, but at most so many seconds, and watch the GPUs meanwhile."""
+    until = time.monotonic() + seconds
+    while process.is_alive() and time.monotonic() < until:
+        watch.look()
+        process.join(min(PERIOD, seconds))
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that PyTorch can use.
+
+    A fork asks PyTorch: whoever asks may initialize CUDA, and then its own forks cannot use CUDA.
+    """
+    process = get_context("fork").Process(target=_count_gpus)
+    process.start()
+    process.join()
+    return max(0, process.exitcode or 0)
+
+
+def _count_gpus() -> None:
+    os._exit(min(torch.cuda.device_count(), MOST_GPUS) if torch.cuda.is_available() else 0)
+
+
 def _run(part: Part, context: Context) -> None:
     """Run a part in this process, which was forked for it."""
     os.setsid()  # Ctrl-C is for the parent, which then kills this process
@@ -113,21 +137,12 @@ def _run(part: Part, context: Context) -> None:
         if context.size == "tiny":
             torch.set_num_threads(1)
         result = part.run(context)
-        # Without this process, the GPUs would be idle, and so neither clocked high nor slowed.
-        (context.folder / GPUS).write_bytes(msgspec.json.encode(gpu_states()))
         context.write(result)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     log.flush()
     os._exit(0)
-
-
-def _gpus_of(file: Path) -> list[GpuState]:
-    """Return the states that a part's process has written; without the file, the states now."""
-    if not file.exists():
-        return gpu_states()
-    return msgspec.json.decode(file.read_bytes(), type=list[GpuState])
 
 
 def _write_stacks(process: ForkProcess) -> None:

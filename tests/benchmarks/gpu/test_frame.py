@@ -1,19 +1,6 @@
-"""Tests of the frame of `python -m benchmarks.gpu`, mostly with parts that are made up.
+"""Tests of the command `python -m benchmarks.gpu` and of its page, mostly with made-up parts."""
 
-What a part has found is kept, however the part or the command ends, and the page says it.
-"""
-
-import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
-import tarfile
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing import active_children
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +8,16 @@ import msgspec
 import pytest
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu.frame import command, family
+from benchmarks.gpu.frame import command
 from benchmarks.gpu.frame.command import ARCHIVE, PAGE, Plan, main, page_of, run_parts
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
 from benchmarks.gpu.frame.processes import Outcome
+from benchmarks.gpu.frame.watch import Watched
 from benchmarks.gpu.part import MOST_LINES, PARTS, RESULT, Context, Fields, Part, load_parts
-from reproduce.error import Error, interruptible
-from reproduce.machine.clocks import GpuState
+from reproduce.error import Error
 from reproduce.records.record import load
 
-Run = Callable[[Context], Fields]
-
-
-class Fake:
-    """A part that runs a function. The page shows its result as it is."""
-
-    PURPOSE = "a question"
-
-    def __init__(self, run: Run, share: float = 20.0, needs: Sequence[str] = ()) -> None:
-        self.run = run
-        self.SHARE = share
-        self.NEEDS = needs
-
-    def lines(self, result: Fields) -> list[str]:
-        return [f"{name} is {value}" for name, value in result.items()]
-
-
-def answers(context: Context) -> Fields:
-    context.write({"answer": 41})
-    return {"answer": 42}
+from .fakes import Fake, answers, outcome, result
 
 
 def keeps(context: Context) -> Fields:
@@ -60,112 +28,6 @@ def keeps(context: Context) -> Fields:
 def breaks_off(context: Context) -> Fields:
     keeps(context)
     raise ValueError("no luck")
-
-
-def fails(context: Context) -> Fields:
-    context.write({"before": 1})
-    print("soon it fails")
-    raise ValueError("no luck\nat all")
-
-
-def dies(context: Context) -> Fields:
-    context.write({"before": 2})
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def hangs(context: Context) -> Fields:
-    """Start processes in sessions of their own, one after another, and wait for ever."""
-    started = []
-    while True:
-        if len(started) < 50:
-            sleep = ["sleep", "100"]
-            sleeper = subprocess.Popen(sleep, cwd=context.folder, start_new_session=True)
-            started.append(sleeper)
-            context.write({"sleepers": len(started)})
-        time.sleep(0.05)
-
-
-def interrupts(context: Context) -> Fields:
-    context.write({"before": 3})
-    os.kill(os.getppid(), signal.SIGTERM)
-    return hangs(context)
-
-
-@pytest.fixture
-def slow_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the list of processes old when it arrives: a part starts others in the meantime."""
-
-    def listed_late() -> dict[int, tuple[int, int]]:
-        found = listed()
-        time.sleep(0.2)
-        return found
-
-    listed = family._processes
-    monkeypatch.setattr(family, "_processes", listed_late)
-
-
-def outcome(folder: Path, name: str) -> Outcome:
-    return msgspec.json.decode((folder / name / OUTCOME).read_bytes(), type=Outcome)
-
-
-def result(folder: Path, name: str) -> Any:
-    return json.loads((folder / name / RESULT).read_text())
-
-
-def alive_in(folder: Path) -> list[str]:
-    """Return the commands of all processes that have a folder as their working directory."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or it is another user's
-            if (process / "cwd").readlink() == folder:
-                found.append((process / "cmdline").read_text())
-    return found
-
-
-@pytest.mark.usefixtures("slow_list")
-def test_a_failure_is_a_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "LEAST_SECONDS", 0.1)
-    parts: dict[str, Part] = {
-        "fails": Fake(fails),
-        "dies": Fake(dies),
-        "needs": Fake(answers, needs=["no_such_package"]),
-        "hangs": Fake(hangs, share=0.5),
-        "answers": Fake(answers),
-    }
-
-    good = run_parts(parts, Plan(tmp_path, 60.0, "paper"))
-
-    assert not good
-    ended = {name: outcome(tmp_path, name).ended for name in parts}
-    assert ended == {
-        "fails": "failed",
-        "dies": "killed",
-        "needs": "not run",
-        "hangs": "killed",
-        "answers": "finished",
-    }
-    assert result(tmp_path, "fails") == {"before": 1}
-    assert result(tmp_path, "dies") == {"before": 2}
-    assert result(tmp_path, "answers") == {"answer": 42}
-    assert result(tmp_path, "hangs")["sleepers"] > 0
-    assert alive_in(tmp_path / "hangs") == []
-    log = (tmp_path / "fails" / "log.txt").read_text()
-    assert log.startswith("soon it fails\n")
-
-    said = (tmp_path / PAGE).read_text()
-    assert re.search(
-        r"- \*\*fails\*\* \(failed, \d+ s\): a question; ValueError: no luck\n  - before is 1\n",
-        said,
-    )
-    assert "it ended by SIGKILL\n  - before is 2\n" in said
-    assert "; not installed: no_such_package (pip install no_such_package)\n" in said
-    assert 'test_frame.py", line' in said
-    assert "in hangs\n  - sleepers is" in said
-    assert re.search(r"\(finished, \d+ s\): a question\n  - answer is 42\n", said)
-    assert "answers: finished" in capsys.readouterr().out
 
 
 def test_records_say_whether_their_part_was_finished(tmp_path: Path) -> None:
@@ -204,45 +66,6 @@ def test_a_part_passes_on_the_time_that_it_did_not_need(tmp_path: Path) -> None:
     assert 3900 < result(tmp_path, "second")["left"] < 3995
 
 
-@pytest.mark.usefixtures("slow_list")
-def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
-    parts: dict[str, Part] = {"interrupts": Fake(interrupts), "answers": Fake(answers)}
-
-    with interruptible(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        run_parts(parts, Plan(tmp_path, 600.0, "tiny"))
-
-    assert outcome(tmp_path, "interrupts").ended == "interrupted"
-    assert not (tmp_path / "answers").exists()
-    with tarfile.open(tmp_path / ARCHIVE) as archive:
-        names = archive.getnames()
-    assert f"gpu/interrupts/{RESULT}" in names
-    assert f"gpu/{ARCHIVE}" not in names
-    said = (tmp_path / PAGE).read_text()
-    assert "- **interrupts** (interrupted): a question\n" in said
-    assert "- **answers** (not reached): a question\n" in said
-    assert alive_in(tmp_path / "interrupts") == []
-
-
-def test_a_signal_right_after_the_start_ends_the_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(process: ForkProcess) -> None:
-        started(process)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    started = ForkProcess.start
-    monkeypatch.setattr(ForkProcess, "start", start)
-
-    with interruptible(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        run_parts({"hangs": Fake(hangs)}, Plan(tmp_path, 600.0, "tiny"))
-
-    left = active_children()
-    for child in left:
-        child.kill()
-    assert left == []
-    assert outcome(tmp_path, "hangs").ended == "interrupted"
-
-
 def written(folder: Path, name: str, outcome: Outcome, result: Fields) -> None:
     (folder / name).mkdir()
     (folder / name / OUTCOME).write_bytes(msgspec.json.encode(outcome))
@@ -267,9 +90,11 @@ def test_the_page_has_at_most_40_lines(tmp_path: Path) -> None:
 
 def test_the_page_says_how_the_gpus_were_clocked(tmp_path: Path) -> None:
     parts: dict[str, Part] = {"first": Fake(answers), "second": Fake(answers)}
-    hot = GpuState(0, 1400.0, temperature=83.0, slowed_by=["software power cap"])
+    cap = {"software power cap": 12}
+    hot = Watched(0, 50, 40, clock=(1400.0, 1755.0), temperature=83.0, slowed_by=cap)
     written(tmp_path, "first", Outcome("finished", 3.0, gpus=[hot]), {})
-    written(tmp_path, "second", Outcome("finished", 3.0, gpus=[GpuState(0, 1980.0)]), {})
+    cool = [Watched(0, 9, 7, clock=(1980.0, 1980.0), slowed_by={}), Watched(1, 9, 0)]
+    written(tmp_path, "second", Outcome("finished", 3.0, gpus=cool), {})
     about = {"started": "2020-04-21T10:02:05Z", "seconds": 480.0, "size": "paper"}
     before = [{"index": 0, "clock": 345.0, "temperature": 31.0}]
     about |= {"against": None, "parts": list(parts), "gpus": before}
@@ -277,8 +102,8 @@ def test_the_page_says_how_the_gpus_were_clocked(tmp_path: Path) -> None:
 
     said = page(tmp_path, parts)
 
-    assert "at 345 MHz and 31 °C before and at 1980 MHz and ? °C after" in said
-    assert "slowed by software power cap after first.\n" in said
+    assert "GPU 0 ran at 345 MHz and 31 °C before, at 1400 to 1980 MHz and at most 83 °C" in said
+    assert "; slowed by software power cap in first (12 of 40 looks).\n" in said
 
 
 def test_a_result_without_what_its_lines_need(tmp_path: Path) -> None:
@@ -346,7 +171,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
 
 
 def test_results_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(command, "count_gpus", lambda: 1)
     with pytest.raises(SystemExit, match="2"):
         main([])
     said = capsys.readouterr().err.splitlines()[-1]
