@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from benchmarks.gpu.part import Context, Fields
 from benchmarks.pipelines import evenly
 from reproduce.models.amoebanet import amoebanetd
+from reproduce.run.issuing import host_seconds
 from torchgpipe import GPipe
 from torchgpipe.balance.profile import synchronize
 
@@ -140,13 +141,18 @@ def _with_graphs(device: torch.device) -> Fields:
     return {"off": off, "on": on, "of": PARTITIONS, "done": PARTITIONS, "seconds": seconds}
 
 
-def _with_compiled(build: Build, device: torch.device, backend: str, context: Context) -> Fields:
+def _with_compiled(build: Build, device: torch.device, backend: Any, context: Context) -> Fields:
     """Measure layers without checkpointing, as they are and compiled.
 
     Layers for whose compilation there is no time stay as they are.
     """
     with torch.device(device):
         layers, x = build()
+    # Layers of one class share their code, and each shape of a layer needs a version of it.
+    torch._dynamo.reset()  # versions for earlier models are not needed any more
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, len(layers))
+    config.fail_on_recompile_limit_hit = True  # otherwise, further layers would not be compiled
     balance = evenly(layers, PARTITIONS)
     off = _measured(layers, x, balance, "never")
     compiled: list[nn.Module] = []
@@ -155,7 +161,7 @@ def _with_compiled(build: Build, device: torch.device, backend: str, context: Co
     for layer in layers:
         if context.seconds_left() < RESERVE:
             break
-        module: Any = torch.compile(layer, backend=backend)
+        module: Any = torch.compile(layer, backend=backend, dynamic=False)
         value = module(value)
         tensors, _ = tree_flatten(value)
         torch.autograd.backward([y.sum() for y in tensors])
@@ -168,19 +174,29 @@ def _with_compiled(build: Build, device: torch.device, backend: str, context: Co
 
 
 def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: str) -> Fields:
-    """Return the seconds of a step: until the host has issued it, and until the device is done."""
+    """Return the seconds that the host takes to issue a step, and those until the device is done.
+
+    The host issues each step twice: at once, and with pauses, so that it does not wait because the
+    queue of launches is full. The smaller number counts, since pauses take some time, too.
+    """
     options: Any = {"checkpoint": checkpoint, "engine": "graph"}
     model = GPipe(layers, balance, devices=[x.device] * PARTITIONS, chunks=CHUNKS, **options)
+
+    def issue() -> None:
+        model(x).sum().backward()
+
     hosts, steps = [], []
     for _ in range(1 + STEPS):
         model.zero_grad()
         synchronize(x.device)
         start = time.perf_counter()
-        model(x).sum().backward()
+        issue()
         issued = time.perf_counter()
         synchronize(x.device)
-        hosts.append(issued - start)
         steps.append(time.perf_counter() - start)
+        model.zero_grad()
+        paused = host_seconds(issue, layers, partial(synchronize, x.device))
+        hosts.append(min(issued - start, paused))
     return {"host": median(hosts[1:]), "step": median(steps[1:])}
 
 

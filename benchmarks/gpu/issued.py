@@ -8,9 +8,9 @@ Within these processes, nothing of torchgpipe may be used but `GPipe`, which all
 """
 
 import json
+import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
@@ -24,17 +24,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from reproduce.error import Error
 from reproduce.regression.interleave import Sampling, fork, interleave
+from reproduce.run.issuing import host_seconds
 
 DEVICE = torch._C._autograd.DeviceType.CUDA
 """The kind of device of kernels and copies in what the profiler records."""
-WAIT = "called a synchronizing CUDA operation"
-"""What PyTorch warns of if an operation makes the host wait for the device."""
+WAIT = re.compile(r"cu\w*Synchronize|cudaMemcpy$|cudaFree$")
+"""Matches the names of CUDA's functions in which the host waits for the device."""
 
 Times = tuple[float, float, float | None]
 """Three times of a step in seconds, divided by the number of tasks.
 
-They are the time until the host has issued the step, the time until the device has done it, and the
-device's own time from the beginning of the step to its end, which is `None` on CPUs.
+They are the time that the host takes to issue the step, the time until the device has done it, and
+the device's own time from the beginning of the step to its end, which is `None` on CPUs.
+"""
+Call = tuple[str, bool, int, int]
+"""What the profiler has recorded: its name, whether it ran on the device, its start and its end.
+
+What did not run on the device is a call of CUDA by the host. Start and end are in nanoseconds.
 """
 
 
@@ -75,7 +81,22 @@ class Step:
             torch.cuda.synchronize()
             elapsed = marks[0].elapsed_time(marks[1]) / 1000 / self.tasks
         done = time.perf_counter()
-        return (issued - start) / self.tasks, (done - start) / self.tasks, elapsed
+        host = min(issued - start, self.host_seconds())
+        return host / self.tasks, (done - start) / self.tasks, elapsed
+
+    def host_seconds(self) -> float:
+        """Run the step with pauses, and return how long the host takes to issue it.
+
+        Without pauses, the host waits for the device when the queue of launches is full. With them,
+        the hooks of layers take some time. So either number can be too high, but not too low.
+        """
+        self.drop_gradients()
+        return host_seconds(self.issue, self.subject.layers, self.wait)
+
+    def wait(self) -> None:
+        """Wait until the device has finished all work."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def drop_gradients(self) -> None:
         for parameter in self.subject.layers.parameters():
@@ -105,49 +126,77 @@ def _measure(step: Step, steps: int) -> list[Times]:
     return [step.timed() for _ in range(steps)]
 
 
-def prepare_profile(*fields: Any) -> Callable[[], dict[str, float]]:
+def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that says how long the device works, and how often the host waits for it.
 
-    On CPUs, it says nothing.
+    On CPUs, it says nothing. If it fails, it says why.
     """
     step = Step(*fields)
     step.timed()
     return partial(_profile, step)
 
 
-def _profile(step: Step) -> dict[str, float]:
+def _profile(step: Step) -> dict[str, Any]:
     if not step.on_gpu:
         return {}
     step.drop_gradients()  # otherwise, the step would also add its gradients to them
-    found: dict[str, float] = {"waits": _waits(step)}
-    step.drop_gradients()
+    try:
+        for _ in range(2):  # the first time, the profiler also starts
+            nothing = _recorded(lambda: None)
+        return summed_up(_recorded(step.issue), nothing, step.tasks)
+    except Exception as error:  # the other ways and the other cases can still be measured
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    finally:
+        step.drop_gradients()
+        torch.cuda.empty_cache()  # other processes need the memory
+
+
+def _recorded(run: Callable[[], object]) -> list[Call]:
+    """Call `run`; return what the device did, and the host's calls of CUDA."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step.issue()
+        run()
         torch.cuda.synchronize()
     recorded: Any = profiler.profiler
-    spans = []
+    calls = []
     for event in recorded.kineto_results.events():
-        if event.device_type() == DEVICE:
-            start = event.start_ns()
-            spans.append((start, start + event.duration_ns()))
+        start = event.start_ns()
+        on_device = event.device_type() == DEVICE
+        calls.append((event.name(), on_device, start, start + event.duration_ns()))
+    return calls
+
+
+def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dict[str, Any]:
+    """Return how often the host waited in a step, and how long the device worked for each task.
+
+    Without records of the host's calls or of the device's work, the field "failed" says so.
+
+    Args:
+        calls: What the profiler has recorded in the step.
+        nothing: What it has recorded when nothing ran. It calls CUDA itself.
+        tasks: The number of the step's tasks.
+    """
+    spans = [(start, end) for _, on_device, start, end in calls if on_device]
+    found: dict[str, Any] = {}
     if spans:
-        found["busy"] = covered(spans) / 1e9 / step.tasks
-    step.drop_gradients()
-    torch.cuda.empty_cache()  # other processes need the memory
+        found["busy"] = covered(spans) / 1e9 / tasks
+    else:
+        found["failed"] = "the profiler has recorded no work of the device"
+    if len(calls) > len(spans):
+        found["waits"] = _waits(calls) - _waits(nothing)
+    else:
+        found["failed"] = "the profiler has recorded no calls of CUDA by the host"
     return found
 
 
-def _waits(step: Step) -> int:
-    """Count the operations of a step that make the host wait for the device."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step.issue()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum(WAIT in str(warning.message) for warning in caught)
+def _waits(calls: Sequence[Call]) -> int:
+    """Count the calls in which the host waits for the device.
+
+    They are explicit ones, such as `torch.Event.synchronize`, and those within operators, such as
+    `Tensor.item`.
+    """
+    names = [name for name, on_device, *_ in calls if not on_device]
+    return sum(WAIT.match(name) is not None for name in names)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
@@ -164,7 +213,7 @@ def main(job: dict[str, Any]) -> None:
 
     A case has a name, the number of rounds, the number of steps of a turn, and its ways: by name,
     the number of the folder, and the fields of `Way`. A line has the name of the case, and for each
-    way either its samples and its profile or the reason why it could not run.
+    way either its samples and its profile or the reasons why it could not run or be profiled.
     """
     with ExitStack() as stack:
         timed: list[Connection] = []
@@ -177,7 +226,9 @@ def main(job: dict[str, Any]) -> None:
             steps = case["steps"]
             ways = {way: (side, (steps, *of)) for way, (side, of) in case["ways"].items()}
             line = _asked(timed, case["name"], ways, case["rounds"])
-            line["profiles"] = _asked(profiled, case["name"], case["ways"], 1).get("samples", {})
+            profiles = _asked(profiled, case["name"], case["ways"], 1)
+            line["profiles"] = profiles.get("samples", {})
+            line["not profiled"] = profiles.get("unable", {})
             print(json.dumps(line), flush=True)
 
 
@@ -187,8 +238,11 @@ def _asked(
     """Let processes run a case's ways in turn; return the samples, and why ways could not run."""
     found: dict[str, Any] = {"case": case}
     lines = interleave(lambda i: nullcontext(sides[i]), {case: ways}, Sampling(rounds, least=1))
-    for line in lines:
-        found |= line
+    try:
+        for line in lines:
+            found |= line
+    except Error as error:  # a way failed after it had run; the next cases can still run
+        found["unable"] = dict.fromkeys(ways, str(error))
     return found
 
 

@@ -1,5 +1,6 @@
 """Describe the machine, and measure its copies and its launches of kernels."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.part import Context, Fields
-from reproduce.machine.clocks import nvidia_smi
 from reproduce.machine.description import machine, versions
 from torchgpipe.balance.profile import seconds_of, synchronize
 
@@ -25,6 +25,8 @@ LAUNCHES = 500
 """How many kernels are launched one after another. CUDA queues about a thousand."""
 ASKED = {"topology.txt": ("topo", "-m"), "nvidia-smi.txt": ("-q",)}
 """The files with what nvidia-smi prints, and its arguments."""
+SMI_SECONDS = 20
+"""How long nvidia-smi may take. Where the driver is not loaded all the time, it starts slowly."""
 
 Copy = tuple[str, Tensor, Tensor]
 """What is copied where, as text, and the source and the target of the copy."""
@@ -36,7 +38,7 @@ def run(context: Context) -> Fields:
     described = msgspec.to_builtins(machine())
     result: Fields = {"machine": described, "versions": versions(), "nvidia-smi": False}
     for file, arguments in ASKED.items():
-        printed = nvidia_smi(*arguments)
+        printed = _nvidia_smi(*arguments)
         if printed is not None:
             result["nvidia-smi"] = True
             (context.folder / file).write_text(printed)
@@ -54,6 +56,17 @@ def run(context: Context) -> Fields:
         result["copies"][name] = moved / median(timed[1:])
         context.write(result)
     return result
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Run nvidia-smi, and return what it prints; None if it is not installed or fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:

@@ -47,10 +47,12 @@ class Case(NamedTuple):
 # the published rows n2m32 and n8m32.
 OF_4 = [
     Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
+    Case(AMOEBANET, "never", 1, 8, 4, 2, 1),
     Case(AMOEBANET, "except_last", 2, 8, 4, 2, 1),
     Case(AMOEBANET, "always", 4, 8, 4, 2, 1),
 ]
 LONG = [
+    Case(AMOEBANET, "always", 1, 8, 4, 2, 1),
     Case(AMOEBANET, "except_last", 8, 8, 40, 2, 1),
     Case(AMOEBANET, "except_last", 8, 32, 4, 2, 1),
 ]
@@ -119,11 +121,14 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
         hosts, whole, elapsed = zip(*steps, strict=True)
         values = {"host": 1e6 * median(hosts), "step": 1e6 * median(whole)}
         profile = line["profiles"].get(way, [{}])[0]
+        failed = profile.get("failed") or line["not profiled"].get(way)
         if "busy" in profile and None not in elapsed:
             values["idle"] = 1e6 * max(0.0, median(elapsed) - profile["busy"])
         if "waits" in profile:
             values["waits"] = profile["waits"]
         found[way] = values
+        if failed:
+            found[way]["not profiled"] = failed
     return found
 
 
@@ -137,7 +142,8 @@ def _results(
         if "reason" in values:
             yield Result(name, way, "failed", reason=values["reason"], config=config)
         else:
-            yield Result(name, way, "measured", values=values, config=config)
+            numbers = {unit: values[unit] for unit in UNIT if unit in values}
+            yield Result(name, way, "measured", values=numbers, config=config)
 
 
 def lines(result: Fields) -> list[str]:
@@ -152,7 +158,7 @@ def lines(result: Fields) -> list[str]:
         for value, what in (("host", "issued by the host in"), ("idle", "device idle for")):
             medians = _medians(chosen, value)
             each = [f"{titles[way]} {medians[way]:.0f}" for way in titles if way in medians]
-            parts.append(f"{what} {', '.join(each) or '(not measured on the CPU)'}")
+            parts.append(f"{what} {', '.join(each) or '(not measured)'}")
         said.append(f"{model}, us a task, medians over cases ({len(chosen)}): {'; '.join(parts)}")
     said.append(_ended(cases, result["planned"]))
     return said
@@ -179,8 +185,11 @@ def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> str:
         for way, values in ways.items():
             if "reason" in values:
                 failed.append(f"{way} in {name} ({values['reason'][:80]})")
-    waits = ", ".join(waiting) or ("never" if counted else "not counted on the CPU")
+            if "not profiled" in values:
+                failed.append(f"profile of {way} in {name} ({values['not profiled'][:80]})")
+    waits = ", ".join(waiting) or (f"never in {counted} cases" if counted else "not counted")
     said = (
         f"{len(cases)} of {planned} cases; this library makes the host wait for the device: {waits}"
     )
-    return f"{said}; failed: {', '.join(failed[:3])}" if failed else said
+    more = f" and {len(failed) - 3} more" if failed[3:] else ""
+    return f"{said}; failed: {', '.join(failed[:3])}{more}" if failed else said

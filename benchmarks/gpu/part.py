@@ -133,6 +133,7 @@ class Context:
         folder: The part's folder, for its result, its log and other files. It exists.
         deadline: When the part has to be finished, by `time.monotonic`. It is killed soon after.
         against: The folder that contains another torchgpipe, such as torchgpipe 0.0.7, or `None`.
+        gpus: The number of GPUs that PyTorch can use.
     """
 
     name: str
@@ -140,13 +141,17 @@ class Context:
     folder: Path
     deadline: float
     against: Path | None = None
+    gpus: int = 0
 
     @property
     def devices(self) -> list[torch.device]:
-        """Return all GPUs or, in a dry run, the CPU twice, as two devices."""
+        """Return all GPUs or, in a dry run, the CPU twice, as two devices.
+
+        CUDA is not initialized, so the process can still fork others that use CUDA.
+        """
         if self.size == "tiny":
             return [torch.device("cpu")] * 2
-        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        return [torch.device("cuda", i) for i in range(self.gpus)]
 
     def seconds_left(self) -> float:
         """Return how many seconds are left until the deadline; less than zero after it."""

@@ -49,7 +49,7 @@ STEPS = 5
 M = 4
 """The number of micro-batches."""
 WIDTHS = {"paper": 2048, "tiny": 16}
-TABLES = ("amoebanet-speed", "unet-speed")
+TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 MEASURE = ("--scale", "paper", "--on", "cuda", "--no-emulate", "--steps", "3")
 NUMBERS = 1 << 20
 """How many numbers are copied between each pair of devices."""
@@ -257,14 +257,16 @@ def _wait_for(device: torch.device) -> None:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on ranks and copies, and a line for each table."""
+    """Return a line on ranks and copies, a line on the first table, and a line on all else."""
     if result["devices"] < 2:
         return ["left out, for lack of GPUs: these parts need two or more, and there is one"]
     about = "; ".join(_about_ranks(result))
-    found = [about] if about else []
+    found = []
     for name, rows in result.get("tables", {}).items():
         found.append(f"{name}, measured: {about_rows(rows)}")
-    return [*found, *about_failures(result)]
+    found += about_failures(result)
+    said = [about, " / ".join(found[:1]), " / ".join(found[1:])]
+    return [line for line in said if line]
 
 
 def _about_ranks(result: Fields) -> Iterator[str]:

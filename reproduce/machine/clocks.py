@@ -1,13 +1,18 @@
-"""Ask nvidia-smi how fast the GPUs are clocked now, and why they are not faster."""
+"""Ask the driver how fast GPUs are clocked now, and why they are not faster."""
 
-import subprocess
+import ctypes
+import functools
+import operator
 
 from msgspec import Struct
 
-FIELDS = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+from reproduce.machine.devices import Devices
+from reproduce.machine.driver import CLOCK_MEMORY, CLOCK_SM, ask, handle, numbered
+
 # The newer name comes first. Drivers from before 2023 know only the older name.
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 # The bits of the reasons, as nvml.h names them.
+IDLE = 0x01
 SLOWED_BY = {
     0x02: "application clocks",
     0x04: "software power cap",
@@ -18,8 +23,8 @@ SLOWED_BY = {
     0x80: "hardware power brake",
     0x100: "display clocks",
 }
-SECONDS = 20
-"""How long nvidia-smi may take. Where the driver is not loaded all the time, it starts slowly."""
+ON_CHIP = 0
+"""The number of the sensor of temperature in nvml.h."""
 
 
 class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,7 +36,8 @@ class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         memory_clock: The clock rate of the memory, in MHz.
         power: The power draw in watts.
         temperature: The temperature in degrees Celsius.
-        slowed_by: What kept the clock rate below its maximum. An idle GPU has no such reason.
+        idle: Whether the clock rate is low because the GPU has nothing to do.
+        slowed_by: What else kept the clock rate below its maximum.
     """
 
     index: int
@@ -39,48 +45,82 @@ class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     memory_clock: float | None = None
     power: float | None = None
     temperature: float | None = None
-    slowed_by: list[str] = []
+    idle: bool | None = None
+    slowed_by: list[str] | None = None
 
 
 def gpu_states() -> list[GpuState]:
-    """Return the state of each GPU of this machine; an empty list if nvidia-smi does not tell."""
-    for reasons in REASONS:
-        printed = nvidia_smi(f"--query-gpu={FIELDS},{reasons}", "--format=csv,noheader,nounits")
-        if printed is not None:
-            return [_parse(line) for line in printed.splitlines()]
-    return []
+    """Return the state of each GPU of this machine; an empty list if there is no driver."""
+    states = []
+    for index in range(ask("nvmlDeviceGetCount_v2") or 0):
+        known = numbered(index)
+        states.append(GpuState(index) if known is None else _state(index, known))
+    return states
 
 
-def nvidia_smi(*arguments: str) -> str | None:
-    """Run nvidia-smi, and return what it prints; None if it is not installed or fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def _parse(line: str) -> GpuState:
-    """Parse a line of nvidia-smi's table. A number that is not known is a word in brackets."""
-    index, clock, memory_clock, power, temperature, bits = line.split(",")
-    try:
-        active = int(bits, 16)
-    except ValueError:
-        active = 0
+def _state(index: int, known: ctypes.c_void_p) -> GpuState:
+    milliwatts = ask("nvmlDeviceGetPowerUsage", known)
+    reasons = _reasons(known)
+    slowed_by = None
+    if reasons is not None:
+        slowed_by = [name for bit, name in SLOWED_BY.items() if reasons & bit]
     return GpuState(
-        index=int(index),
-        clock=_number(clock),
-        memory_clock=_number(memory_clock),
-        power=_number(power),
-        temperature=_number(temperature),
-        slowed_by=[name for bit, name in SLOWED_BY.items() if active & bit],
+        index=index,
+        clock=_clock(known, CLOCK_SM),
+        memory_clock=_clock(known, CLOCK_MEMORY),
+        power=None if milliwatts is None else milliwatts / 1000,
+        temperature=_number(ask("nvmlDeviceGetTemperature", known, ON_CHIP)),
+        idle=None if reasons is None else bool(reasons & IDLE),
+        slowed_by=slowed_by,
     )
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+def clocks(devices: Devices) -> dict[str, float]:
+    """Return the clock rates of CUDA devices now, and what lowers them.
+
+    - "clock": the clock rate of the multiprocessors, in MHz, of the slowest device
+    - "memory_clock": the clock rate of the memory, in MHz, of the slowest device
+    - "slowed": the reasons why a clock rate is below its highest, of all devices together; a number
+      with NVML's bits, such as 4 for the power limit and 32 for the temperature
+
+    What the driver does not tell is left out. For other devices, the result is empty.
+    """
+    if devices.kind != "cuda":
+        return {}
+    rates: dict[str, list[float]] = {"clock": [], "memory_clock": []}
+    reasons: list[int] = []
+    for device in devices.first(devices.count):
+        known = handle(device)
+        if known is None:
+            return {}
+        for name, kind in (("clock", CLOCK_SM), ("memory_clock", CLOCK_MEMORY)):
+            rate = _clock(known, kind)
+            if rate is not None:
+                rates[name].append(rate)
+        slowed = _reasons(known)
+        if slowed is not None:
+            reasons.append(slowed)
+    told: dict[str, float] = {}
+    for name, found in rates.items():
+        if len(found) == devices.count:
+            told[name] = min(found)
+    if len(reasons) == devices.count:
+        told["slowed"] = functools.reduce(operator.or_, reasons)
+    return told
+
+
+def _clock(known: ctypes.c_void_p, kind: int) -> float | None:
+    return _number(ask("nvmlDeviceGetClockInfo", known, kind))
+
+
+def _reasons(known: ctypes.c_void_p) -> int | None:
+    """Return the bits of the reasons why a GPU's clock rates are below their highest."""
+    for name in REASONS:
+        bits: int | None = ask(name, known, kind=ctypes.c_ulonglong)
+        if bits is not None:
+            return bits
+    return None
+
+
+def _number(told: int | None) -> float | None:
+    return None if told is None else float(told)

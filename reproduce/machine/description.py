@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from reproduce.machine.devices import cores, info
-from reproduce.machine.driver import CLOCK_MEMORY, CLOCK_SM, ask, handle
+from reproduce.machine.driver import CLOCK_MEMORY, CLOCK_SM, ask, driver_version, handle
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 PACKAGES = ("torch", "torchvision", "click", "tabulate")
@@ -87,7 +87,7 @@ def versions() -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     packages["cuda"] = torch.version.cuda
     packages["cudnn"] = None if cudnn is None else str(cudnn)
-    packages["driver"] = ask("nvmlSystemGetDriverVersion")
+    packages["driver"] = driver_version()
     return packages
 
 

@@ -1,32 +1,67 @@
-"""Ask NVML, the library of NVIDIA's driver, about CUDA devices."""
+"""Ask NVML about CUDA devices.
 
+NVML is a C library that comes with NVIDIA's driver, so wherever the driver is, it is there. A call
+takes less than a millisecond, and no CUDA device is initialized.
+"""
+
+import ctypes
 import functools
-import operator
 from typing import TYPE_CHECKING, Any
-
-from reproduce.machine.devices import Devices
 
 if TYPE_CHECKING:
     import torch
 
+LIBRARY = "libnvidia-ml.so.1"
 CLOCK_SM, CLOCK_MEMORY = 1, 2  # the constants for these two types of clock in nvml.h
+LONGEST_TEXT = 80
+"""The length that nvml.h names for the text of the driver's version."""
 
 
-def ask(function: str, *arguments: object) -> Any:
-    """Call a function of NVML and return its result.
-
-    If the call fails, or if the driver or its Python bindings are missing, return None.
-    """
+@functools.cache
+def _nvml() -> Any:
+    """Return the initialized library; None if there is no driver."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()  # cheap to repeat: only the first call initializes
-        return getattr(pynvml, function)(*arguments)
-    except Exception:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
         return None
+    return library if library.nvmlInit_v2() == 0 else None
 
 
-def handle(device: "torch.device | int") -> Any:
+def ask(function: str, *arguments: object, kind: type[Any] = ctypes.c_uint) -> Any:
+    """Call a function of NVML that tells one value, and return this value.
+
+    If the call fails, or if there is no driver, return None.
+
+    Args:
+        function: The name of the function in nvml.h.
+        arguments: The function's arguments before the last one, which points to the value.
+        kind: The C type of the value.
+    """
+    call = getattr(_nvml(), function, None)  # an older driver lacks newer functions
+    if call is None:
+        return None
+    value = kind()
+    failed = call(*arguments, ctypes.byref(value))
+    return None if failed else value.value
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, such as "580.65.06"; None if there is no driver."""
+    library = _nvml()
+    if library is None:
+        return None
+    text = ctypes.create_string_buffer(LONGEST_TEXT)
+    failed = library.nvmlSystemGetDriverVersion(text, LONGEST_TEXT)
+    return None if failed else text.value.decode()
+
+
+def numbered(index: int) -> ctypes.c_void_p | None:
+    """Return NVML's object for the GPU to which the driver gives a number, or None."""
+    found = ask("nvmlDeviceGetHandleByIndex_v2", index, kind=ctypes.c_void_p)
+    return None if found is None else ctypes.c_void_p(found)
+
+
+def handle(device: "torch.device | int") -> ctypes.c_void_p | None:
     """Return NVML's object for a CUDA device of this process, or None.
 
     The driver can number the devices differently from CUDA, so the device is looked up by its UUID.
@@ -34,46 +69,6 @@ def handle(device: "torch.device | int") -> Any:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    return ask("nvmlDeviceGetHandleByUUID", f"GPU-{properties.uuid}")
-
-
-def clocks(devices: Devices) -> dict[str, float]:
-    """Return the clock rates of CUDA devices now, and what lowers them.
-
-    - "clock": the clock rate of the multiprocessors, in MHz, of the slowest device
-    - "memory_clock": the clock rate of the memory, in MHz, of the slowest device
-    - "slowed": the reasons why a clock rate is below its highest, of all devices together; a number
-      with NVML's bits, such as 4 for the power limit and 32 for the temperature
-
-    What the driver does not tell is left out. For other devices, the result is empty.
-    """
-    if devices.kind != "cuda":
-        return {}
-    rates: dict[str, list[int]] = {"clock": [], "memory_clock": []}
-    reasons: list[int] = []
-    for device in devices.first(devices.count):
-        known = handle(device)
-        if known is None:
-            return {}
-        for name, kind in (("clock", CLOCK_SM), ("memory_clock", CLOCK_MEMORY)):
-            rate = ask("nvmlDeviceGetClockInfo", known, kind)
-            if rate is not None:
-                rates[name].append(rate)
-        slowed = _reasons(known)
-        if slowed is not None:
-            reasons.append(slowed)
-    told: dict[str, float] = {}
-    for name, found in rates.items():
-        if len(found) == devices.count:
-            told[name] = min(found)
-    if len(reasons) == devices.count:
-        told["slowed"] = functools.reduce(operator.or_, reasons)
-    return told
-
-
-def _reasons(known: Any) -> Any:
-    """Return the bits of the reasons why a device's clock rates are below their highest."""
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", known)
-    if reasons is None:  # older bindings have only the older name
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", known)
-    return reasons
+    name = f"GPU-{properties.uuid}".encode()
+    found = ask("nvmlDeviceGetHandleByUUID", name, kind=ctypes.c_void_p)
+    return None if found is None else ctypes.c_void_p(found)

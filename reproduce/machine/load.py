@@ -169,13 +169,16 @@ def _processes() -> tuple[dict[int, int], set[int]]:
     return ticks, ours
 
 
-def process_fields() -> Iterator[tuple[int, list[str]]]:
+def process_fields(folder: Path | None = None) -> Iterator[tuple[int, list[str]]]:
     """Yield the id of each process of this machine, and the fields of its file /proc/ID/stat.
 
     The first field is the state, and the second one is the parent's id. Without the files of /proc,
     which only Linux has, there are none.
+
+    Args:
+        folder: Another folder of such files, such as /proc/ID/task for the threads of a process.
     """
-    for path in PROC.glob("[0-9]*/stat"):
+    for path in (folder or PROC).glob("[0-9]*/stat"):
         try:
             text = path.read_text()
         except OSError:  # the process has ended

@@ -126,7 +126,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
     `gpus_at_start` and `gpus_at_end` have the clocks of all GPUs of the machine, and what slowed
-    them. These fields are empty if nvidia-smi is not there.
+    them. These fields are empty if there is no driver for GPUs.
     """
 
     state: Literal["running", "finished", "interrupted"]

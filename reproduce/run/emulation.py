@@ -19,7 +19,7 @@ says how large these effects are.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice, pairwise
+from itertools import chain, cycle, islice, pairwise
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted, setup_of
 from reproduce.predict.link import Link
 from reproduce.records.places import Json
+from reproduce.run.issuing import Pauses
 from reproduce.run.timed import Samples, Values, busy
 from reproduce.run.training import (
     Balancer,
@@ -251,16 +252,23 @@ class Emulation:
     def _issue_seconds(self) -> Seconds:
         """Run a step; return for how many seconds the host issued each task.
 
-        The device is idle when a task begins. Otherwise the host could have to wait until there is
-        room for more kernels in the device's queue, and this time would count, too.
+        The device is idle when a task begins, and the host pauses between layers. Otherwise the
+        host could have to wait until there is room for more kernels in the device's queue, and this
+        time would count, too.
         """
         training = self.training
-        stopwatch, _ = record_tasks(
-            training, training.forward_and_backward, before=self.devices.synchronize
-        )
+        layers = chain.from_iterable(each.children() for each in training.partitions)
+        with Pauses(layers, self.devices.synchronize) as pauses:
+            stopwatch, _ = record_tasks(
+                training, training.forward_and_backward, before=pauses.pause
+            )
         for optimizer in self.optimizers:
             update(optimizer)
-        return {task: end.time - start.time for task, start, end in stopwatch.tasks}
+        seconds = {}
+        for task, start, end in stopwatch.tasks:
+            paused = pauses.seconds(start.time, end.time)
+            seconds[task] = end.time - start.time - paused
+        return seconds
 
     def samples(self) -> Samples:
         """Return lists of samples for the record, with one sample for each run.

@@ -18,7 +18,7 @@ from time import monotonic
 
 import torch
 
-from reproduce.machine.driver import clocks
+from reproduce.machine.clocks import clocks
 from reproduce.run.emulation import Emulation, memory_needed, shortened
 from reproduce.run.engines.engines import check_same
 from reproduce.run.engines.failure import Failure, explain

@@ -26,11 +26,10 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import msgspec
-import torch
 
 from benchmarks.gates.machinery import VERSION, version
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
-from benchmarks.gpu.frame.processes import Outcome, run_part
+from benchmarks.gpu.frame.processes import Outcome, count_gpus, run_part
 from benchmarks.gpu.part import PARTS, RECORDS, Context, Part, Size, load_parts
 from benchmarks.harness import command
 from reproduce.error import Error, interruptible
@@ -58,17 +57,18 @@ class Plan:
         seconds: How long all parts together may run.
         size: The size of the models, see `Context`.
         against: The folder of another torchgpipe, or `None`.
+        gpus: The number of GPUs.
     """
 
     folder: Path
     seconds: float
     size: Size
     against: Path | None = None
+    gpus: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and print the page, or print the page of earlier results."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork must be able to use CUDA
     parser = command("gpu", __doc__, record=False)
     add = parser.add_argument
     text = "write the page, the archive and all results into DIR"
@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page is not None:
         print(page_of(options.page), end="")
         return
-    if not options.dry_run and not torch.cuda.is_available():
+    gpus = 0 if options.dry_run else count_gpus()
+    if not options.dry_run and not gpus:
         parser.error("there is no CUDA device here; --dry-run tries the parts on the CPU")
     if not options.dry_run and options.out is None:
         parser.error("--out DIR is missing: name a folder for the results")
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prepare_folder(folder)
         if any(folder.iterdir()):
             parser.error(f"--out {folder}: there are files already; name an empty or new folder")
-        plan = Plan(folder.absolute(), 60 * options.minutes, "paper", options.against)
+        plan = Plan(folder.absolute(), 60 * options.minutes, "paper", options.against, gpus)
         if options.dry_run:
             plan = Plan(plan.folder, DRY_RUN_SECONDS, "tiny", options.against)
         names = [name for name in PARTS if name in options.only]
@@ -192,7 +193,7 @@ def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
         return Outcome("no time", reason=f"{max(0.0, limit):.0f} s were left for it")
     # A part gets a tenth of its time, but at most 5 s, for the end of what it does at its deadline.
     deadline = time.monotonic() + limit - min(5.0, limit / 10)
-    context = Context(folder.name, plan.size, folder, deadline, plan.against)
+    context = Context(folder.name, plan.size, folder, deadline, plan.against, plan.gpus)
     return run_part(part, context, limit)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpu.frame.processes import Outcome
+from benchmarks.gpu.frame.watch import Watched
 from benchmarks.gpu.part import MOST_LINES, RESULT, Fields, Part
 from reproduce.machine.clocks import GpuState
 
@@ -51,22 +52,42 @@ def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
-    """Say how the first GPU was clocked before and after all parts, and what slowed any GPU."""
-    states = [outcome.gpus for outcome in outcomes.values() if outcome.gpus]
+    """Say how the first GPU was clocked before and during all parts, and what slowed any GPU."""
     if not before:
-        return "Clocks are not known, because nvidia-smi does not tell"
-    after = states[-1] if states else before
-    reasons: list[str] = []
+        return "Clocks are not known, because there is no driver for GPUs"
+    first, *_ = before
+    seen = []
+    slowed = []
+    tells = False
     for name, outcome in outcomes.items():
+        seen += [gpu for gpu in outcome.gpus if gpu.index == first.index and gpu.busy]
         for gpu in outcome.gpus:
-            reasons += [f"{reason} after {name}" for reason in gpu.slowed_by]
-    slowed = ", ".join(dict.fromkeys(reasons)) or "nothing"
-    first, last = _state(before[0]), _state(after[0])
-    return f"GPU {before[0].index} ran at {first} before and at {last} after; slowed by {slowed}"
+            tells |= gpu.slowed_by is not None
+            for reason, count in (gpu.slowed_by or {}).items():
+                slowed.append(f"{reason} in {name} ({count} of {gpu.busy} looks)")
+    nothing = "nothing" if tells else "what the driver does not tell"
+    return (
+        f"GPU {first.index} ran at {_known(first.clock)} MHz and {_known(first.temperature)} °C "
+        f"before{_during(seen)}; slowed by {', '.join(slowed) or nothing}"
+    )
 
 
-def _state(gpu: GpuState) -> str:
-    return f"{_known(gpu.clock)} MHz and {_known(gpu.temperature)} °C"
+def _during(seen: Sequence[Watched]) -> str:
+    """Say how a GPU was clocked in all parts, and how hot it was."""
+    if not seen:
+        return ""
+    rates: list[float] = []
+    temperatures: list[float] = []
+    for gpu in seen:
+        rates += gpu.clock or ()
+        if gpu.temperature is not None:
+            temperatures.append(gpu.temperature)
+    lowest, highest = min(rates, default=None), max(rates, default=None)
+    hottest = max(temperatures, default=None)
+    return (
+        f", at {_known(lowest)} to {_known(highest)} MHz and at most {_known(hottest)} °C while "
+        "it was not idle"
+    )
 
 
 def _known(number: float | None) -> str:

@@ -14,20 +14,19 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import torch
 from msgspec import Struct
 
+from benchmarks.gpu.frame.family import end
+from benchmarks.gpu.frame.watch import Watch, Watched
 from benchmarks.gpu.part import Context, Part
-from reproduce.error import ENDING
-from reproduce.machine.clocks import GpuState, gpu_states
-from reproduce.machine.load import process_fields
+from reproduce.error import ENDING, handling
 
 LOG = "log.txt"
-GPUS = "gpus.json"
-"""The file in which a part's process writes what the GPUs do when the part has finished."""
-PATIENCE = 5.0
-"""Seconds to wait for processes that were killed. A process in a call of a driver can take long."""
+PERIOD = 0.25
+"""Seconds between two looks at the GPUs."""
+MOST_GPUS = 255
+"""The largest number that a process can return as its exit code."""
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 """Matches the beginning of a log's line with which Python ends a traceback."""
 
@@ -41,21 +40,20 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
             "no time", if no time was left for the part; "not run", if a package is missing.
         seconds: How long the part ran.
         reason: Why the part did not finish, in one line.
-        gpus: The state of the machine's GPUs when the part had finished. For a part that did not
-            finish, it is the state after the end of its process.
+        gpus: What the machine's GPUs did while the part ran.
     """
 
     ended: Literal["finished", "failed", "killed", "interrupted", "no time", "not run"]
     seconds: float = 0.0
     reason: str = ""
-    gpus: list[GpuState] = []
+    gpus: list[Watched] = []
 
 
 def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """Run a part in a forked process, and return how it ended.
 
     The process inherits all modules that this process has imported, so it starts at once. This
-    process must not have used CUDA: a fork could not use it then.
+    process must not have initialized CUDA: a fork could not use it then.
 
     If this function is ended by Ctrl-C, it kills the process, too.
 
@@ -66,15 +64,16 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """
     began = time.monotonic()
     process = get_context("fork").Process(target=_run, args=(part, context), name=context.name)
-    process.start()
+    watch = Watch()
     try:
-        process.join(limit)
+        _start(process)
+        _wait(process, limit, watch)
         late = process.is_alive()
         if late:
             _write_stacks(process)
     finally:
-        _end(process)
-    gpus = _gpus_of(context.folder / GPUS)
+        end(process)
+    gpus = watch.found()
     seconds = time.monotonic() - began
     code = process.exitcode or 0
     if late:
@@ -86,6 +85,41 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     if code > 0:
         return Outcome("failed", seconds, _error(context.folder / LOG), gpus)
     return Outcome("finished", seconds, gpus=gpus)
+
+
+def _start(process: ForkProcess) -> None:
+    """Start a process. A signal that ends the command in the meantime takes effect afterwards.
+
+    Otherwise, the signal could come between the start and the moment when the process is known.
+    """
+    received: list[int] = []
+    with handling(lambda number, frame: received.append(number)):
+        process.start()
+    for number in received:
+        signal.raise_signal(number)
+
+
+def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
+    """Wait until a process has ended, but at most so many seconds, and watch the GPUs meanwhile."""
+    until = time.monotonic() + seconds
+    while process.is_alive() and time.monotonic() < until:
+        watch.look()
+        process.join(min(PERIOD, seconds))
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that PyTorch can use.
+
+    A fork asks PyTorch: whoever asks may initialize CUDA, and then its own forks cannot use CUDA.
+    """
+    process = get_context("fork").Process(target=_count_gpus)
+    process.start()
+    process.join()
+    return max(0, process.exitcode or 0)
+
+
+def _count_gpus() -> None:
+    os._exit(min(torch.cuda.device_count(), MOST_GPUS) if torch.cuda.is_available() else 0)
 
 
 def _run(part: Part, context: Context) -> None:
@@ -103,8 +137,6 @@ def _run(part: Part, context: Context) -> None:
         if context.size == "tiny":
             torch.set_num_threads(1)
         result = part.run(context)
-        # Without this process, the GPUs would be idle, and so neither clocked high nor slowed.
-        (context.folder / GPUS).write_bytes(msgspec.json.encode(gpu_states()))
         context.write(result)
     except BaseException:
         traceback.print_exc()
@@ -113,62 +145,12 @@ def _run(part: Part, context: Context) -> None:
     os._exit(0)
 
 
-def _gpus_of(file: Path) -> list[GpuState]:
-    """Return the states that a part's process has written; without the file, the states now."""
-    if not file.exists():
-        return gpu_states()
-    return msgspec.json.decode(file.read_bytes(), type=list[GpuState])
-
-
 def _write_stacks(process: ForkProcess) -> None:
     """Let a process write into its log what its threads do."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     process.join(0.5)
-
-
-def _end(process: ForkProcess) -> None:
-    """Kill a process and all processes that it has started, and wait until they have ended."""
-    assert process.pid is not None
-    started = _family(process.pid)  # without their parent, they could not be recognized
-    process.kill()
-    process.join(PATIENCE)
-    end = time.monotonic() + PATIENCE
-    while started and time.monotonic() < end:
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-        started = (started & _processes().keys()) | _family(process.pid)
-
-
-def _family(pid: int) -> set[int]:
-    """Return the processes that descend from a process, or belong to its session.
-
-    Without the files of /proc, which only Linux has, the result is empty.
-    """
-    parents: dict[int, int] = {}
-    found: set[int] = set()
-    for other, (parent, session) in _processes().items():
-        parents[other] = parent
-        if session == pid:
-            found.add(other)
-    more = {pid}
-    while more:
-        found |= more
-        more = {other for other, parent in parents.items() if parent in more} - found
-    found &= parents.keys()
-    return found - {pid}
-
-
-def _processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the session of each process that has not ended."""
-    found = {}
-    for pid, (state, parent, _, session, *_) in process_fields():
-        if state != "Z":  # a process that has ended, and whose parent has not noticed
-            found[pid] = (int(parent), int(session))
-    return found
 
 
 def _lines(log: Path) -> list[str]:

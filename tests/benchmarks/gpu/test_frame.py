@@ -1,17 +1,6 @@
-"""Tests of the frame of `python -m benchmarks.gpu`, mostly with parts that are made up.
-
-What a part has found is kept, however the part or the command ends, and the page says it.
-"""
+"""Tests of the command `python -m benchmarks.gpu` and of its page, mostly with made-up parts."""
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import tarfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +12,12 @@ from benchmarks.gpu.frame import command
 from benchmarks.gpu.frame.command import ARCHIVE, PAGE, Plan, main, page_of, run_parts
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
 from benchmarks.gpu.frame.processes import Outcome
+from benchmarks.gpu.frame.watch import Watched
 from benchmarks.gpu.part import MOST_LINES, PARTS, RESULT, Context, Fields, Part, load_parts
-from reproduce.error import Error, interruptible
-from reproduce.machine.clocks import GpuState
+from reproduce.error import Error
 from reproduce.records.record import load
 
-Run = Callable[[Context], Fields]
-
-
-class Fake:
-    """A part that runs a function. The page shows its result as it is."""
-
-    PURPOSE = "a question"
-
-    def __init__(self, run: Run, share: float = 20.0, needs: Sequence[str] = ()) -> None:
-        self.run = run
-        self.SHARE = share
-        self.NEEDS = needs
-
-    def lines(self, result: Fields) -> list[str]:
-        return [f"{name} is {value}" for name, value in result.items()]
-
-
-def answers(context: Context) -> Fields:
-    context.write({"answer": 41})
-    return {"answer": 42}
+from .fakes import Fake, answers, outcome, result
 
 
 def keeps(context: Context) -> Fields:
@@ -58,94 +28,6 @@ def keeps(context: Context) -> Fields:
 def breaks_off(context: Context) -> Fields:
     keeps(context)
     raise ValueError("no luck")
-
-
-def fails(context: Context) -> Fields:
-    context.write({"before": 1})
-    print("soon it fails")
-    raise ValueError("no luck\nat all")
-
-
-def dies(context: Context) -> Fields:
-    context.write({"before": 2})
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def hangs(context: Context) -> Fields:
-    """Start a process in a session of its own, and wait for ever."""
-    sleeper = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
-    context.write({"sleeper": sleeper.pid})
-    while True:
-        time.sleep(0.01)
-
-
-SLEEP = "import time; time.sleep(1000)"
-
-
-def interrupts(context: Context) -> Fields:
-    context.write({"before": 3})
-    os.kill(os.getppid(), signal.SIGTERM)
-    return hangs(context)
-
-
-def outcome(folder: Path, name: str) -> Outcome:
-    return msgspec.json.decode((folder / name / OUTCOME).read_bytes(), type=Outcome)
-
-
-def result(folder: Path, name: str) -> Any:
-    return json.loads((folder / name / RESULT).read_text())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        text = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] != "Z"
-
-
-def test_a_failure_is_a_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "LEAST_SECONDS", 0.1)
-    parts: dict[str, Part] = {
-        "fails": Fake(fails),
-        "dies": Fake(dies),
-        "needs": Fake(answers, needs=["no_such_package"]),
-        "hangs": Fake(hangs, share=0.5),
-        "answers": Fake(answers),
-    }
-
-    good = run_parts(parts, Plan(tmp_path, 60.0, "paper"))
-
-    assert not good
-    ended = {name: outcome(tmp_path, name).ended for name in parts}
-    assert ended == {
-        "fails": "failed",
-        "dies": "killed",
-        "needs": "not run",
-        "hangs": "killed",
-        "answers": "finished",
-    }
-    assert result(tmp_path, "fails") == {"before": 1}
-    assert result(tmp_path, "dies") == {"before": 2}
-    assert result(tmp_path, "answers") == {"answer": 42}
-    assert not is_alive(result(tmp_path, "hangs")["sleeper"])
-    log = (tmp_path / "fails" / "log.txt").read_text()
-    assert log.startswith("soon it fails\n")
-
-    said = (tmp_path / PAGE).read_text()
-    assert re.search(
-        r"- \*\*fails\*\* \(failed, \d+ s\): a question; ValueError: no luck\n  - before is 1\n",
-        said,
-    )
-    assert "it ended by SIGKILL\n  - before is 2\n" in said
-    assert "; not installed: no_such_package (pip install no_such_package)\n" in said
-    assert 'test_frame.py", line' in said
-    assert "in hangs\n  - sleeper is" in said
-    assert re.search(r"\(finished, \d+ s\): a question\n  - answer is 42\n", said)
-    assert "answers: finished" in capsys.readouterr().out
 
 
 def test_records_say_whether_their_part_was_finished(tmp_path: Path) -> None:
@@ -184,25 +66,6 @@ def test_a_part_passes_on_the_time_that_it_did_not_need(tmp_path: Path) -> None:
     assert 3900 < result(tmp_path, "second")["left"] < 3995
 
 
-def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
-    parts: dict[str, Part] = {"interrupts": Fake(interrupts), "answers": Fake(answers)}
-
-    with interruptible(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        run_parts(parts, Plan(tmp_path, 600.0, "tiny"))
-
-    assert outcome(tmp_path, "interrupts").ended == "interrupted"
-    assert not (tmp_path / "answers").exists()
-    with tarfile.open(tmp_path / ARCHIVE) as archive:
-        names = archive.getnames()
-    assert f"gpu/interrupts/{RESULT}" in names
-    assert f"gpu/{ARCHIVE}" not in names
-    said = (tmp_path / PAGE).read_text()
-    assert "- **interrupts** (interrupted): a question\n" in said
-    assert "- **answers** (not reached): a question\n" in said
-    pid = result(tmp_path, "interrupts").get("sleeper")
-    assert pid is None or not is_alive(pid)
-
-
 def written(folder: Path, name: str, outcome: Outcome, result: Fields) -> None:
     (folder / name).mkdir()
     (folder / name / OUTCOME).write_bytes(msgspec.json.encode(outcome))
@@ -227,9 +90,11 @@ def test_the_page_has_at_most_40_lines(tmp_path: Path) -> None:
 
 def test_the_page_says_how_the_gpus_were_clocked(tmp_path: Path) -> None:
     parts: dict[str, Part] = {"first": Fake(answers), "second": Fake(answers)}
-    hot = GpuState(0, 1400.0, temperature=83.0, slowed_by=["software power cap"])
+    cap = {"software power cap": 12}
+    hot = Watched(0, 50, 40, clock=(1400.0, 1755.0), temperature=83.0, slowed_by=cap)
     written(tmp_path, "first", Outcome("finished", 3.0, gpus=[hot]), {})
-    written(tmp_path, "second", Outcome("finished", 3.0, gpus=[GpuState(0, 1980.0)]), {})
+    cool = [Watched(0, 9, 7, clock=(1980.0, 1980.0), slowed_by={}), Watched(1, 9, 0)]
+    written(tmp_path, "second", Outcome("finished", 3.0, gpus=cool), {})
     about = {"started": "2020-04-21T10:02:05Z", "seconds": 480.0, "size": "paper"}
     before = [{"index": 0, "clock": 345.0, "temperature": 31.0}]
     about |= {"against": None, "parts": list(parts), "gpus": before}
@@ -237,8 +102,8 @@ def test_the_page_says_how_the_gpus_were_clocked(tmp_path: Path) -> None:
 
     said = page(tmp_path, parts)
 
-    assert "at 345 MHz and 31 °C before and at 1980 MHz and ? °C after" in said
-    assert "slowed by software power cap after first.\n" in said
+    assert "GPU 0 ran at 345 MHz and 31 °C before, at 1400 to 1980 MHz and at most 83 °C" in said
+    assert "; slowed by software power cap in first (12 of 40 looks).\n" in said
 
 
 def test_a_result_without_what_its_lines_need(tmp_path: Path) -> None:
@@ -306,7 +171,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
 
 
 def test_results_need_a_folder(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(command, "count_gpus", lambda: 1)
     with pytest.raises(SystemExit, match="2"):
         main([])
     said = capsys.readouterr().err.splitlines()[-1]

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from benchmarks.gpu import compiled, cuda_tests, machine, machinery
+from benchmarks.gpu import compiled, cuda_tests, issued, machine, machinery
 from benchmarks.gpu.frame.command import PAGE
-from benchmarks.gpu.issued import covered
+from benchmarks.gpu.issued import Call, covered, summed_up
 from benchmarks.gpu.part import PARTS, RESULT, Context
 from reproduce.machine.description import ROOT
 from reproduce.records.record import load
@@ -71,6 +73,54 @@ def test_work_at_the_same_time_counts_once(spans: list[tuple[int, int]], expecte
     assert covered(spans) == expected
 
 
+NONE = "the profiler has recorded no"
+SYNC = ("cudaDeviceSynchronize", False, 90, 99)
+STEP: list[Call] = [
+    ("cudaLaunchKernel", False, 0, 1),
+    ("kernel", True, 1, 5),
+    ("cudaStreamSynchronize", False, 5, 7),  # of `Tensor.item` and `Stream.synchronize`
+    ("cudaEventSynchronize", False, 7, 8),
+    ("cudaEventQuery", False, 8, 9),  # it does not wait
+    ("cudaMemcpyAsync", False, 9, 10),
+    ("Memcpy DtoH", True, 10, 12),
+    SYNC,
+]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        (STEP, {"busy": 3e-9, "waits": 2}),
+        ([*STEP, SYNC], {"busy": 3e-9, "waits": 3}),
+        (
+            [STEP[1]],
+            {"busy": 2e-9, "failed": "the profiler has recorded no calls of CUDA by the host"},
+        ),
+        ([SYNC], {"waits": 0, "failed": "the profiler has recorded no work of the device"}),
+    ],
+)
+def test_waits_are_those_that_the_profiler_does_not_make_itself(
+    calls: list[Call], expected: dict[str, Any]
+) -> None:
+    assert summed_up(calls, nothing=[SYNC], tasks=2) == expected
+
+
+class Broken:
+    """A step that fails when it is profiled."""
+
+    on_gpu = True
+    issue = drop_gradients = int
+
+
+def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no GPU\nin here")
+
+    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    step: Any = Broken()
+    assert issued._profile(step) == {"failed": "RuntimeError: no GPU"}
+
+
 # What `benchmarks.gpu.issued` prints of a case on a GPU. The times are in seconds per task.
 LINE = {
     "case": "linear n=2 m=8 never",
@@ -78,8 +128,12 @@ LINE = {
         "plain loop": [[[2e-5, 4e-5, 3e-5]], [[4e-5, 8e-5, 7e-5]]],
         "this library": [[[5e-5, 9e-5, 8e-5], [7e-5, 9e-5, 8e-5]]],
     },
-    "profiles": {"plain loop": [{"waits": 0, "busy": 2e-5}], "this library": [{"waits": 3}]},
+    "profiles": {
+        "plain loop": [{"waits": 0, "busy": 2e-5}],
+        "this library": [{"waits": 3, "failed": "no work of the device"}],
+    },
     "unable": {"other": "ImportError: gone"},
+    "not profiled": {"plain loop": "RuntimeError: too late"},
 }
 
 
@@ -108,7 +162,9 @@ def test_the_page_says_where_the_host_waits() -> None:
     )
     assert "device idle for plain loop 30" in first
     assert last.startswith("1 of 4 cases; this library makes the host wait for the device: linear ")
-    assert "(3 times); failed: other in linear" in last
+    assert "(3 times); failed: other in linear n=2 m=8 never (ImportError: gone), " in last
+    assert "profile of plain loop in linear n=2 m=8 never (RuntimeError: too late), " in last
+    assert last.endswith("profile of this library in linear n=2 m=8 never (no work of the device)")
 
 
 def context(folder: Path) -> Context:
@@ -152,3 +208,27 @@ def test_what_compiled_layers_gain_is_a_ratio_of_steps() -> None:
     assert "a step is 2.00 times as fast, the host's time goes from 40.0 to 10.0 ms" in first
     assert first.endswith("made in 31 s / CUDA graphs: failed (RuntimeError: no graph)")
     assert last == "left out: all else"
+
+
+@pytest.mark.slow
+def test_all_layers_are_compiled_although_they_share_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three shapes needs a version of the code, and PyTorch would make only one."""
+
+    def build() -> tuple[nn.Sequential, Tensor]:
+        layers = [nn.Linear(width, width + 1) for width in (2, 3, 4)]
+        return nn.Sequential(*layers), torch.rand(compiled.CHUNKS, 2)
+
+    def versions(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    made: list[Any] = []
+    dynamo = torch._dynamo.config
+    with dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
+        monkeypatch.setattr(compiled, "RESERVE", -inf)
+        found = compiled._with_compiled(build, torch.device("cpu"), versions, context(tmp_path))
+
+    assert found["done"] == 3
+    assert len(made) == 3

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 import torchgpipe
 from reproduce.error import Error
-from reproduce.machine import devices
+from reproduce.machine import devices, driver
 from reproduce.machine.allocator import KEEP_FREED
 from reproduce.machine.description import ROOT, Gpu, load_average, machine, versions
 from reproduce.machine.devices import MOST_DEVICES, Devices, cores, find_devices
@@ -27,6 +26,7 @@ from reproduce.machine.load import Load, other_runs, too_busy
 
 from ..made import commit
 from ..made import git as run
+from .nvml import Nvml
 
 
 def test_this_machine() -> None:
@@ -112,44 +112,29 @@ def test_what_others_have_of_the_machine(
     }
 
 
-def told(answer: object) -> Callable[..., object]:
-    """Return a fake function of the GPU driver.
-
-    The function returns `answer` for the first GPU, and raises an error for the second GPU.
-    """
-
-    def ask(gpu: str = "", which: object = None) -> object:
-        if gpu == "two":
-            raise RuntimeError("not supported")
-        return answer[which] if isinstance(answer, dict) else answer
-
-    return ask
-
-
-DRIVER = SimpleNamespace(
-    __spec__=None,  # Python 3.13 asks for it
-    nvmlInit=told(None),
-    nvmlSystemGetDriverVersion=told("575.57.08"),
-    nvmlDeviceGetHandleByUUID={"GPU-0a-1": "one", "GPU-0a-2": "two"}.__getitem__,
-    nvmlDeviceGetMaxClockInfo=told({1: 1980, 2: 2619}),
-    nvmlDeviceGetPowerManagementLimit=told(700_000),
-    nvmlDeviceGetMaxPcieLinkGeneration=told(5),
-    nvmlDeviceGetMaxPcieLinkWidth=told(16),
-    nvmlDeviceGetNvLinkState=told({link: int(link < 2) for link in range(36)}),
+FIRST, SECOND = 0x7F0000000010, 0x7F0000000020
+"""The addresses of NVML's objects for two GPUs. The second GPU tells nothing."""
+NVML = Nvml(
+    {
+        "nvmlDeviceGetHandleByUUID": {b"GPU-0a-1": FIRST, b"GPU-0a-2": SECOND}.__getitem__,
+        "nvmlDeviceGetMaxClockInfo": lambda gpu, kind: {FIRST: {1: 1980, 2: 2619}}[gpu][kind],
+        "nvmlDeviceGetPowerManagementLimit": {FIRST: 700_000}.__getitem__,
+        "nvmlDeviceGetMaxPcieLinkGeneration": {FIRST: 5}.__getitem__,
+        "nvmlDeviceGetMaxPcieLinkWidth": {FIRST: 16}.__getitem__,
+        "nvmlDeviceGetNvLinkState": lambda gpu, link: {FIRST: link < 2}[gpu],
+    }
 )
 KNOWN = Gpu("NVIDIA H200", 1 << 37, 1980.0, 2619.0, 700.0, "PCIe 5.0 x16, 2 x NVLink")
 UNKNOWN = Gpu("NVIDIA H200", 1 << 37)
 
 
-@pytest.mark.parametrize("driver", [DRIVER, None], ids=["driver", "no Python bindings"])
-def test_what_the_driver_tells(
-    driver: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("nvml", [NVML, None], ids=["driver", "no driver"])
+def test_what_the_driver_tells(nvml: Nvml | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(i: int) -> SimpleNamespace:
         return SimpleNamespace(name="NVIDIA H200", total_memory=1 << 37, uuid=f"0a-{i + 1}")
 
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    version, first = (None, UNKNOWN) if driver is None else ("575.57.08", KNOWN)
+    monkeypatch.setattr(driver, "_nvml", lambda: nvml)
+    version, first = (None, UNKNOWN) if nvml is None else ("575.57.08", KNOWN)
     assert versions()["driver"] == version
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,0 +1,43 @@
+"""A stand-in for NVML, the C library of NVIDIA's driver."""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+NOT_SUPPORTED = 3
+"""The number that NVML returns if a GPU cannot tell something."""
+
+
+class Nvml:
+    """A library of C functions, each of which writes what it tells to the place it is given.
+
+    Args:
+        tell: For each function, what it tells for its other arguments. If there is an error of
+            look-up, the function fails.
+    """
+
+    def __init__(self, tell: Mapping[str, Callable[..., Any]]) -> None:
+        for name, function in tell.items():
+            setattr(self, name, _in_c(function))
+
+    def nvmlSystemGetDriverVersion(self, text: Any, length: int) -> int:
+        text.value = b"575.57.08"
+        return 0
+
+
+def _as_int(x: Any) -> Any:
+    """Return a number as it arrives if it is given as an `int` of C, which has 32 bits."""
+    return ctypes.c_int(x).value if isinstance(x, int) else x
+
+
+def _in_c(tell: Callable[..., Any]) -> Callable[..., int]:
+    def function(*arguments: Any) -> int:
+        *given, place = arguments
+        plain = [x.value if isinstance(x, ctypes.c_void_p) else _as_int(x) for x in given]
+        try:
+            place._obj.value = tell(*plain)
+        except LookupError:
+            return NOT_SUPPORTED
+        return 0
+
+    return function
