@@ -25,7 +25,7 @@ help:
 	@echo "make lint                 ruff (its format, too), mypy, and whether pages are as records and code say"
 	@echo "make docs                 build the site of these docs in build/docs; a broken link is an error"
 	@echo "make benchmark            time the balancer, the planner and the replay"
-	@echo "make suites               run each of these once, untimed, to see that they work, and try what is for GPUs"
+	@echo "make suites               run each of these once, untimed, to see that they work"
 	@echo "                          what a GPU can tell in minutes: $(BIN)/python -m benchmarks.gpu --out DIR"
 	@echo "make regression BASE=REV  is the working tree worse than that revision, by counts, overlap or time?"
 	@echo "                          what a step does, by count: $(BIN)/python -m benchmarks.gates.counts"
@@ -68,7 +68,6 @@ docs: $(READY)
 
 suites: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-disable $(ARGS)
-	$(BIN)/python -m benchmarks.gpu --dry-run
 
 benchmark: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)

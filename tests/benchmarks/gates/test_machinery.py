@@ -39,6 +39,7 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
     assert differences(found["graph"], found["plain"]) == []
 
 
+@pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program runs each case with the plain loop and with engines, and records the results.
 

@@ -191,6 +191,7 @@ def test_outside_tasks_a_tensor_belongs_where_it_was_made_from() -> None:
     del state, other, made
 
 
+@pytest.mark.slow
 def test_a_training_has_its_state_and_at_its_peak_its_gradients_and_what_layers_keep() -> None:
     peaks = {}
     pipeline = replace(LIVE, partitions=2, chunks=4, balance=(4, 5))
