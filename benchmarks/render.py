@@ -1,18 +1,18 @@
-"""Rewrite the tables in the docs that are made from records, including those of benchmarks.
+"""Rewrite what is made from records and from docstrings in the docs, also from benchmarks' records.
 
     python -m benchmarks.render            # or `make results`
     python -m benchmarks.render --check    # `make lint` runs this
 
 `python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
 import `benchmarks`. This program runs the same command, but also passes the function that renders
-the tables of benchmarks.
+the tables of benchmarks, and the page of the API.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import any_model, compiled, schedules, works_with
+from benchmarks import any_model, api, compiled, schedules, which, works_with
 from benchmarks.gates import losses, machinery
 from benchmarks.league.table import table as league_table
 from reproduce.cli.main import main
@@ -21,7 +21,9 @@ from reproduce.machine.description import ROOT
 from reproduce.records.record import FREED_MEMORY, Run, load
 from reproduce.tables.render import NOTHING, link
 
-LEAGUE = "league"  # the name of the block of the league's table, which has records of its own
+# Blocks that are not made from a record in the folder of benchmarks.
+API = "api"
+LEAGUE = "league"
 BENCHMARKS = ROOT / "results" / "benchmarks"
 TABLES = {
     "any_model": any_model.table,
@@ -30,6 +32,7 @@ TABLES = {
     "losses": losses.table,
     "machinery": machinery.table,
     "schedules": schedules.table,
+    "which": which.table,
 }
 
 
@@ -45,6 +48,8 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
     Raises:
         Error: The record is broken, or no benchmark has that name.
     """
+    if name == API:
+        return api.reference() + "\n\n"
     if name == LEAGUE:
         return league_table("pipe") + "\n\n"
     path = folder / f"{name}.json"
@@ -53,15 +58,16 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         if not path.exists():
             return NOTHING
         record = load(path)
-        assert record.run is not None
         rendered = table(record, "pipe")
-        conditions = ", ".join(_conditions(record.run))
-    except (AssertionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        conditions = ""
+        if record.run is not None:  # a prediction does not depend on the machine
+            conditions = f" {', '.join(_conditions(record.run))}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"the block from benchmarks/{name} cannot be made ({path}: {error!r})"
         raise Error(f"{page}: {failure}") from error
     kind = record.kind.capitalize()
     source = f"[record]({link(page, path)})"
-    return f"{rendered}\n\n{kind} {conditions}; {source}\n\n"
+    return f"{rendered}\n\n{kind}{conditions}; {source}\n\n"
 
 
 def _conditions(run: Run) -> Iterator[str]:

@@ -82,6 +82,8 @@ class GPipe(Partitioned):
             stage), and `report()`, which returns a line for each stage.
         observer: A function that is called with each task (`torchgpipe.tensors.observe.Task`), and
             returns a context manager in which the task runs. It is `None` by default.
+        logs: What the criterion returned beside the loss in the last `step` or `evaluate`, a list
+            with an item for each micro-batch. It is empty if the criterion returned only a loss.
         plan: The `torchgpipe.plan.Plan` with which `torchgpipe.pipeline` made the pipeline, or
             `None`.
 

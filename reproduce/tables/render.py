@@ -6,6 +6,8 @@ A block is the text between two comments. The first comment names the content of
     ...
     <!-- end -->
 
+A block of docstrings begins with `<!-- from docstrings: benchmarks/api -->`.
+
 There are three kinds of names:
 
 - The name of an experiment, such as "amoebanet-speed": the block gets the tables of one run of the
@@ -38,7 +40,8 @@ SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
 KEPT = re.compile("|".join(map(re.escape, (DISTURBED, "emul./meas."))))
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(
-    r"(?P<begin><!-- from records: (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- from (?:records|docstrings): (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
 
 # A function that returns the new text of a block. Its arguments are the page with the block, and

@@ -19,8 +19,8 @@ from torchgpipe.plan.predict.predict import DEARER
 FIGURE = re.compile(
     r"(?<![\w.,])(\d+(?:\.\d+)?) ?(%|(?:ms|s|seconds?|minutes?|min|hours?|times)\b)"
 )
-MADE = re.compile(r"<!-- from records.*?<!-- end -->|```.*?```|`[^`]*`", re.DOTALL)
-"""Blocks that are made from records, and code."""
+MADE = re.compile(r"<!-- from \w+: .*?<!-- end -->|```.*?```|`[^`]*`", re.DOTALL)
+"""Blocks that are made from records or docstrings, and code."""
 # The page of schedules has a table that another test compares with the code.
 ELSEWHERE = "schedules.md"
 

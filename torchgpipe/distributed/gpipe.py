@@ -77,7 +77,7 @@ class DistributedGPipe(Partitioned):
 
     Attributes:
         balance, chunks, checkpoint, timeout: The arguments.
-        observer, plan: See `GPipe`.
+        logs, observer, plan: See `GPipe`. Only the rank of the last stage has logs.
         schedule: See `GPipe`.
         partitions: The partitions of this rank.
         partition: The only partition of this rank, an `nn.Sequential`.

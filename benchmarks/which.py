@@ -1,0 +1,290 @@
+"""Predict which is fastest: data parallel training, FSDP, a pipeline, or several pipelines.
+
+    python -m benchmarks.which         # takes minutes, and writes results/benchmarks/which.json
+
+Nothing is run on a device: `torchgpipe.plan` counts the operators of the models, and predicts their
+training from descriptions of hardware. docs/which.md shows the record.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness import by_case, command
+from reproduce.machine.description import ROOT
+from reproduce.numbers.sources import Entry
+from reproduce.predict.asked import find_given
+from reproduce.records.record import Fields, Record, Result, save
+from reproduce.tables.layout import grid
+from reproduce.tables.output import Number, of_entry, written
+from torchgpipe.plan import Impossible, Plan, plan
+from torchgpipe.plan.count.tied import counted_once
+from torchgpipe.plan.hardware.hardware import HEADROOM
+from torchgpipe.plan.predict.between import all_reduce
+from torchgpipe.plan.search.alternatives import Alternative
+from torchgpipe.plan.search.trial import Candidate
+from torchgpipe.plan.tables import figure
+
+PATH = ROOT / "results" / "benchmarks" / "which.json"
+UNITS = {
+    "throughput": "samples/s of all devices",
+    "step_time": "s",
+    "allocated": "bytes: the peak of what is allocated to tensors, on the fullest device",
+}
+WAYS = ("data parallel", "FSDP", "pipeline", "both")
+MODULE = "benchmarks.models"
+SCHEDULE = "1F1B"
+NEVER = "never"
+NO_ROOM = "the devices have no room for it"
+OPTIMIZER = "adam"
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train on devices.
+
+    Attributes:
+        model: The name of the function in `benchmarks.models` that returns the model.
+        batch_size: The number of samples in a batch, over all devices.
+        hardware: The name of the hardware description.
+        devices: How many devices there are.
+    """
+
+    model: str
+    batch_size: int
+    hardware: str
+    devices: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, batch of {self.batch_size}, {self.devices} of {self.hardware}"
+
+    @property
+    def command(self) -> str:
+        """The command that predicts the case, except for several pipelines."""
+        return (
+            f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
+            f"--devices {self.devices} --batch-size {self.batch_size} --optimizer {OPTIMIZER} "
+            f"--master-weights --schedules {SCHEDULE}"
+        )
+
+
+CASES = (
+    Case("gpt2", 512, "rtx4090x4", 4),
+    Case("gpt2_long", 32, "rtx4090x4", 4),
+    Case("gpt2_xl", 512, "rtx4090x4", 4),
+    Case("gpt2_xl", 32, "rtx4090x4", 4),
+    Case("gpt2_xl", 512, "l40sx8", 8),
+    Case("gpt2_xl", 512, "h100x8", 8),
+    Case("llama_7b", 256, "l40sx8", 8),
+    Case("llama_7b", 256, "h100x8", 8),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict all cases, save the record, and print its tables."""
+    options = command("which", __doc__ or "", record=False).parse_args(arguments)
+    results: list[Result] = []
+    for case in CASES:
+        results += predicted(case)
+        print(f"predicted: {case.name}", file=sys.stderr)
+    title = "data parallel training, FSDP, a pipeline, or several pipelines"
+    record = Record("which", title, "predicted", UNITS, results)
+    save(record, PATH)
+    numbers: list[Number] = []
+    for result in results:
+        numbers += of_entry(Entry(record, result))
+    print(written(options.format, numbers, table(record, "simple"), table(record, "pipe")).rstrip())
+
+
+def predicted(case: Case) -> list[Result]:
+    """Return the predictions of all ways to train a case."""
+    planned = planned_for(case)
+    data_parallel, sharded = planned.beside[case.devices]
+    return [
+        without_pipeline(case, data_parallel, planned.room),
+        without_pipeline(case, sharded, planned.room),
+        of_pipelines(case, 1, planned.by_devices[case.devices].best, planned),
+        several_pipelines(case, planned),
+    ]
+
+
+def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> Plan:
+    """Return the plan for a case, as the command of the case makes it.
+
+    Args:
+        case: The case.
+        pipelines: How many pipelines share the devices and the batch. The plan is for one of them.
+        memory: The bytes of each device; by default those of the hardware description.
+
+    Raises:
+        Impossible: If no setup fits.
+    """
+    given = find_given(f"{MODULE}:{case.model}", (), ())
+    module, sample = given.built(1, torch.device("meta"))
+    return plan(
+        module,
+        sample,
+        batch_size=case.batch_size // pipelines,
+        devices=case.devices // pipelines,
+        memory=memory,
+        hardware=case.hardware,
+        optimizer=OPTIMIZER,
+        schedules=SCHEDULE,
+        master_weights=True,
+    )
+
+
+def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
+    """Return the result of data parallel training or of FSDP.
+
+    Args:
+        case: The case.
+        each: The prediction.
+        room: How many bytes of each device tensors may take.
+    """
+    config = {
+        "micro_batches": each.micro_batches,
+        "size": each.size,
+        "recomputed": each.recomputed,
+    }
+    seconds = each.seconds if each.peak <= room else None
+    return result(case, each.way, config, seconds, each.peak)
+
+
+def several_pipelines(case: Case, planned: Plan) -> Result:
+    """Return the result of several pipelines, which share the devices and the batch.
+
+    Of all numbers of pipelines, the result is that of the fastest. After a step, the pipelines sum
+    their gradients, for which each device has room for a second copy of its gradients.
+    """
+    layers = planned.predictor.counts.once
+    gradients = sum([layer.parameters for layer in layers])
+    found = [of_pipelines(case, 2, None, planned)]
+    for pipelines in range(2, case.devices // 2 + 1):
+        if case.devices % pipelines == 0 and case.batch_size % pipelines == 0:
+            n = case.devices // pipelines
+            memory = planned.memory - gradients / n * (1 + HEADROOM)
+            with suppress(Impossible):
+                best = planned_for(case, pipelines, memory).by_devices[n].best
+                found.append(of_pipelines(case, pipelines, best, planned))
+    return max(found, key=throughput)
+
+
+def of_pipelines(case: Case, pipelines: int, best: Candidate | None, planned: Plan) -> Result:
+    """Return the result of one pipeline or of several.
+
+    Args:
+        case: The case.
+        pipelines: How many pipelines there are.
+        best: The prediction of one of them, or `None` if no setup fits.
+        planned: The plan for a single pipeline.
+    """
+    way = "pipeline" if pipelines == 1 else "both"
+    if best is None:
+        return result(case, way, {}, None, 0.0)
+    setup = best.setup
+    gradients = 0.0
+    for start, stop in setup.cuts:
+        layers = counted_once(planned.predictor.counts.low[start:stop])
+        gradients = max(gradients, sum([layer.parameters for layer in layers]))
+    copied = gradients if pipelines > 1 else 0.0
+    seconds = best.seconds + all_reduce(planned.hardware, gradients, pipelines)
+    config = {
+        "pipelines": pipelines,
+        "balance": list(setup.balance),
+        "micro_batches": len(setup.sizes),
+        "size": setup.sizes[0],
+        "checkpoint": setup.checkpoint,
+    }
+    return result(case, way, config, seconds, best.peak + copied)
+
+
+def result(case: Case, way: str, config: Fields, seconds: float | None, allocated: float) -> Result:
+    """Return the result of a way to train a case.
+
+    Args:
+        case: The case.
+        way: One of `WAYS`.
+        config: How the case is trained.
+        seconds: The seconds of a step, or `None` if the devices have no room.
+        allocated: The bytes of the fullest device.
+    """
+    if seconds is None:
+        return Result(case.name, way, "out of memory", device="meta", reason=NO_ROOM)
+    values = {
+        "throughput": case.batch_size / seconds,
+        "step_time": seconds,
+        "allocated": [round(allocated)],
+    }
+    return Result(
+        case.name,
+        way,
+        "predicted",
+        device="meta",
+        config=config,
+        hardware=case.hardware,
+        values=values,
+    )
+
+
+def throughput(result: Result) -> float:
+    """Return the samples per second of a result, or 0 if the devices have no room."""
+    return float(result.values.get("throughput", 0.0))
+
+
+def table(record: Record, style: str = "simple") -> str:
+    """Render the samples per second of all cases, how each way was set up, and the commands."""
+    cases = by_case(record)
+    speeds = []
+    setups = []
+    commands = []
+    for number, case in enumerate(CASES, 1):
+        ways = cases[case.name]
+        fastest = max(ways.values(), key=throughput).row
+        cells = [speed(ways[way]) for way in WAYS]
+        about = [str(number), case.model, str(case.batch_size), case.hardware, str(case.devices)]
+        speeds.append([*about, *cells, fastest])
+        setups += [[str(number), way, *setup_of(ways[way])] for way in WAYS]
+        commands.append(f"{case.command}  # {number}")
+    heads = ["", "model", "batch", "hardware", "devices", *WAYS, "fastest"]
+    detail = ["", "way", "GiB", "micro-batches", "recomputed", "pipelines", "balance"]
+    return "\n\n".join(
+        [
+            grid(heads, speeds, style),
+            grid(detail, setups, style),
+            "\n".join(["```sh", *commands, "```"]),
+        ]
+    )
+
+
+def speed(result: Result) -> str:
+    """Return the samples per second, with a star if activations are recomputed."""
+    if result.status != "predicted":
+        return "no room"
+    recomputed = result.config.get("recomputed") or result.config.get("checkpoint", NEVER) != NEVER
+    return figure(throughput(result)) + ("*" if recomputed else "")
+
+
+def setup_of(result: Result) -> list[str]:
+    """Return the cells that say how a case is trained."""
+    config = result.config
+    if result.status != "predicted":
+        return [""] * 5
+    (allocated,) = result.values["allocated"]
+    recomputed = config.get("checkpoint", "yes" if config.get("recomputed") else "")
+    return [
+        f"{allocated / GiB:.1f}",
+        f"{config['micro_batches']} x {config['size']}",
+        str(recomputed),
+        str(config.get("pipelines", "")),
+        " ".join(map(str, config.get("balance", []))),
+    ]
+
+
+if __name__ == "__main__":
+    main()
