@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import fill
 from typing import get_args
 
 from msgspec.structs import replace
@@ -45,6 +46,13 @@ PACKAGES = {
 }
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CHECKS = {row.name: row for row in ROWS}
+RIGHT = "right"
+WORDS = {"equal": RIGHT, "not offered": "lacks"}
+"""The words of tables for outcomes that have another name in records."""
+HEADS = {"ScheduleGPipe": "GPipe", "Schedule1F1B": "1F1B"}
+"""The headings of columns that differ from the engine's name."""
+WIDTH = 100
+"""The longest line of a list."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,64 +126,102 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
         yield results
 
 
-def table(record: Record, style: str = "simple", first: Sequence[list[str]] = ()) -> str:
-    """Render two tables: how often each engine had each outcome, and the results of all checks.
+def table(record: Record, style: str = "simple") -> str:
+    """Render how often each engine had each outcome, and the results of all checks."""
+    return f"{counted(record, style)}\n\n{checked(record, style)}"
 
-    The second table has a column for this library's results and a column for the results of other
-    libraries. Its first lines are those of `first`.
-    """
-    cases = by_case(record)
-    engines = list(dict.fromkeys(result.row for result in record.results))
+
+def counted(record: Record, style: str) -> str:
+    """Render how often each engine had each outcome."""
     summary = []
-    for engine in engines:
-        counts: Counter[str] = Counter()
-        for ends in cases.values():
-            if engine in ends:
-                outcome = str(ends[engine].values["outcome"])
-                counts[outcome] += 1
+    for engine in engines_of(record):
+        own = [result for result in record.results if result.row == engine]
+        counts = Counter([str(result.values["outcome"]) for result in own])
         package = PACKAGES.get(engine)
         version = "this library"
         if package is not None:
             version = f"{package} {(record.software or {})[package]}"
         summary.append([engine, version, *(str(counts[kind] or "") for kind in KINDS)])
-    rows = list(first)
-    group = ""
-    for name, ends in cases.items():
-        check = CHECKS[name]
-        if check.group != group:
-            group = check.group
-            rows.append([f"**{group}**", "", "", ""])
-        here: list[Result] = []
-        elsewhere: list[Result] = []
-        for engine in engines:
-            if engine in ends:
-                side = elsewhere if engine in PACKAGES else here
-                side.append(ends[engine])
-        rows.append([name, ended(here), check.why, ended(elsewhere)])
-    counted = grid(["engine", "version", *KINDS], summary, style)
-    heads = ["", "here", "why it matters, or what to know", "elsewhere"]
-    checked = grid(heads, rows, style)
-    return f"{counted}\n\n{checked}"
+    return grid(["engine", "version", *map(word, KINDS)], summary, style)
 
 
-def ended(results: Sequence[Result]) -> str:
-    """Return a text about the results of one check, such as "fails (ranks): …" or "right".
+def checked(record: Record, style: str) -> str:
+    """Render the results of all checks: for each group of checks, a table and a list.
 
-    It names the engines that did not get the results of the plain layers, each with its outcome.
+    A table has a column for this library's engines together, and one for each other engine. The
+    list says why each check matters, and what the engines said that failed it.
     """
-    if not results:
-        return ""
+    groups: dict[str, dict[str, dict[str, Result]]] = {}
+    for name, ends in by_case(record).items():
+        groups.setdefault(CHECKS[name].group, {})[name] = ends
+    others = [engine for engine in engines_of(record) if engine in PACKAGES]
+    parts = []
+    for group, cases in groups.items():
+        rows = []
+        notes = []
+        for name, ends in cases.items():
+            here = [end for engine, end in ends.items() if engine not in PACKAGES]
+            rows.append([name, here_word(here), *(outcome(ends.get(each)) for each in others)])
+            notes.append(f"**{name}**: {CHECKS[name].why} {reasons(list(ends.values()))}".strip())
+        heads = ["", "here", *(HEADS.get(engine, engine) for engine in others)]
+        parts.append(section(group, grid(heads, rows, style), notes, style))
+    return "\n\n".join(parts)
+
+
+def engines_of(record: Record) -> list[str]:
+    return list(dict.fromkeys(result.row for result in record.results))
+
+
+def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
+    """Return a heading, a table, and notes as a list, for a page or for a terminal."""
+    title = title[0].upper() + title[1:]
+    heading = f"## {title}" if style == "pipe" else title
+    lines = []
+    for note in notes:
+        line = fill(
+            note,
+            WIDTH,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(line)
+    return "\n\n".join([heading, table, "\n".join(lines)])
+
+
+def word(kind: str) -> str:
+    """Return the word for an outcome in tables."""
+    return WORDS.get(kind, kind)
+
+
+def outcome(result: Result | None) -> str:
+    """Return the cell of one engine's result."""
+    return "" if result is None else word(str(result.values["outcome"]))
+
+
+def here_word(results: Sequence[Result]) -> str:
+    """Return the cell of this library's results: a word, or the engines that have another one."""
+    words = {result.row: outcome(result) for result in results}
+    if len(set(words.values())) <= 1:
+        return next(iter(words.values()), "")
+    return ", ".join([f"{engine} {word}" for engine, word in words.items() if word != RIGHT])
+
+
+def reasons(results: Sequence[Result]) -> str:
+    """Return what the engines said that did not get the results of the plain layers.
+
+    An example is "*fails* (ScheduleGPipe, Schedule1F1B): RuntimeError: …".
+    """
     engines_by_end: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        kind = str(result.values["outcome"])
-        if kind != "equal":
-            end = kind, cell(result.reason)
+        if outcome(result) != RIGHT:
+            end = outcome(result), cell(result.reason)
             engines_by_end.setdefault(end, []).append(result.row)
     ends = []
     for (kind, reason), engines in engines_by_end.items():
-        names = ", ".join(engines)
-        ends.append(f"{kind} ({names}): {reason}")
-    return "; ".join(ends) or "right"
+        ends.append(f"*{kind}* ({', '.join(engines)}): {reason}")
+    return "; ".join(ends)
 
 
 if __name__ == "__main__":

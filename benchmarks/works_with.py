@@ -1,14 +1,13 @@
-"""Render the table of docs/works-with.md.
+"""Render the tables of docs/works-with.md.
 
-The table says which PyTorch tools work with a pipeline, and which checks of training pass. Whether
+They say which PyTorch tools work with a pipeline, and which checks of training pass. Whether
 a tool works comes from this library's tests (`TOOLS`). Whether a check passes comes from the record
 that `benchmarks.conformance` writes.
 """
 
-from itertools import product
-
 from benchmarks import conformance
 from reproduce.records.record import Record
+from reproduce.tables.layout import grid
 from tests.behaviours.row import MODES, Row
 from tests.behaviours.rows import between, buffers, gradients, passed, random, tools, unusual
 
@@ -20,25 +19,27 @@ TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
-    """Render how often each engine had each outcome, and a table of all tools and checks."""
-    heading = ["**tools of PyTorch**", "", "", ""]
-    lines = [[row.name, answer(row), row.note, ""] for row in TOOLS]
-    return conformance.table(record, style, [heading, *lines])
+    """Render how often each engine had each outcome, and the tables of all tools and checks."""
+    rows = []
+    notes = []
+    for row in TOOLS:
+        rows.append([row.name, *(answer(row, engine) for engine in ENGINES)])
+        rounded = "Equal up to rounding. " if row.tolerance else ""
+        if rounded or row.note:
+            notes.append(f"**{row.name}**: {rounded}{row.note}".strip())
+    tools_of_torch = grid(["", *ENGINES], rows, style)
+    return "\n\n".join(
+        [
+            conformance.counted(record, style),
+            conformance.section("tools of PyTorch", tools_of_torch, notes, style),
+            conformance.checked(record, style),
+        ]
+    )
 
 
-def answer(row: Row) -> str:
-    """Say with which engines and checkpoint modes of `GPipe` a tool works."""
-    right = []
-    for engine, mode in product(ENGINES, MODES):
-        if not row.refusal(engine, mode):
-            right.append((engine, mode))
-    rounded = ", up to rounding" if row.tolerance else ""
-    if len(right) == len(ENGINES) * len(MODES):
-        return f"right{rounded}"
+def answer(row: Row, engine: str) -> str:
+    """Say with which checkpoint modes a tool works on an engine of `GPipe`."""
+    right = [mode for mode in MODES if not row.refusal(engine, mode)]
     if not right:
         return "refused"
-    engines, modes = zip(*right, strict=True)
-    engine, mode = engines[0], min(modes)
-    assert len(set(engines)) == 1, f"{row.name}: there are no words for this"
-    only = "" if len(modes) == len(MODES) else f' and `checkpoint="{mode}"`'
-    return f'right with `engine="{engine}"`{only}{rounded}'
+    return "right" if len(right) == len(MODES) else f"only {', '.join(right)}"

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conformance import CHECKS, ENGINES, main, table
+from benchmarks import works_with
+from benchmarks.conformance import CHECKS, ENGINES, WIDTH, main, table
 from benchmarks.others.ours import Ranks, Threads
 from benchmarks.others.processes import Adapter, compared, run
-from reproduce.records.record import load
+from benchmarks.render import BENCHMARKS
+from reproduce.records.record import Record, Result, load
 
 from ..behaviours.pipe import NotOffered, Pipe, rank
 from ..parts import explode
@@ -128,13 +130,77 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     main(["--engine", "threads", "--out", str(path), right, wrong])
 
-    page = table(load(path), "pipe")
-    page = re.sub(r" *\| *", "|", page)
+    page = re.sub(r" *\| *", "|", table(load(path), "pipe"))
+    page = re.sub(r":-+", ":-", page)
     assert "|threads|this library|1||||1|||" in page
-    assert f"|{right}|right|Whoever tries a pipeline" in page
-    assert f"|{wrong}|differs (threads): not so: both are equal|A seed gives" in page
+    assert f"\n## How a mini-batch is split\n\n||here|\n|:-|:-|\n|{right}|right|\n" in page
+    assert f"\n|{wrong}|differs|\n" in page
+    words = " ".join(page.split())
+    assert f"- **{right}**: Whoever tries a pipeline" in words
+    assert " *differs* (threads): not so: both are equal" in words
 
     with pytest.raises(SystemExit):
         main(["one batch"])
     said = capsys.readouterr().err
     assert "there is no check 'one batch'; the checks are equal micro-batches, one" in said
+
+
+def record(**outcomes: str) -> Record:
+    """Return a record of one check, with the outcomes of engines."""
+    results = []
+    for engine, outcome in outcomes.items():
+        values = {"outcome": outcome}
+        reason = None if outcome == "equal" else f"{outcome}, as {engine} says"
+        results.append(Result(EQUAL, engine, "measured", values=values, reason=reason))
+    return Record("conformance", "", "measured", {}, results, software={"deepspeed": "1"})
+
+
+@pytest.mark.parametrize(
+    "outcomes, here, deepspeed, said",
+    [
+        ({"threads": "equal", "ranks": "equal", "DeepSpeed": "equal"}, "right", "right", ""),
+        (
+            {"threads": "equal", "ranks": "refused", "DeepSpeed": "not offered"},
+            "ranks refused",
+            "lacks",
+            " *refused* (ranks): refused, as ranks says; "
+            "*lacks* (DeepSpeed): not offered, as DeepSpeed says",
+        ),
+        (
+            {"threads": "fails", "ranks": "differs", "DeepSpeed": "fails"},
+            "threads fails, ranks differs",
+            "fails",
+            " *fails* (threads): fails, as threads says; *differs* (ranks): differs, as ranks "
+            "says; *fails* (DeepSpeed): fails, as DeepSpeed says",
+        ),
+    ],
+)
+def test_a_row_has_a_word_for_this_library_and_for_each_other_engine(
+    outcomes: dict[str, str], here: str, deepspeed: str, said: str
+) -> None:
+    page = table(record(**outcomes), "pipe")
+    assert f"|{EQUAL}|{here}|{deepspeed}|" in re.sub(r" *\| *", "|", page)
+    assert " ".join(page.split()).endswith(f"those of the mini-batch.{said}")
+
+
+def test_tables_of_the_page_fit_a_terminal() -> None:
+    path = BENCHMARKS / "conformance.json"
+    lines = works_with.table(load(path), "pipe").splitlines()
+    assert len(lines) > 200
+    for line in lines:
+        assert len(line) <= WIDTH, line
+
+
+@pytest.mark.parametrize(
+    "name, graph, workers",
+    [
+        ("deepcopy of a used model", "right", "right"),
+        ("forward-mode gradients", "only never", "refused"),
+        ("a mode that counts, as `FlopCounterMode`", "right", "refused"),
+        ("`torch.jit.trace(model, x)`", "refused", "refused"),
+    ],
+)
+def test_with_which_engines_a_tool_works(name: str, graph: str, workers: str) -> None:
+    (row,) = [row for row in works_with.TOOLS if row.name == name]
+    assert works_with.answer(row, "graph") == graph
+    assert works_with.answer(row, "workers") == workers
