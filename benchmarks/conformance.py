@@ -19,12 +19,20 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from textwrap import fill
 from typing import get_args
 
 from msgspec.structs import replace
 
-from benchmarks.harness import Found, by_case, cell, collect, command, in_format, start
+from benchmarks.harness import (
+    Found,
+    by_case,
+    cell,
+    collect,
+    command,
+    in_format,
+    section,
+    start,
+)
 from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import grid
@@ -51,8 +59,6 @@ WORDS = {"equal": RIGHT, "not offered": "lacks"}
 """The words of tables for outcomes that have another name in records."""
 HEADS = {"ScheduleGPipe": "GPipe", "Schedule1F1B": "1F1B"}
 """The headings of columns that differ from the engine's name."""
-WIDTH = 100
-"""The longest line of a list."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,24 +176,6 @@ def checked(record: Record, style: str) -> str:
 
 def engines_of(record: Record) -> list[str]:
     return list(dict.fromkeys(result.row for result in record.results))
-
-
-def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
-    """Return a heading, a table, and notes as a list, for a page or for a terminal."""
-    title = title[0].upper() + title[1:]
-    heading = f"## {title}" if style == "pipe" else title
-    lines = []
-    for note in notes:
-        line = fill(
-            note,
-            WIDTH,
-            initial_indent="- ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines.append(line)
-    return "\n\n".join([heading, table, "\n".join(lines)])
 
 
 def word(kind: str) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ OPTIONS = {
     "seed": "seed of all that is drawn",
 }
 
+WIDTH = 100
+"""The longest line of a list in a page."""
 Found = Generator[Sequence[Result], None, None]
 """A generator of the results. It yields a result again when the result has more samples."""
 
@@ -141,6 +144,24 @@ def cell(reason: str | None) -> str:
     text = " ".join(words)
     text = text.replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
+    """Return a heading, a table, and notes as a list, for a page or for a terminal."""
+    title = title[0].upper() + title[1:]
+    heading = f"## {title}" if style == "pipe" else title
+    lines = []
+    for note in notes:
+        line = fill(
+            note,
+            WIDTH,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(line)
+    return "\n\n".join(filter(None, [heading, table, "\n".join(lines)]))
 
 
 def summarized(result: Result) -> Result:

@@ -53,6 +53,7 @@ PROGRAMS = (
     "benchmarks.gpu",
     "benchmarks.league",
     "benchmarks.schedules",
+    "benchmarks.which",
     "tests.planted",
     "tests.planted.losses",
 )

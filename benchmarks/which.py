@@ -7,26 +7,25 @@ training from descriptions of hardware. docs/which.md shows the record.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import by_case, command
+from benchmarks.harness import by_case, command, section
 from reproduce.machine.description import ROOT
 from reproduce.numbers.sources import Entry
 from reproduce.predict.asked import find_given
 from reproduce.records.record import Fields, Record, Result, save
-from reproduce.tables.layout import grid
+from reproduce.tables.layout import grid, number
 from reproduce.tables.output import Number, of_entry, written
-from torchgpipe.plan import Impossible, Plan, plan
+from torchgpipe.plan import Impossible, Plan, load_hardware, plan
 from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.hardware.hardware import HEADROOM
 from torchgpipe.plan.predict.between import all_reduce
 from torchgpipe.plan.search.alternatives import Alternative
 from torchgpipe.plan.search.trial import Candidate
-from torchgpipe.plan.tables import figure
 
 PATH = ROOT / "results" / "benchmarks" / "which.json"
 UNITS = {
@@ -37,7 +36,7 @@ UNITS = {
 WAYS = ("data parallel", "FSDP", "pipeline", "both")
 MODULE = "benchmarks.models"
 SCHEDULE = "1F1B"
-NEVER = "never"
+CLOSE = 0.05  # the target of the league for the median error of a speed-up
 NO_ROOM = "the devices have no room for it"
 OPTIMIZER = "adam"
 GiB = 2**30
@@ -45,43 +44,46 @@ GiB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train on devices.
+    """A model to train on all devices of a node.
 
     Attributes:
         model: The name of the function in `benchmarks.models` that returns the model.
         batch_size: The number of samples in a batch, over all devices.
         hardware: The name of the hardware description.
-        devices: How many devices there are.
     """
 
     model: str
     batch_size: int
     hardware: str
-    devices: int
 
     @property
     def name(self) -> str:
-        return f"{self.model}, batch of {self.batch_size}, {self.devices} of {self.hardware}"
+        return f"{self.model}, batch of {self.batch_size}, {self.hardware}"
+
+    @property
+    def devices(self) -> int:
+        return load_hardware(self.hardware).devices
 
     @property
     def command(self) -> str:
         """The command that predicts the case, except for several pipelines."""
         return (
             f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
-            f"--devices {self.devices} --batch-size {self.batch_size} --optimizer {OPTIMIZER} "
-            f"--master-weights --schedules {SCHEDULE}"
+            f"\\\n    --batch-size {self.batch_size} --optimizer {OPTIMIZER} --master-weights "
+            f"--schedules {SCHEDULE}"
         )
 
 
 CASES = (
-    Case("gpt2", 512, "rtx4090x4", 4),
-    Case("gpt2_long", 32, "rtx4090x4", 4),
-    Case("gpt2_xl", 512, "rtx4090x4", 4),
-    Case("gpt2_xl", 32, "rtx4090x4", 4),
-    Case("gpt2_xl", 512, "l40sx8", 8),
-    Case("gpt2_xl", 512, "h100x8", 8),
-    Case("llama_7b", 256, "l40sx8", 8),
-    Case("llama_7b", 256, "h100x8", 8),
+    Case("gpt2", 512, "rtx4090x4"),
+    Case("gpt2_long", 32, "rtx4090x4"),
+    Case("gpt2_long", 4, "rtx4090x4"),
+    Case("gpt2_xl", 512, "rtx4090x4"),
+    Case("gpt2_xl", 32, "rtx4090x4"),
+    Case("gpt2_xl", 512, "l40sx8"),
+    Case("gpt2_xl", 512, "h100x8"),
+    Case("llama_7b", 256, "l40sx8"),
+    Case("llama_7b", 256, "h100x8"),
 )
 
 
@@ -239,50 +241,72 @@ def throughput(result: Result) -> float:
 
 def table(record: Record, style: str = "simple") -> str:
     """Render the samples per second of all cases, how each way was set up, and the commands."""
-    cases = by_case(record)
     speeds = []
     setups = []
     commands = []
-    for number, case in enumerate(CASES, 1):
-        ways = cases[case.name]
-        fastest = max(ways.values(), key=throughput).row
-        cells = [speed(ways[way]) for way in WAYS]
-        about = [str(number), case.model, str(case.batch_size), case.hardware, str(case.devices)]
-        speeds.append([*about, *cells, fastest])
-        setups += [[str(number), way, *setup_of(ways[way])] for way in WAYS]
-        commands.append(f"{case.command}  # {number}")
-    heads = ["", "model", "batch", "hardware", "devices", *WAYS, "fastest"]
-    detail = ["", "way", "GiB", "micro-batches", "recomputed", "pipelines", "balance"]
+    for k, (case, ways) in enumerate(by_case_of(record), 1):
+        about = [str(k), case.model, str(case.batch_size), case.hardware]
+        speeds.append([*about, *[speed(ways[way]) for way in WAYS], ", ".join(fastest(ways))])
+        fitting = [way for way in WAYS if ways[way].status == "predicted"]
+        setups += [[str(k), way, *setup_of(ways[way])] for way in fitting]
+        commands += [f"# {k}", case.command]
+    heads = ["", "model", "batch", "hardware", *WAYS, "fastest"]
+    notes = [
+        "Predicted samples/s of all devices. A star: activations are recomputed.",
+        "The column *both* has several pipelines, which share the batch.",
+        f"The last column has the fastest way, and those that are at most {CLOSE:.0%} slower: "
+        "a prediction is no more exact.",
+    ]
+    details = ["", "way", "GiB", "micro-batches", "recomputed", "pipelines", "balance"]
+    about_details = [
+        "GiB: the fullest device.",
+        "Micro-batches: of each device, or of each pipeline, and the samples in one.",
+    ]
+    shell = "\n".join(["```sh", *commands, "```"])
     return "\n\n".join(
         [
-            grid(heads, speeds, style),
-            grid(detail, setups, style),
-            "\n".join(["```sh", *commands, "```"]),
+            section("how fast each way is", grid(heads, speeds, style), notes, style),
+            section("how each way is set up", grid(details, setups, style), about_details, style),
+            section("the commands", shell, [], style),
         ]
     )
+
+
+def by_case_of(record: Record) -> list[tuple[Case, dict[str, Result]]]:
+    """Return each case with its results, by way."""
+    found = by_case(record)
+    return [(case, found[case.name]) for case in CASES]
+
+
+def fastest(ways: Mapping[str, Result]) -> list[str]:
+    """Return the fastest way and those that are close to it, the fastest first."""
+    ranked = sorted(ways.values(), key=throughput, reverse=True)
+    least = (1 - CLOSE) * throughput(ranked[0])
+    return [each.row for each in ranked if throughput(each) >= least]
 
 
 def speed(result: Result) -> str:
     """Return the samples per second, with a star if activations are recomputed."""
     if result.status != "predicted":
         return "no room"
-    recomputed = result.config.get("recomputed") or result.config.get("checkpoint", NEVER) != NEVER
-    return figure(throughput(result)) + ("*" if recomputed else "")
+    return number(throughput(result)) + ("*" if recomputed(result) else "")
+
+
+def recomputed(result: Result) -> bool:
+    """Return whether activations are recomputed, of some micro-batches at least."""
+    return bool(result.config.get("recomputed", result.config.get("checkpoint") != "never"))
 
 
 def setup_of(result: Result) -> list[str]:
     """Return the cells that say how a case is trained."""
     config = result.config
-    if result.status != "predicted":
-        return [""] * 5
     (allocated,) = result.values["allocated"]
-    recomputed = config.get("checkpoint", "yes" if config.get("recomputed") else "")
     return [
         f"{allocated / GiB:.1f}",
         f"{config['micro_batches']} x {config['size']}",
-        str(recomputed),
+        "yes" if recomputed(result) else "",
         str(config.get("pipelines", "")),
-        " ".join(map(str, config.get("balance", []))),
+        ", ".join(map(str, config.get("balance", []))),
     ]
 
 

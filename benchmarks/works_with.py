@@ -6,6 +6,7 @@ that `benchmarks.conformance` writes.
 """
 
 from benchmarks import conformance
+from benchmarks.harness import section
 from reproduce.records.record import Record
 from reproduce.tables.layout import grid
 from tests.behaviours.row import MODES, Row
@@ -31,7 +32,7 @@ def table(record: Record, style: str) -> str:
     return "\n\n".join(
         [
             conformance.counted(record, style),
-            conformance.section("tools of PyTorch", tools_of_torch, notes, style),
+            section("tools of PyTorch", tools_of_torch, notes, style),
             conformance.checked(record, style),
         ]
     )

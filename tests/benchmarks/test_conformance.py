@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import works_with
-from benchmarks.conformance import CHECKS, ENGINES, WIDTH, main, table
+from benchmarks.conformance import CHECKS, ENGINES, main, table
+from benchmarks.harness import WIDTH
 from benchmarks.others.ours import Ranks, Threads
 from benchmarks.others.processes import Adapter, compared, run
 from benchmarks.render import BENCHMARKS
