@@ -6,7 +6,7 @@ Their parameters are in bfloat16.
 import torch
 from torch import Tensor, nn
 
-from benchmarks.league.transformer import Sizes, transformer
+from benchmarks.league.transformer import Embedding, Head, Sizes, transformer
 
 Example = tuple[nn.Module, Tensor]
 """A model, and a batch of one sample."""
@@ -68,5 +68,7 @@ def tied(given: Example) -> Example:
     """Let the head of a transformer use the weight of its embedding, as GPT-2's does."""
     model, sample = given
     assert isinstance(model, nn.Sequential)
-    model[-1].logits.weight = model[0].words.weight
+    embedding, head = model[0], model[-1]
+    assert isinstance(embedding, Embedding) and isinstance(head, Head)
+    head.logits.weight = embedding.words.weight
     return model, sample
