@@ -1,7 +1,7 @@
 """Choose a model's balance, number of micro-batches, checkpoint mode and schedule by prediction."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -18,9 +18,10 @@ from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
 from torchgpipe.plan.precision import check_precision, precision_of
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.profiled import predictor_here
+from torchgpipe.plan.reasons import TAKE, fastest_alternative, has_room
 from torchgpipe.plan.report import Plan
-from torchgpipe.plan.search.alternatives import alternatives
-from torchgpipe.plan.search.impossible import refuse_hopeless
+from torchgpipe.plan.search.alternatives import Alternative, alternatives
+from torchgpipe.plan.search.impossible import Impossible, refuse_hopeless
 from torchgpipe.plan.search.search import Aim, Found, merged, search, unheard
 from torchgpipe.plan.search.trial import Candidate, Choices
 from torchgpipe.schedules import Schedule, make
@@ -141,10 +142,9 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     refuse_hopeless(predictor, batch_size, most, room, held)
     choices = Choices(batch_size, held, numbers, modes, orders)
     partitions = _numbers(min(most, len(counts)))
-    found = search(predictor, choices, partitions, Aim(room, progress=progress))
-    beside = {}
-    for n in partitions:
-        beside[n] = alternatives(predictor, batch_size, n, held, room)
+    beside = {n: alternatives(predictor, batch_size, n, held, room) for n in partitions}
+    with _naming_another_way(beside, room):
+        found = search(predictor, choices, partitions, Aim(room, progress=progress))
     by_devices = merged(found)
     candidates = [setups.best for setups in by_devices.values() if setups.best is not None]
     candidates.sort(key=lambda candidate: candidate.seconds)
@@ -162,6 +162,18 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         predictor=predictor,
         module=module,
     )
+
+
+@contextmanager
+def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float) -> Iterator[None]:
+    """If no pipeline has room, but training without a pipeline has, let the error say so."""
+    try:
+        yield
+    except Impossible as error:
+        fastest = fastest_alternative(beside, room)
+        if fastest is None:
+            raise
+        raise Impossible(f"{error}; {has_room(fastest)}: take {TAKE[fastest.way]}") from None
 
 
 def _by_schedule(

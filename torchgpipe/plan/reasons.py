@@ -76,6 +76,26 @@ def about_memory(best: Candidate, unlimited: float) -> str:
     return f"Memory limits the speed: with more of it, n = {n} would be {faster:.0%} faster."
 
 
+def fastest_alternative(
+    found: Mapping[int, Sequence[Alternative]], room: float
+) -> Alternative | None:
+    """Return the fastest training without a pipeline that has room, or `None` if none has.
+
+    Args:
+        found: The predictions without a pipeline, for each number of devices.
+        room: How many bytes of each device tensors may take.
+    """
+    every = chain.from_iterable(found.values())
+    fitting = [each for each in every if each.peak <= room]
+    return min(fitting, key=lambda each: each.seconds, default=None)
+
+
+def has_room(alternative: Alternative) -> str:
+    """Say that training without a pipeline has room."""
+    way = "FSDP" if alternative.way == "FSDP" else "Data parallel training"
+    return f"{way} on {alternative.devices} devices has room"
+
+
 def about_alternatives(
     best: Candidate, found: Mapping[int, Sequence[Alternative]], room: float
 ) -> str:
@@ -86,17 +106,12 @@ def about_alternatives(
         found: The predictions without a pipeline, for each number of devices.
         room: How many bytes of each device tensors may take.
     """
-    every = chain.from_iterable(found.values())
-    fitting = [each for each in every if each.peak <= room]
-    fastest = min(fitting, key=lambda each: each.seconds, default=None)
+    fastest = fastest_alternative(found, room)
     if fastest is None or fastest.seconds * CLEARLY >= best.seconds:
         return ""
     gain = best.seconds / fastest.seconds - 1
-    way = "FSDP" if fastest.way == "FSDP" else "Data parallel training"
-    return (
-        f"{way} on {fastest.devices} devices has room, and is {gain:.0%} faster: "
-        f"take {TAKE[fastest.way]} in place of a pipeline."
-    )
+    take = f"take {TAKE[fastest.way]} in place of a pipeline."
+    return f"{has_room(fastest)}, and is {gain:.0%} faster: {take}"
 
 
 def about_bubble(

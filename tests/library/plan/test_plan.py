@@ -134,6 +134,19 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
         plan(layer, sample, memory=room * 0.79, optimizer="sgd", **how)
 
 
+def test_names_another_way_to_train_where_no_pipeline_has_room() -> None:
+    """One of two devices has two of three layers. FSDP gives it half of the optimizer's state."""
+    layers = [Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)]
+    sample = torch.empty(1, 256, dtype=torch.bfloat16)
+    how: dict[str, Any] = {"batch_size": 8, "devices": 2, "headroom": 0, "hardware": "h100x8"}
+    how |= {"optimizer": "adam", "master_weights": True}
+
+    with pytest.raises(Impossible, match="smaller batch; FSDP on 2 devices has room: take fully_"):
+        plan(Sequential(*layers), sample, memory="2.5MiB", **how)
+    with pytest.raises(Impossible, match="smaller batch$"):
+        plan(Sequential(*layers), sample, memory="2.1MiB", **how)
+
+
 def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
