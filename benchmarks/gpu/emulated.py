@@ -28,9 +28,9 @@ NEEDS = ["click"]
 
 EXPERIMENTS = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 PAPER = ("--scale", "paper", "--on", "cuda", "--devices", "1", "--steps", "3")
-# A single row with a small batch and without a link, so nothing is profiled or predicted.
+# A single row of a small model without a link, so nothing is profiled or predicted.
 TINY = ("--scale", "small", "--on", "cpu", "--devices", "1", "--steps", "1", "--row", "GPipe n2m4")
-TINY_SETTINGS = ("--set", "batch_size=4", "balance=12,12")
+TINY_SETTINGS = ("--set", "depth=3", "width=8", "batch_size=4", "balance=5,4")
 PREDICTING = 30.0
 """Seconds that the predictions of an experiment may take."""
 

@@ -109,6 +109,8 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
     from benchmarks.gates.machinery_child import MODELS
 
     torch.manual_seed(0)
+    if device == "cpu":
+        return MODELS[model].build(n)
     with torch.device(device):
         return MODELS[model].build(n)
 
@@ -132,13 +134,13 @@ def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
     On CPUs, it says nothing. If it fails, it says why.
     """
     step = Step(*fields)
+    if not step.on_gpu:
+        return dict
     step.timed()
     return partial(_profile, step)
 
 
 def _profile(step: Step) -> dict[str, Any]:
-    if not step.on_gpu:
-        return {}
     step.drop_gradients()  # otherwise, the step would also add its gradients to them
     try:
         for _ in range(2):  # the first time, the profiler also starts
