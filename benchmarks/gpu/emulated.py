@@ -9,6 +9,7 @@ GPUs. If the second replay is slower, the row is launch-bound in one process.
 from benchmarks.gpu.experiments import (
     ENDING,
     LEAST,
+    NO_TIME,
     about_failures,
     about_rows,
     run_experiment,
@@ -46,6 +47,7 @@ def run(context: Context) -> Fields:
     for number, name in enumerate(names):
         seconds = (context.seconds_left() - ENDING) / (len(names) - number)
         if seconds < LEAST and paper:
+            result.setdefault("failed", {})[name] = NO_TIME
             continue
         record = run_experiment(context, name, options, seconds)
         if isinstance(record, str):

@@ -23,8 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from reproduce.error import Error
+from reproduce.machine.issuing import host_seconds
 from reproduce.regression.interleave import Sampling, fork, interleave
-from reproduce.run.issuing import host_seconds
 
 DEVICE = torch._C._autograd.DeviceType.CUDA
 """The kind of device of kernels and copies in what the profiler records."""

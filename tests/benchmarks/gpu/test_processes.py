@@ -39,7 +39,7 @@ def dies(context: Context) -> Fields:
 
 def hangs(context: Context) -> Fields:
     """Start processes in sessions of their own, one after another, and wait for ever."""
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
     while True:
         if len(started) < 50:
             sleep = ["sleep", "100"]
@@ -171,7 +171,7 @@ def test_what_slows_a_gpu_in_the_middle_of_a_part_is_seen(
     out = tmp_path / "out"
     out.mkdir()
     states = [idle, idle, slow, fast]  # the first one is seen before all parts
-    looks = []
+    looks: list[GpuState] = []
 
     def look() -> list[GpuState]:
         looks.append(states[min(len(looks), 3)])
