@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from benchmarks.gpu.part import Context, Fields
 from benchmarks.pipelines import evenly
+from reproduce.machine.issuing import host_seconds
 from reproduce.models.amoebanet import amoebanetd
-from reproduce.run.issuing import host_seconds
 from torchgpipe import GPipe
 from torchgpipe.balance.profile import synchronize
 

@@ -17,7 +17,7 @@ ENDS = ("passed", "failed", "skipped")
 class Counting:
     """A plugin of pytest that counts how tests end, and stops them when no time is left.
 
-    It writes the counts after each test.
+    It writes the counts after each test that has passed or failed.
 
     Attributes:
         context: Where the counts are written.
@@ -39,10 +39,11 @@ class Counting:
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
             self.counts["failed"] += 1
-        elif report.skipped:
-            self.counts["skipped"] += 1
         elif report.passed and report.when == "call":
             self.counts["passed"] += 1
+        else:
+            self.counts["skipped"] += report.skipped
+            return  # a kill would lose nothing that was found out
         self.context.write(self.result())
         if self.context.seconds_left() < 0:
             self.session.shouldstop = "no time is left"

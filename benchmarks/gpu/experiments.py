@@ -15,6 +15,8 @@ from reproduce.records.record import Record, Result, load
 
 LEAST = 20.0
 """Seconds that an experiment needs at least: the start of a process, and one row."""
+NO_TIME = "no time was left for it"
+"""Why an experiment did not run."""
 ENDING = 5.0
 """Seconds that an interrupted run may take to write its record."""
 SLOWER = 0.95

@@ -23,8 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from reproduce.error import Error
+from reproduce.machine.issuing import host_seconds
 from reproduce.regression.interleave import Sampling, fork, interleave
-from reproduce.run.issuing import host_seconds
 
 DEVICE = torch._C._autograd.DeviceType.CUDA
 """The kind of device of kernels and copies in what the profiler records."""
@@ -109,6 +109,8 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
     from benchmarks.gates.machinery_child import MODELS
 
     torch.manual_seed(0)
+    if device == "cpu":
+        return MODELS[model].build(n)
     with torch.device(device):
         return MODELS[model].build(n)
 
@@ -132,13 +134,13 @@ def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
     On CPUs, it says nothing. If it fails, it says why.
     """
     step = Step(*fields)
+    if not step.on_gpu:
+        return dict
     step.timed()
     return partial(_profile, step)
 
 
 def _profile(step: Step) -> dict[str, Any]:
-    if not step.on_gpu:
-        return {}
     step.drop_gradients()  # otherwise, the step would also add its gradients to them
     try:
         for _ in range(2):  # the first time, the profiler also starts

@@ -59,7 +59,7 @@ LONG = [
 TINY = [
     Case("linear", "never", 2, 2, 1, 2, 1),
     Case("linear", "always", 2, 2, 1, 2, 1),
-    Case("AmoebaNet-D", "except_last", 2, 2, 1, 2, 1),
+    Case("AmoebaNet-D", "except_last", 2, 2, 1, 1, 1),
 ]
 
 

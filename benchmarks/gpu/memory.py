@@ -56,18 +56,19 @@ def run(context: Context) -> Fields:
     device = context.devices[0]
     record = _empty_record(context)
     rows: Fields = {}
-    for experiment, row in rows_of(context.size):
+    every = list(rows_of(context.size))
+    for experiment, row in every:
         if context.seconds_left() < LEAST:
             break
         found = _Measured(experiment, row)
         rows[f"{experiment.name}/{row.name}"] = found.fields
         for _ in found.measure(context, device):
-            context.write({"rows": rows})
+            context.write({"planned": len(every), "rows": rows})
         if found.is_complete:
             record.results.append(found.result(device))
             # Each row in the record is finished, so the run counts as finished after each row.
             context.save(closed(record, "finished"))
-    return {"rows": rows}
+    return {"planned": len(every), "rows": rows}
 
 
 def rows_of(size: str) -> Iterator[tuple[Experiment, Row]]:
@@ -218,8 +219,9 @@ def lines(result: Fields) -> list[str]:
     found = [*said.values()]
     if shares:
         found.append(
-            f"{len(shares)} partitions: allocated over predicted {median(shares):.2f}, from "
-            f"{min(shares):.2f} to {max(shares):.2f}; {'; '.join(lacking) or 'all fit'}"
+            f"{len(result['rows'])} of {result['planned']} rows, {len(shares)} partitions: "
+            f"allocated over predicted {median(shares):.2f}, from {min(shares):.2f} to "
+            f"{max(shares):.2f}; {'; '.join(lacking) or 'all fit'}"
         )
     return found
 

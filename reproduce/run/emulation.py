@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
+from reproduce.machine.issuing import Pauses
 from reproduce.models.counted import counted, setup_of
 from reproduce.predict.link import Link
 from reproduce.records.places import Json
-from reproduce.run.issuing import Pauses
 from reproduce.run.timed import Samples, Values, busy
 from reproduce.run.training import (
     Balancer,

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--out {folder}: there are files already; name an empty or new folder")
         plan = Plan(folder.absolute(), 60 * options.minutes, "paper", options.against, gpus)
         if options.dry_run:
+            import_module("torch._dynamo")  # else each part would take seconds to import it
             plan = Plan(plan.folder, DRY_RUN_SECONDS, "tiny", options.against)
         names = [name for name in PARTS if name in options.only]
         with interruptible():

@@ -88,6 +88,12 @@ def test_a_run_without_a_record_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert found == "its run ended with code 1 before its first row; see its log"
 
 
+def test_experiments_without_time_are_named(tmp_path: Path) -> None:
+    result = emulated.run(Context("part", "paper", tmp_path, time.monotonic()))
+    names = ("amoebanet-speed", "unet-speed", "resnet101-speed")
+    assert emulated.lines(result) == [f"{name}: no time was left for it" for name in names]
+
+
 def test_each_experiment_gets_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_dry_run_writes_a_record_and_lines(tmp_path: Path) -> None:
     about, shares = memory.lines(result)
     assert "published 43.40" in about
     assert "reserved: not measured on a CPU" in about
-    assert shares.startswith("2 partitions: allocated over predicted ")
+    assert shares.startswith("1 of 1 rows, 2 partitions: allocated over predicted ")
     assert shares.endswith("; all fit")
 
 
@@ -99,7 +99,7 @@ def test_what_does_not_fit_says_what_it_needs(
     assert found.status == "out of memory"
     assert str(found.reason).startswith("device 1 needs about 0.0 GiB, as predicted")
     (shares,) = memory.lines(result)
-    assert shares.startswith("1 partitions: ")
+    assert shares.startswith("1 of 1 rows, 1 partitions: ")
     assert "unet-memory/pipeline-2: device 1 needs about" in shares
 
 

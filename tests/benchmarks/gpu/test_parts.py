@@ -108,7 +108,6 @@ def test_waits_are_those_that_the_profiler_does_not_make_itself(
 class Broken:
     """A step that fails when it is profiled."""
 
-    on_gpu = True
     issue = drop_gradients = int
 
 

@@ -38,34 +38,41 @@ def dies(context: Context) -> Fields:
 
 
 def hangs(context: Context) -> Fields:
-    """Start processes in sessions of their own, one after another, and wait for ever."""
-    started = []
+    """Start a process in a session of its own, and wait for ever."""
+    subprocess.Popen(["sleep", "100"], cwd=context.folder, start_new_session=True)
+    context.write({"has started": "a process"})
     while True:
-        if len(started) < 50:
-            sleep = ["sleep", "100"]
-            sleeper = subprocess.Popen(sleep, cwd=context.folder, start_new_session=True)
-            started.append(sleeper)
-            context.write({"sleepers": len(started)})
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def interrupts(context: Context) -> Fields:
+    """Interrupt the command, and start a process when the command has listed all processes."""
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)
+    while not (context.folder / LISTED).exists():
+        time.sleep(0.01)
     return hangs(context)
 
 
-@pytest.fixture
-def slow_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the list of processes old when it arrives: a part starts others in the meantime."""
+LISTED = "listed"
 
-    def listed_late() -> dict[int, tuple[int, int]]:
-        found = listed()
-        time.sleep(0.2)
+
+@pytest.fixture
+def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the first list of processes old when it arrives: the part can start one meanwhile."""
+
+    def listed() -> dict[int, tuple[int, int]]:
+        found = listing()
+        folder = tmp_path / "interrupts"
+        if not (folder / LISTED).exists():
+            (folder / LISTED).touch()
+            until = time.monotonic() + 0.5
+            while not alive_in(folder) and time.monotonic() < until:
+                time.sleep(0.01)
         return found
 
-    listed = family._processes
-    monkeypatch.setattr(family, "_processes", listed_late)
+    listing = family._processes
+    monkeypatch.setattr(family, "_processes", listed)
 
 
 def alive_in(folder: Path) -> list[str]:
@@ -78,7 +85,6 @@ def alive_in(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.usefixtures("slow_list")
 def test_a_failure_is_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +111,7 @@ def test_a_failure_is_a_result(
     assert result(tmp_path, "fails") == {"before": 1}
     assert result(tmp_path, "dies") == {"before": 2}
     assert result(tmp_path, "answers") == {"answer": 42}
-    assert result(tmp_path, "hangs")["sleepers"] > 0
+    assert result(tmp_path, "hangs") == {"has started": "a process"}
     assert alive_in(tmp_path / "hangs") == []
     log = (tmp_path / "fails" / "log.txt").read_text()
     assert log.startswith("soon it fails\n")
@@ -117,12 +123,12 @@ def test_a_failure_is_a_result(
     )
     assert "it ended by SIGKILL\n  - before is 2\n" in said
     assert "; not installed: no_such_package (pip install no_such_package)\n" in said
-    assert re.search(r'and was at File ".*", line \d+ in \w+\n  - sleepers is', said)
+    assert re.search(r'and was at File ".*", line \d+ in \w+\n  - has started is', said)
     assert re.search(r"\(finished, \d+ s\): a question\n  - answer is 42\n", said)
     assert "answers: finished" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("slow_list")
+@pytest.mark.usefixtures("outdated")
 def test_a_signal_ends_the_part_and_keeps_what_it_found(tmp_path: Path) -> None:
     parts: dict[str, Part] = {"interrupts": Fake(interrupts), "answers": Fake(answers)}
 
@@ -171,7 +177,7 @@ def test_what_slows_a_gpu_in_the_middle_of_a_part_is_seen(
     out = tmp_path / "out"
     out.mkdir()
     states = [idle, idle, slow, fast]  # the first one is seen before all parts
-    looks = []
+    looks: list[GpuState] = []
 
     def look() -> list[GpuState]:
         looks.append(states[min(len(looks), 3)])

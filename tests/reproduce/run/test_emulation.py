@@ -251,7 +251,7 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
     monkeypatch.setattr(Devices, "synchronize", lambda devices: waits.append(clocks.marks))
     monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", clocks)
     # No layer is long enough for a pause within a task.
-    monkeypatch.setattr("reproduce.run.issuing.LEAST_SECONDS", math.inf)
+    monkeypatch.setattr("reproduce.machine.issuing.LEAST_SECONDS", math.inf)
     with Devices("cpu", 1, threads=1).in_use():
         seconds = emulated._issue_seconds()
     # Marks: one per partition, and two per task.
@@ -261,31 +261,6 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
     assert len(seconds) == 2 * 3 * len(KINDS)
     for parameter in emulated.training.model.parameters():
         assert parameter.grad is None
-
-
-def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each reading of the clock comes a second later, and waiting for the device takes a minute."""
-
-    def wait(devices: Devices) -> None:
-        nonlocal now
-        now += 60.0
-
-    def read() -> float:
-        nonlocal now
-        now += 1.0
-        return now
-
-    now = 0.0
-    emulated = emulation(pipeline(3, checkpoint="always"))
-    monkeypatch.setattr(Devices, "synchronize", wait)
-    monkeypatch.setattr("time.perf_counter", read)
-    seconds = emulated._issue_seconds()
-    # A pause within a task has three readings: whether it is due, its beginning and its end.
-    layers = len(list(emulated.training.partitions[0].children()))
-    forward, *_ = seconds.values()
-    assert forward == 1 + 2 * layers
 
 
 def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(

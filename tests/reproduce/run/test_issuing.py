@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduce.run import issuing
-from reproduce.run.issuing import host_seconds
+from reproduce.machine import issuing
+from reproduce.machine.devices import Devices
+from reproduce.machine.issuing import host_seconds
+
+from .test_emulation import emulation, pipeline
 
 LAUNCH, WAIT = 0.25, 64.0
 
@@ -80,3 +83,28 @@ def test_layers_have_no_hooks_afterwards(clock: Clock) -> None:
     before = clock.now
     run(layers)
     assert clock.now == before + 3 * LAUNCH
+
+
+def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each reading of the clock comes a second later, and waiting for the device takes a minute."""
+    now = 0.0
+
+    def wait(devices: Devices) -> None:
+        nonlocal now
+        now += 60.0
+
+    def read() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    emulated = emulation(pipeline(3, checkpoint="always"))
+    monkeypatch.setattr(Devices, "synchronize", wait)
+    monkeypatch.setattr("time.perf_counter", read)
+    seconds = emulated._issue_seconds()
+    # A pause within a task has three readings: whether it is due, its beginning and its end.
+    layers = len(list(emulated.training.partitions[0].children()))
+    forward, *_ = seconds.values()
+    assert forward == 1 + 2 * layers
