@@ -1,12 +1,10 @@
 """Train several replicas of a pipeline, beginning with a script for `DistributedDataParallel`.
 
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/data_parallel.py state
-    torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/data_parallel.py state
 
-Each replica is a pipeline over two ranks, so four ranks train two replicas, and two ranks train
-one. "Before" says what the script for `DistributedDataParallel` had in the place of these lines.
-Here, a rank has only some of the layers. So all ranks save their parts together, and what they have
-saved in the folder `state` is loaded into the layers without a pipeline.
+Each replica is a pipeline over two ranks, so four ranks train two replicas. "Before" says what the
+script for `DistributedDataParallel` had in the place of the next lines. A rank has only some of the
+layers. So all ranks save their parts together, in one checkpoint in the folder `state`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A small GPT, for `examples/gpt.py` and `examples/lora.py`. Its embedding and head have one weight."""
+"""A small GPT whose embedding and head have one weight, for `gpt.py` and `lora.py`."""
 
 import torch
 from torch import Tensor, nn

@@ -27,7 +27,7 @@ LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings
 
 
 def padded(sentences):
-    """Return the model's arguments for a mini-batch, and the labels: -100 where there is padding."""
+    """Return the model's arguments for a mini-batch, and its labels, which are -100 for padding."""
     tokens = pad_sequence(sentences, batch_first=True)
     labels = pad_sequence(sentences, batch_first=True, padding_value=-100)
     return {"input_ids": tokens, "attention_mask": (labels != -100).long()}, labels

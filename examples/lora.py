@@ -3,8 +3,9 @@
     python examples/lora.py adapters
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/lora.py adapters
 
-The GPT's own weights are frozen. Only the adapters are saved in the folder `adapters`. They are
-loaded into a GPT without a pipeline, to which `add_adapters` has added adapters.
+The weights of the GPT are frozen. Each rank saves only the adapters of its layers, in `adapters-0`,
+`adapters-1` and so on. To use them, call `add_adapters(module)` for a GPT without a pipeline. Then
+load each file: `module.load_state_dict(torch.load(file), strict=False)`.
 """
 
 import os
@@ -12,7 +13,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from gpt_model import GPT, Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -72,6 +72,6 @@ for step in range(10):
     optimizer.zero_grad()
     if model.rank == 0:
         print(f"step {step}: loss {loss.item()}")
-checkpoint.save(adapters, checkpoint_id=sys.argv[1], no_dist=not ranks)
+torch.save(adapters, f"{sys.argv[1]}-{model.rank}")
 if ranks:
     dist.destroy_process_group()

@@ -4,8 +4,8 @@
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/unet.py
 
 The forward of the U-Net is written as always. `pipeline` finds its layers and its skips, and plans
-which device has which layers, as if each device had 8 MiB of memory. A skip is sent directly to the
-device that uses it.
+which device has which layers. Here each device may use 4 MiB, so that the model needs both devices.
+A skip is sent directly to the device that uses it.
 """
 
 import os
@@ -30,9 +30,10 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        down = [convolutions(1, 8), convolutions(8, 16), convolutions(16, 32)]
+        self.down = nn.ModuleList([convolutions(1, 8), convolutions(8, 16), convolutions(16, 32)])
+        self.bottom = convolutions(32, 64)
         up = [convolutions(64 + 32, 32), convolutions(32 + 16, 16), convolutions(16 + 8, 8)]
-        self.down, self.bottom, self.up = nn.ModuleList(down), convolutions(32, 64), nn.ModuleList(up)
+        self.up = nn.ModuleList(up)
         self.head = nn.Conv2d(8, 2, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ if ranks:
     model = distributed_pipeline(module, images[:4], **options)
 else:
     model = pipeline(module, images[:4], devices=["cpu", "cpu"], **options)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for step in range(5):
     loss = model.step(cross_entropy, images, classes)
     optimizer.step()
