@@ -26,12 +26,12 @@ EPOCHS = 3
 BATCH = 16  # samples in a mini-batch of all replicas together
 
 
-def build():
+def build() -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(8, 1))
 
 
-def build_data():
+def build_data() -> TensorDataset:
     x = torch.randn(128, 8)
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
@@ -49,7 +49,7 @@ model = DistributedGPipe(layers, balance=[2, 2], mesh=mesh["stage"], chunks=4, s
 replicate(model, device_mesh=replicas)
 
 # Before: sampler = DistributedSampler(data)
-sampler = DistributedSampler(data, replicas.size(), replicas.get_local_rank())
+sampler = DistributedSampler(data, num_replicas=replicas.size(), rank=replicas.get_local_rank())
 loader = DataLoader(data, BATCH // replicas.size(), sampler=sampler)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for epoch in range(EPOCHS):

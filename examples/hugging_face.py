@@ -14,6 +14,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.export import Dim
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -26,18 +27,18 @@ SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings": True}
 
 
-def padded(sentences):
+def padded(sentences: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the model's arguments for a mini-batch, and its labels, which are -100 for padding."""
     tokens = pad_sequence(sentences, batch_first=True)
     labels = pad_sequence(sentences, batch_first=True, padding_value=-100)
     return {"input_ids": tokens, "attention_mask": (labels != -100).long()}, labels
 
 
-def loss_of(output, labels):
+def loss_of(output: dict[str, Tensor], labels: Tensor) -> Tensor:
     return module.loss_function(output["logits"], labels, module.config.vocab_size)
 
 
-def count(labels):
+def count(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != -100).sum()  # the model predicts every token but the first
 
 

@@ -206,7 +206,7 @@ def train_data_parallel() -> tuple[nn.Module, list[float]]:
     model = nn.Sequential(*layers, nn.Linear(8, 1))
     x = torch.randn(128, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
     loader = DataLoader(data, 16, sampler=sampler)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     printed = []
