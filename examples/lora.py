@@ -37,7 +37,7 @@ class LoRA(nn.Module):
 
 
 def add_adapters(module: nn.Module) -> None:
-    """Freeze the parameters, and give each linear layer of each block an adapter."""
+    """Freeze the parameters, and give the two linear layers of each attention an adapter."""
     module.requires_grad_(False)
     for block in module.blocks:
         block.query_key_value = LoRA(block.query_key_value)
