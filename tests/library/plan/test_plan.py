@@ -143,8 +143,6 @@ def test_names_another_way_to_train_where_no_pipeline_has_room() -> None:
 
     with pytest.raises(Impossible, match="smaller batch; FSDP on 2 devices has room: take fully_"):
         plan(Sequential(*layers), sample, memory="2.5MiB", **how)
-    with pytest.raises(Impossible, match="smaller batch$"):
-        plan(Sequential(*layers), sample, memory="2.1MiB", **how)
 
 
 def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
