@@ -33,6 +33,7 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.step.request import Criterion, StepRequest
+from torchgpipe.step.returned import without_backward
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.guards.modes import SetBackOnFailure
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
@@ -216,7 +217,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         # A hook of a parameter may raise an error here, which all ranks have to learn.
         with self._together("step"):
             loss.backward(torch.ones_like(loss))
-        return loss.detach()
+        return without_backward(loss)
 
     def evaluate(
         self,
@@ -239,8 +240,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
-            loss = run_uncompiled(self._traced_instead, self._hooked, input, request)
-            return cast(Tensor, loss)
+            return cast(Tensor, run_uncompiled(self._traced_instead, self._hooked, input, request))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline without gradients, and return its output.

@@ -159,6 +159,10 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(mse_loss, MicroBatches([X, X]), MicroBatches([X])),
         ["the input has 2 micro-batches, but the target has 1"],
     ),
+    "a backward after a step": (
+        lambda: model().step(mse_loss, X, X).backward(),
+        ["step() has run the backward already", "remove loss.backward()", "model.loss(criterion"],
+    ),
     "outputs of unequal lengths": (unequal_outputs, ["differ in other dimensions", "step("]),
     "a jagged tensor": (jagged, ["differ in other dimensions", "step("]),
     # The arguments of GPipe.
