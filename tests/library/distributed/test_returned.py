@@ -1,5 +1,9 @@
-"""What calls of a pipeline return on each rank, and which mistakes with it raise an error."""
+"""What calls of a pipeline return on each rank, and which mistakes with it raise an error.
 
+Also test the warning on a rank that has nothing to give to an optimizer.
+"""
+
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +85,22 @@ def test_what_other_ranks_get_is_a_scalar_with_a_backward() -> None:
     assert type(gradient) is Tensor
     torch.testing.assert_close(2 * gradient, x.grad)
     assert isinstance(third, NoOutput)
+
+
+def test_a_rank_without_parameters_is_told_how_to_make_its_optimizer() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DistributedGPipe(layers, [1, 1], chunks=2)
+        DistributedGPipe(nn.Sequential(nn.Tanh(), nn.ReLU()), [1, 1])
+    lines = [str(each.message) for each in caught]
+    if model.rank == 0:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith("rank 1 has no parameters")
+        assert "torch.optim.SGD([{'params': list(model.parameters())}], lr=0.1)" in line
+        assert caught[0].filename == __file__
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}], lr=0.1)
+    model.step(mse_loss, X, X)
+    optimizer.step()
