@@ -26,6 +26,7 @@ from torchgpipe.layers.checks import (
 )
 from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
+from torchgpipe.layers.fixed import FixedBalance
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
 from torchgpipe.random.generators import check_apart
@@ -50,7 +51,7 @@ P = TypeVar("P", bound="Partitioned")
 _BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
-class Partitioned(CompilesLayers, FixedDevices, ABC):
+class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
     The layers of this process are children of this module, under their names in the model. So their
@@ -60,7 +61,6 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         module, balance, chunks, checkpoint, deferred_batch_norm, schedule: As for `GPipe`.
     """
 
-    balance: list[int]
     chunks: int
     checkpoint: Mode
     observer: Observer | None
@@ -92,7 +92,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         partitions = split(module, balance)
         # Avoid `__setattr__`: it would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
-        self.balance = [len(partition) for partition in partitions]
+        self._balance = [len(partition) for partition in partitions]
         self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
         self._schedule = schedule
         self.training = module.training
@@ -163,7 +163,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         self,
         criterion: Criterion,
         input: Any,
-        target: Any,
+        target: Any = None,
         *,
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
@@ -189,7 +189,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
             input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list with
-                an entry for each sample is split by its entries. Or `MicroBatches` of targets.
+                an entry for each sample is split by its entries. Or `MicroBatches`, or `None`.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the same gradients, but returns a tensor of all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
@@ -223,7 +223,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         self,
         criterion: Criterion,
         input: Any,
-        target: Any,
+        target: Any = None,
         *,
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,

@@ -194,9 +194,12 @@ class Signature:
             taken = slots.taken(value)
             given = self._given[name]
             if taken != given and not same(taken, given):
+                or_else = ""
+                if isinstance(given, tuple) and isinstance(taken, Slot):
+                    or_else = f"; or, if all of the tuple is {name}, give it as ((…),)"
                 raise ValueError(
                     f"{name} is {taken!r}, but was {given!r} in the sample that the module was "
-                    "traced with; call sequential again with a sample like this"
+                    f"traced with; call sequential again with a sample like this{or_else}"
                 )
         tensors = slots.tensors
         expected = zip(self.names, tensors, self.batched, self.places, self._like, strict=True)
