@@ -17,6 +17,7 @@ class FixedBalance(nn.Module):
 
     @balance.setter
     def balance(self, balance: object) -> NoReturn:
+        """Raise `AttributeError`, because the layers are on their devices already."""
         raise AttributeError(
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
             f"{balance}, make a new pipeline from the layers, and a new optimizer"
