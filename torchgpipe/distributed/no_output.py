@@ -40,7 +40,7 @@ class NoOutput(Tensor):
             if not isinstance(x, cls) and x.dim():
                 raise RuntimeError(_LINE)
         try:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except (IndexError, RuntimeError, TypeError) as error:
             raise RuntimeError(_LINE) from error
 
