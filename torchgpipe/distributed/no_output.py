@@ -39,8 +39,9 @@ class NoOutput(Tensor):
         for x in tensors_in((args, kwargs)):
             if not isinstance(x, cls) and x.dim():
                 raise RuntimeError(_LINE)
+        run: Any = super().__torch_function__  # PyTorch does not declare its types
         try:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return run(func, types, args, kwargs)
         except (IndexError, RuntimeError, TypeError) as error:
             raise RuntimeError(_LINE) from error
 
