@@ -11,6 +11,7 @@ of the other ranks' layers. So a test can look at any layer on any rank.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,9 @@ class Everywhere(nn.Module):
         assert portals, "skips go straight from rank to rank"
         rank = current()
         rank.join(len(devices))
-        pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"rank \d has no parameters")
+            pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
         # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
             _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training

@@ -213,6 +213,7 @@ class GPipe(Partitioned):
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
+        check_criterion(request.criterion)  # before the input, which may be in its place
         input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:

@@ -26,6 +26,7 @@ from torchgpipe.layers.checks import (
 )
 from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
+from torchgpipe.layers.fixed import FixedBalance
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
 from torchgpipe.random.generators import check_apart
@@ -33,6 +34,7 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.step.request import Criterion, StepRequest
+from torchgpipe.step.returned import without_backward
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
 from torchgpipe.task.guards.modes import SetBackOnFailure
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
@@ -49,7 +51,7 @@ P = TypeVar("P", bound="Partitioned")
 _BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
-class Partitioned(CompilesLayers, FixedDevices, ABC):
+class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
     The layers of this process are children of this module, under their names in the model. So their
@@ -59,7 +61,6 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         module, balance, chunks, checkpoint, deferred_batch_norm, schedule: As for `GPipe`.
     """
 
-    balance: list[int]
     chunks: int
     checkpoint: Mode
     observer: Observer | None
@@ -91,7 +92,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         partitions = split(module, balance)
         # Avoid `__setattr__`: it would make the partitions children of this module.
         self.__dict__["_partitions"] = nn.ModuleList(partitions)
-        self.balance = [len(partition) for partition in partitions]
+        self._balance = [len(partition) for partition in partitions]
         self.chunks, self.checkpoint, self.observer = chunks, checkpoint, None
         self._schedule = schedule
         self.training = module.training
@@ -162,7 +163,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         self,
         criterion: Criterion,
         input: Any,
-        target: Any,
+        target: Any = None,
         *,
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
@@ -188,7 +189,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
             input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list with
-                an entry for each sample is split by its entries. Or `MicroBatches` of targets.
+                an entry for each sample is split by its entries. Or `MicroBatches`, or `None`.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the same gradients, but returns a tensor of all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
@@ -216,13 +217,13 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         # A hook of a parameter may raise an error here, which all ranks have to learn.
         with self._together("step"):
             loss.backward(torch.ones_like(loss))
-        return loss.detach()
+        return without_backward(loss)
 
     def evaluate(
         self,
         criterion: Criterion,
         input: Any,
-        target: Any,
+        target: Any = None,
         *,
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
@@ -239,8 +240,7 @@ class Partitioned(CompilesLayers, FixedDevices, ABC):
         with torch.no_grad():
             self.logs = []
             request = StepRequest(criterion, target, reduction, weight, self.logs, backward=False)
-            loss = run_uncompiled(self._traced_instead, self._hooked, input, request)
-            return cast(Tensor, loss)
+            return cast(Tensor, run_uncompiled(self._traced_instead, self._hooked, input, request))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline without gradients, and return its output.

@@ -1,23 +1,26 @@
 """Check the arguments of `DistributedGPipe`, and whether a process group exists."""
 
+import warnings
 from math import inf
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def check_group() -> None:
-    """Raise `RuntimeError` if there is no process group."""
+def check_group(mesh: DeviceMesh | None = None) -> None:
+    """Check that there is a process group, and that a mesh has one dimension.
+
+    Raises:
+        RuntimeError: If there is no process group.
+        TypeError: If `mesh` is no mesh, or has several dimensions.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
             "there is no process group: call torch.distributed.init_process_group(), in a program "
             "that torchrun has started, and destroy_process_group() only after the last call of "
             "the pipeline"
         )
-
-
-def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raise `TypeError` if a mesh has several dimensions."""
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
         raise TypeError(
             f"mesh must be one dimension of a DeviceMesh, such as mesh['pp'], but got {mesh!r}"
@@ -44,3 +47,23 @@ def check_connectable(timeout: object, own: int) -> None:
             f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
             "use other ranks, make a new pipeline and load the state"
         )
+
+
+def warn_without_parameters(module: nn.Module, own: nn.ModuleList, rank: int) -> None:
+    """Warn if a rank has no parameters, because its optimizer has to be made in another way.
+
+    Args:
+        module: All layers. If none of them has parameters, nobody needs an optimizer.
+        own: The partitions of this rank.
+        rank: This rank.
+    """
+    has_none = next(own.parameters(), None) is None
+    if not has_none or next(module.parameters(), None) is None:
+        return
+    warnings.warn(
+        f"rank {rank} has no parameters, and an optimizer refuses an empty list: make the "
+        "optimizer with a group of parameters, which may be empty, as in "
+        "torch.optim.SGD([{'params': list(model.parameters())}], lr=0.1), or give this rank a "
+        "layer with parameters by another balance",
+        stacklevel=3,
+    )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchgpipe.distributed.alike import checksum_of_parameters, settings_of
-from torchgpipe.distributed.checks import check_connectable, check_group, check_mesh
+from torchgpipe.distributed.checks import check_connectable, check_group, warn_without_parameters
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
@@ -120,8 +120,7 @@ class DistributedGPipe(Partitioned):
         if silence is not ...:
             _warn_of_silence(2)
             self.timeout = silence
-        check_group()
-        check_mesh(mesh)
+        check_group(mesh)
         if not isinstance(device, int | str | torch.device):
             raise TypeError(f"device must be this rank's device, but got {device!r}")
         (device,) = choose_devices([device], 1)
@@ -143,6 +142,7 @@ class DistributedGPipe(Partitioned):
         here = [device if rank == self.rank else None for rank in placement]
         self._tied = TiedParameters(self._partitions, placement, self.rank)
         self._hold(here, init)
+        warn_without_parameters(module, self.partitions, self.rank)
         own = {*self.parameters()}
         self._elsewhere.update({p: name for name, p in module.named_parameters() if p not in own})
         with self._together("the start"):  # a rank can fail before its first mini-batch

@@ -10,6 +10,7 @@ from torchgpipe.distributed.alike import check_alike
 from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.elsewhere import OtherRanksParameters
 from torchgpipe.distributed.links import Messages, RandomState
+from torchgpipe.distributed.no_output import NoOutput
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
@@ -189,7 +190,7 @@ class RankBatch(Batch):
 
         On the rank of the last stage, the result is the output, or the loss if `request` is given.
         On other ranks, the result is a tensor with the value of the loss, or zero if `request` is
-        `None`. If this tensor requires grad, its backward runs this rank's backwards.
+        `None` (`NoOutput`). If this tensor requires grad, its backward runs this rank's backwards.
         """
         outputs = run_forward(self, self.inputs)
         if self.last:
@@ -197,7 +198,9 @@ class RankBatch(Batch):
         leaf = leaves((self.loss,), (self._needs,))
         if self._ours:
             leaf = one_node(self.guards, self.backward, [1], leaf, self.inputs)
-        return leaf[0]
+        (result,) = leaf
+        assert result is not None
+        return result.as_subclass(NoOutput) if request is None else result
 
     def _result(self, outputs: list[TensorOrTensors], request: LossRequest | None) -> Any:
         """Send the loss to other ranks; return the loss, or the output if `request` is `None`.

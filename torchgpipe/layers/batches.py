@@ -96,6 +96,11 @@ def taken_apart(input: Any) -> Any:
         return input
     for name, value in (input if isinstance(input, Mapping) else vars(input)).items():
         refuse_array(value, f"{name!r} of input")
+        if isinstance(value, MicroBatches):
+            raise TypeError(
+                f"{name!r} of input is MicroBatches; give MicroBatches of whole inputs, each with "
+                f"a part of {name!r}"
+            )
         if isinstance(value, list):
             raise TypeError(
                 f"{name!r} of input is a list, which can have an entry for each sample; make a "

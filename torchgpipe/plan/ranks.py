@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.distributed.checks import check_group, check_mesh
+from torchgpipe.distributed.checks import check_group
 from torchgpipe.distributed.gpipe import DistributedGPipe
 from torchgpipe.layers.split import Init
 from torchgpipe.plan.hardware.hardware import Hardware
@@ -87,8 +87,7 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     Warns:
         UserWarning: If a pipeline over fewer ranks is predicted to be faster.
     """
-    check_group()
-    check_mesh(mesh)
+    check_group(mesh)
     group = dist.group.WORLD if mesh is None else mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     choices = schedules_of(schedule, schedules)

@@ -110,11 +110,13 @@ class Losses(BatchIO):
                 given = self._shown(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self.targets[i])
             except Exception as error:
-                note(error, f"the criterion, micro-batch {i}{self._elsewhere(i)}")
+                note(error, f"the criterion, micro-batch {i}{self._hint(i)}")
                 raise
 
-    def _elsewhere(self, i: int) -> str:
-        """Return a hint for an error if the target and the output are on different devices."""
+    def _hint(self, i: int) -> str:
+        """Return a hint for an error of the criterion, if its target can be the cause."""
+        if self._request.target is None:
+            return "; its target is None: give step(criterion, input, target)"
         here = self._batch.devices[-1]
         for x in tensors_in(self.targets[i]):
             if x.device != here:

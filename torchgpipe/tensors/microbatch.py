@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 TensorOrTensors = Tensor | tuple[Tensor, ...]
 
@@ -174,8 +175,15 @@ def check(value: object, what: str = "input") -> None:
     for k, item in enumerate(value):
         refuse_array(item, f"element {k} of {what}")
         if not isinstance(item, Tensor):
+            advice = ""
+            if isinstance(value, PackedSequence):
+                advice = (
+                    " of a PackedSequence; pass padded sequences and their lengths, and pack and "
+                    "unpack them in one layer"
+                )
             raise TypeError(
                 f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}"
+                + advice
             )
 
 

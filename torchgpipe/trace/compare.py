@@ -89,7 +89,8 @@ def check_other_lengths(
     others: list[Tensor] = []
     for x, places in zip(inputs, signature.places, strict=True):
         others.append(with_lengths(x, places, sizes))
-    expected = ran(module, module, signature, others)
+    with signature.at(sizes, module):
+        expected = ran(module, module, signature, others)
     check_outputs(module, ran(module, layers, signature, others), expected)
 
 

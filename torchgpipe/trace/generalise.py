@@ -101,11 +101,11 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
 
 
 _OWN_LOSS = (
-    "the module's own loss belongs to the criterion: leave {0} out of the sample, and call "
-    "model.step(criterion, input, {0}, weight=count); criterion(output, {0}) computes the loss as "
-    "the module does, and count({0}) returns how many entries it counts\n"
-    "  for Hugging Face's language models, the loss is module.loss_function(output['logits'], "
-    "labels, module.config.vocab_size), and the count is (labels[:, 1:] != -100).sum()"
+    "leave {0} out of the sample, and call model.step(criterion, input, {0}, weight=count): "
+    "criterion(output, {0}) is the module's own loss, and count({0}) is how many entries it "
+    "counts; for Hugging Face's language models, criterion = lambda output, {0}: "
+    "module.loss_function(output['logits'], {0}, module.config.vocab_size), and count = "
+    "lambda {0}: ({0}[:, 1:] != -100).sum()"
 )
 
 

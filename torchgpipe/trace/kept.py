@@ -68,7 +68,8 @@ class KeptResults:
                 for path, part in paths.items():
                     keep = partial(_keep, run[path], slots[path])
                     part.register_forward_hook(keep)
-                signature.call(module, resized)
+                with signature.at(sizes, module):
+                    signature.call(module, resized)
             runs.append(run)
             self._slots = self._slots or slots
         try:

@@ -28,7 +28,7 @@ from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.notes import Notes, check_notes
 from torchgpipe.trace.parts import Slots, cache_in, tensors_in
 from torchgpipe.trace.recorder import Recorder
-from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, refused, where
+from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
@@ -92,8 +92,7 @@ def record(
         except (Untraceable, NeedsResults):
             raise
         except Exception as error:
-            lines = str(error).strip().splitlines()
-            why = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            why = reason(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 why = "it depends on what is in a tensor, not only on its shape"
             if "hidden size" in why:  # PyTorch's RNNs say so
@@ -102,6 +101,8 @@ def record(
                     "the batch in dimension 0, and transpose it there: state.transpose(0, 1)"
                 )
                 raise refused(recorder.root, where(error), why, what) from error
+            if advice := signature.advice(sizes):
+                raise refused(recorder.root, where(error), why, advice) from error
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())

@@ -43,6 +43,12 @@ def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceab
     return Untraceable(f"{type(root).__name__} cannot be traced{place}\n  {why}\n  {what}")
 
 
+def reason(error: BaseException) -> str:
+    """Return the name of an error, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def class_of(module: nn.Module, root: nn.Module) -> str:
     """Return an expression for a submodule's class, for the argument `whole` of `sequential`.
 

@@ -1,7 +1,8 @@
 """The signature of a traced module: the structures of its arguments and of its result."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import BoundArguments, Parameter
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import same
 from torchgpipe.trace.parts import Slot, Slots, cache_in
-from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable
+from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
 Tensors = Sequence[Tensor]
 ByName = dict[str, Any]
@@ -99,6 +100,38 @@ class Signature:
                 sizes[k] = x.shape[dimension]
         return tuple(sizes)
 
+    @contextmanager
+    def at(self, sizes: Sizes, module: nn.Module) -> Iterator[None]:
+        """Return a context in which the module runs on a part of the sample, for other sizes.
+
+        Raises:
+            Untraceable: If the module raises an error for these sizes.
+        """
+        try:
+            yield
+        except Untraceable:
+            raise
+        except Exception as error:
+            advice = self.advice(sizes) or (
+                f"the module does not take {sizes[0]} samples that are made of this sample: if an "
+                "argument has no batch dimension, name it, as in shared=['positions']"
+            )
+            raise refused(module, where(error), reason(error), advice) from error
+
+    def advice(self, sizes: Sizes) -> str:
+        """Say what to do if the module fails for these sizes; "" if only the batch size is new."""
+        if sizes in self.points:
+            for length, size in zip(self._lengths, sizes[1:], strict=True):
+                first, name = length.recorded[0], length.name
+                if size != first:
+                    bound = "min" if size < first else "max"
+                    return (
+                        f"with this sample, the module takes {name} {first}, but not {size}: give "
+                        "a sample that fits both, such as smaller indices, or limit the length by "
+                        f"torch.export.Dim({name!r}, {bound}={first})"
+                    )
+        return ""
+
     def call(self, module: nn.Module, tensors: Tensors) -> Any:
         """Call the module with the sample's arguments, but with other tensors in them."""
         found = self._slots.put_back(self._given, tensors)
@@ -161,9 +194,12 @@ class Signature:
             taken = slots.taken(value)
             given = self._given[name]
             if taken != given and not same(taken, given):
+                or_else = ""
+                if isinstance(given, tuple) and isinstance(taken, Slot):
+                    or_else = f"; or, if all of the tuple is {name}, give it as ((…),)"
                 raise ValueError(
                     f"{name} is {taken!r}, but was {given!r} in the sample that the module was "
-                    "traced with; call sequential again with a sample like this"
+                    f"traced with; call sequential again with a sample like this{or_else}"
                 )
         tensors = slots.tensors
         expected = zip(self.names, tensors, self.batched, self.places, self._like, strict=True)

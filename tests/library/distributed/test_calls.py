@@ -223,7 +223,7 @@ def assert_settings_are_compared(ours: Any) -> None:
             "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1",
         ),
         (
-            "balance",
+            "_balance",
             [2, 0, 1],
             r"but the balance is \(1, 1, 1\) on rank 0 and \(2, 0, 1\) on rank 1",
         ),

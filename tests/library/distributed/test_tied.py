@@ -118,14 +118,14 @@ def test_a_backward_for_the_input_only() -> None:
     """Rank 0 asks for the gradient of its input only; the other ranks must not wait for it."""
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH, bias=False)
-    last = nn.Linear(WIDTH, WIDTH, bias=False)
+    middle, last = nn.PReLU(), nn.Linear(WIDTH, WIDTH, bias=False)
     last.weight = first.weight
-    model = DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [1, 1, 1], chunks=2)
+    model = DistributedGPipe(nn.Sequential(first, middle, last), [1, 1, 1], chunks=2)
     x = torch.randn(4, WIDTH, requires_grad=True)
     loss = model.loss(lambda y, _: y.square().sum(), x, None)
     if model.rank == 0:
         (found,) = torch.autograd.grad(loss, x)
-        (expected,) = torch.autograd.grad(last(first(x).tanh()).square().sum(), x)
+        (expected,) = torch.autograd.grad(last(middle(first(x))).square().sum(), x)
         torch.testing.assert_close(found, expected)
     else:
         loss.backward()
@@ -308,9 +308,10 @@ class Listed(nn.Module):
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.embedding = [embedding]
+        self.bias = nn.Parameter(torch.zeros(WORDS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.embedding[0].weight)
+        return linear(x, self.embedding[0].weight, self.bias)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

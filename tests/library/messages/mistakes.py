@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from torchgpipe import GPipe, MicroBatches
 from torchgpipe.distributed import DistributedGPipe
@@ -100,6 +101,14 @@ MISTAKES: dict[str, Mistake] = {
     "no argument": (lambda: model()(), ["takes one input", "0 by place"]),
     "an argument by another name": (lambda: model()(x=X), ["takes one input", "0 by place, x"]),
     "no micro-batch": (lambda: MicroBatches([]), ["at least one micro-batch"]),
+    "micro-batches in a dictionary": (
+        lambda: model()({"x": MicroBatches([X])}),
+        ["'x' of input is MicroBatches", "give MicroBatches of whole inputs"],
+    ),
+    "a packed sequence": (
+        lambda: model()(pack_padded_sequence(X[None], [4], batch_first=True)),
+        ["element 2 is NoneType of a PackedSequence", "padded sequences", "in one layer"],
+    ),
     "rows as micro-batches": (
         lambda: MicroBatches(X),  # type: ignore[arg-type]
         ["takes a list of micro-batches", "got Tensor"],
@@ -117,9 +126,13 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(X, X, mse_loss),
         ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
     ),
+    "the input and the target alone": (
+        lambda: model().step(X, X),  # type: ignore[arg-type]
+        ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
+    ),
     "the criterion second": (
         lambda: step(X, mse_loss, X),
-        ["input must be a tensor", "got function", "step(criterion, input, target)"],
+        ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
     ),
     "the class of a criterion": (
         lambda: step(nn.MSELoss),
@@ -158,6 +171,10 @@ MISTAKES: dict[str, Mistake] = {
     "fewer targets than micro-batches": (
         lambda: step(mse_loss, MicroBatches([X, X]), MicroBatches([X])),
         ["the input has 2 micro-batches, but the target has 1"],
+    ),
+    "a backward after a step": (
+        lambda: model().step(mse_loss, X, X).backward(),
+        ["step() has run the backward already", "remove loss.backward()", "model.loss(criterion"],
     ),
     "outputs of unequal lengths": (unequal_outputs, ["differ in other dimensions", "step("]),
     "a jagged tensor": (jagged, ["differ in other dimensions", "step("]),
@@ -218,6 +235,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # What is done with a pipeline.
     "moving a pipeline": (lambda: model().to("meta"), ["cannot be moved", "devices=[…]"]),
+    "another balance": (
+        lambda: setattr(model(), "balance", [2]),
+        ["keeps the balance that it was made with, [1, 1]", "to use [2], make a new pipeline"],
+    ),
     "a layer that was replaced": (replaced_layer, ["was replaced", "change the layers first"]),
     "tracing a pipeline": (
         lambda: torch.jit.trace(model(), X),

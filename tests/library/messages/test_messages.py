@@ -16,10 +16,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe import sequential
+from torchgpipe import GPipe, sequential
 
 from ..traced import CASES
-from .mistakes import ARRAY, MISTAKES, Mistake, X, step
+from .mistakes import ARRAY, MISTAKES, Mistake, X, model, step
+
+LENGTH = torch.export.Dim("length")
 
 
 class Net(nn.Module):
@@ -110,6 +112,38 @@ class Packed(nn.Module):
         return pad_packed_sequence(output, batch_first=True)[0]
 
 
+class OfPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, pair: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Any:
+        return self.a(pair[0]) + self.b(pair[1])
+
+
+def of_pair(input: Any) -> object:
+    layers = sequential(OfPair(), ((X, X),))
+    return GPipe(layers, [len(layers)], devices=["cpu"]).predict(input)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return mse_loss(self.a(x), labels)
+
+
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, row: int) -> Any:
+        return self.b(self.a(x)[:, row])
+
+
 def one_row() -> object:
     places = torch.arange(3).unsqueeze(0)
     found = sequential(Positions(), (torch.zeros(1, 3, dtype=torch.long), places))
@@ -153,6 +187,10 @@ TRACED: dict[str, Mistake] = {
         lambda: sequential(Packed(), torch.zeros(4, 3, 2), whole=[Packs]),
         ["Packs is kept whole and returns a PackedSequence", "pad_packed_sequence"],
     ),
+    "a tuple that is one argument": (
+        lambda: of_pair((X, X)),
+        ["pair is Tensor, but was (Tensor, Tensor)", "if all of the tuple is pair", "((…),)"],
+    ),
     "a sample of one row": (one_row, ["words has 4 samples", "places has 1", "shared=['places']"]),
 }
 UNTRACED: dict[str, Mistake] = {
@@ -184,11 +222,22 @@ UNTRACED: dict[str, Mistake] = {
         lambda: sequential(Cached(), X),
         ["an argument of type DynamicCache", "use_cache=False"],
     ),
+    "a model's own loss": (
+        lambda: sequential(OwnLoss(), (X, X)),
+        ["it returns a loss", "leave labels out of the sample", "weight=count"],
+    ),
+    "an index that does not fit other lengths": (
+        lambda: sequential(Row(), (torch.zeros(2, 8, 2), 7), dynamic_shapes=({1: LENGTH}, None)),
+        ["index 7 is out of bounds", "takes length 8, but not 6", "Dim('length', min=8)"],
+    ),
     "a layer with the name of another": (
         lambda: sequential(nn.Sequential(nn.Linear(2, 2), Linear()), X),
         ["keep its Linear as one layer: whole=[type(module.get_submodule('1'))]"],
     ),
 }
+
+
+ERRORS = (TypeError, ValueError, IndexError, RuntimeError, AttributeError)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated")
@@ -197,7 +246,7 @@ UNTRACED: dict[str, Mistake] = {
 def test_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make, words = (MISTAKES | TRACED | UNTRACED)[name]
-    with pytest.raises((TypeError, ValueError, IndexError, RuntimeError)) as caught:
+    with pytest.raises(ERRORS) as caught:
         make()
     message = str(caught.value)
     assert message.count("\n") == (2 if name in UNTRACED else 0)
@@ -210,6 +259,19 @@ def test_a_target_on_another_device_is_named() -> None:
         step(mse_loss, X, X.to("meta"))
     (note,) = vars(caught.value)["__notes__"]
     assert note.endswith("the output is on cpu, but a tensor of the target on meta")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_a_target_that_is_not_given_is_named() -> None:
+    with pytest.raises(AttributeError) as caught:
+        model().step(mse_loss, X)
+    (note,) = vars(caught.value)["__notes__"]
+    assert note.endswith("its target is None: give step(criterion, input, target)")
+
+
+def test_a_criterion_that_needs_no_target() -> None:
+    loss = model().step(lambda output, _: output.square().mean(), X)
+    assert loss.item() >= 0
 
 
 def test_success_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,56 @@ def test_what_does_something_else_for_another_length() -> None:
         layers(text(2, 10))
 
 
+class At(nn.Module):
+    """A module that takes the entries at an index, which is a number or a tensor with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.at = nn.Linear(WIDTH, WIDTH), Indexed()
+
+    def forward(self, x: Tensor, index: Any) -> Any:
+        return self.at(self.a(x), index)
+
+
+class Indexed(nn.Module):
+    def forward(self, x: Tensor, index: Any) -> Tensor:
+        return x[torch.arange(len(x)), index]
+
+
+class Counted(Indexed):
+    """A submodule that reads the contents of the index."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return x[torch.arange(len(x)), [int(k) for k in index]]
+
+
+@pytest.mark.parametrize("index", [7, torch.tensor([7, 7])])
+@pytest.mark.parametrize("kept", [[], [Counted]])
+def test_a_sample_that_does_not_fit_other_lengths(index: Any, kept: list[type[nn.Module]]) -> None:
+    module, x = At(), torch.randn(2, 8, WIDTH)
+    if kept:
+        index = torch.as_tensor(index).expand(2)
+        module.at = Counted()
+    message = (
+        r"^At cannot be traced at .*/test_lengths.py:\d+: `return x\[torch.*`\n"
+        r"  IndexError: index 7 is out of bounds for dimension \d with size [46]\n"
+        r"  with this sample, the module takes length 8, but not [46]: give a sample that fits "
+        r"both, .* torch.export.Dim\('length', min=8\)$"
+    )
+    with pytest.raises(Untraceable, match=message):
+        sequential(module, (x, index), whole=kept, dynamic_shapes={"x": {1: LENGTH}})
+    shapes = {"x": {1: Dim("length", min=8)}}
+    layers = sequential(module, (x, index), whole=kept, dynamic_shapes=shapes)
+    longer = torch.randn(2, 9, WIDTH)
+    assert_close(layers(longer, index), module(longer, index))
+
+
+def test_a_sample_that_does_not_fit_longer_lengths() -> None:
+    shapes = {"tokens": {1: Dim("length", min=32)}}
+    with pytest.raises(Untraceable, match=r"takes length 32, but not 48: .*\('length', max=32\)$"):
+        sequential(GPT(), text(2, 32), dynamic_shapes=shapes)
+
+
 class Divided(nn.Module):
     """A submodule that divides by a length, which the module around it writes into a dictionary."""
 

@@ -1,0 +1,83 @@
+"""Models that compute their own loss: the error has a recipe, which does the same as the model."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, sequential
+from torchgpipe.trace import Untraceable
+
+WORDS = 9
+
+
+class WithLoss(nn.Module):
+    """A language model that computes its own loss, as Hugging Face's models do."""
+
+    class config:
+        vocab_size = WORDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+
+    def loss_function(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        scores, expected = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten()
+        return nn.functional.cross_entropy(scores, expected, ignore_index=-100)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.head(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return {"loss": loss, "logits": logits}
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=8,
+        n_head=2,
+        n_positions=16,
+        vocab_size=WORDS,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+# It takes seconds to import transformers.
+MODELS = [WithLoss, pytest.param(gpt2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_recipe_does_what_the_model_does(make: Any) -> None:
+    module = make()
+    tokens = torch.randint(WORDS, (6, 7))
+    # The sentences have 2 to 7 words, and the rest is padding.
+    padding = torch.arange(7) >= torch.arange(2, 8)[:, None]
+    labels = tokens.masked_fill(padding, -100)
+    with pytest.raises(Untraceable, match="leave labels out of the sample") as caught:
+        sequential(module, {"input_ids": tokens, "labels": labels})
+    recipe = re.search(r"criterion = (lambda .*), and count = (lambda .*)$", str(caught.value))
+    assert recipe is not None
+    criterion, count = [eval(text, {"module": module}) for text in recipe.groups()]
+
+    layers = sequential(module, {"input_ids": tokens})
+    balance = [1, len(layers) - 1]
+    model = GPipe(layers, balance, devices=["cpu", "cpu"], chunks=3)
+    loss = model.step(criterion, {"input_ids": tokens}, labels, weight=count)
+
+    expected = module(input_ids=tokens, labels=labels)["loss"]
+    torch.testing.assert_close(loss, expected.detach())
+    parameters = [*module.parameters()]
+    grads = [p.grad for p in parameters]
+    torch.testing.assert_close(grads, list(torch.autograd.grad(expected, parameters)))

@@ -1,0 +1,26 @@
+"""The loss that `step` returns. It says so if `backward()` is called on it, which is a mistake."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+
+def without_backward(loss: Tensor) -> Tensor:
+    """Return the loss without its graph, and with a `backward()` that raises a clear error.
+
+    It is an ordinary tensor in all else. What is computed from it, a copy of it and what is saved
+    of it have the `backward()` of all tensors.
+    """
+    saved = loss.detach()
+    returned = loss.detach()
+    # Python finds an object's own attributes before the methods of its class. `pickle` and
+    # `torch.save` call `__reduce_ex__`, and so they get a tensor without these attributes.
+    vars(returned).update(backward=_refuse, __reduce_ex__=saved.__reduce_ex__)
+    return returned
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "step() has run the backward already: remove loss.backward(); or, to run the backward "
+        "yourself, call loss = model.loss(criterion, input, target) in place of step()"
+    )
