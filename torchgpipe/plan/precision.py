@@ -14,8 +14,8 @@ def precision_of(
 
     Args:
         counts: The model's layers, with the types of their operators.
-        hardware: The node. If it has peak rates, but none for TF32, it computes such products in
-            float32.
+        hardware: The node. If its devices are CPUs, or if it has peak rates but none for TF32, it
+            computes such products in float32.
         autocast: The dtype of autocast, if it is enabled.
         master_weights: Whether the optimizer keeps a float32 copy of the parameters.
     """
@@ -24,7 +24,8 @@ def precision_of(
     types = set()
     for layer in counts.low:
         types |= {operator.dtype for operator in layer.forward if operator.flops}
-    if hardware.peak and "tf32" not in hardware.peak and "tf32" in types:
+    without_tf32 = hardware.peak and "tf32" not in hardware.peak
+    if "tf32" in types and (hardware.cpu or without_tf32):
         types -= {"tf32"}
         types |= {"float32"}
     named = [name.replace("tf32", "TF32") for name in sorted(types)]

@@ -86,11 +86,12 @@ H100 = load_hardware("h100x8")
         (H100, {"autocast": torch.bfloat16}, "autocast to bfloat16"),
         (H100, {"convolution": True}, "float32 and TF32"),
         (NODE, {"convolution": True}, "float32"),
+        ("here", {"convolution": True}, "float32"),
         (H100, {"half": True}, "bfloat16"),
         (H100, {"half": True, "master_weights": True}, "bfloat16, float32 master weights"),
     ],
 )
-def test_says_the_precision(node: Hardware, options: dict[str, Any], precision: str) -> None:
+def test_says_the_precision(node: Hardware | str, options: dict[str, Any], precision: str) -> None:
     layers: list[torch.nn.Module] = [Linear(8, 8)]
     if options.pop("convolution", False):
         layers = [torch.nn.Conv1d(1, 1, 3, padding=1), *layers]
