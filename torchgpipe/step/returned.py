@@ -11,7 +11,7 @@ def without_backward(loss: Tensor) -> Tensor:
     It is an ordinary tensor in all else. What is computed from it, a copy of it and what is saved
     of it have the `backward()` of all tensors.
     """
-    saved = loss.data  # as `detach()`, but it calls no operator
+    saved = loss.detach()
     returned = loss.detach()
     # Python finds an object's own attributes before the methods of its class. `pickle` and
     # `torch.save` call `__reduce_ex__`, and so they get a tensor without these attributes.
