@@ -55,7 +55,7 @@ def joined(outputs: list[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(column) for column in columns)
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -272,7 +272,7 @@ def verdict(case: Case) -> str:
 
 # Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
 # only when the error is freed.
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )

@@ -121,7 +121,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return found + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize("moment", ["first", "middle", "last"])

@@ -128,7 +128,7 @@ def assert_equal_to_threads(times: int = 1, **options: Any) -> None:
     assert (output is None) == (not last)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
@@ -147,7 +147,7 @@ def test_large_tensors(mode: str) -> None:
 
 
 # `test_equal_to_threads` has GPipe's schedule.
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize(("name", "mode"), [*zip(NAMED, 2 * MODES, strict=True)][1:])
 def test_every_other_schedule_is_equal_to_threads(name: str, mode: str, chunks: int) -> None:

@@ -147,7 +147,7 @@ for _build, _shape, _balances in CASES:
 MORE_OPTIMIZERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("momentum", "adamw")]
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -258,6 +258,7 @@ def stages(count: int) -> Sequential:
     return Sequential(*layers)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
     """Check that a device keeps as many micro-batches in memory as its schedule says.
