@@ -272,13 +272,13 @@ def verdict(case: Case) -> str:
 
 # Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
 # only when the error is freed.
-@pytest.mark.quick(1)
+MORE_RANKS = [pytest.param("ranks", n, marks=pytest.mark.slow) for n in (3, 4)]
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning"
 )
-@pytest.mark.parametrize(
-    "engine, n", [("one process", None), ("ranks", 2), ("ranks", 3), ("ranks", 4)]
-)
+@pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), *MORE_RANKS])
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
     """Check generated models. Print how many gave equal results, and how many raised an error."""
     one = n is None

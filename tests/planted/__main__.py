@@ -24,8 +24,6 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.json")
-NO_TEST = 5
-"""The exit code of pytest if it has selected no test."""
 
 
 @dataclass
@@ -85,9 +83,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outcome:
     """Run a test, also a slow one. It has failed if it has not ended within `limit` seconds."""
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    code, printed = _run_pytest(tree, [*options, test], limit, stop)
-    if code == NO_TEST:  # without --slow, slow tests are not selected
-        code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)
+    code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)
     if code != 0:
         return "failed"
     return "passed" if re.search(r"\b\d+ passed\b", printed) else "skipped"
