@@ -31,7 +31,7 @@ EXPERIMENTS = ("amoebanet-speed", "unet-speed", "resnet101-speed")
 PAPER = ("--scale", "paper", "--on", "cuda", "--devices", "1", "--steps", "3")
 # A single row of a small model without a link, so nothing is profiled or predicted.
 TINY = ("--scale", "small", "--on", "cpu", "--devices", "1", "--steps", "1", "--row", "GPipe n2m4")
-TINY_SETTINGS = ("--set", "depth=3", "width=8", "batch_size=4", "balance=5,4")
+TINY_SETTINGS = ("--set", "L=3", "D=8", "batch_size=4", "balance=5,4")
 PREDICTING = 30.0
 """Seconds that the predictions of an experiment may take."""
 

@@ -278,8 +278,6 @@ def with_schedule(base: type[Pipe], schedule: str, engine: str) -> type[Pipe]:
 @pytest.mark.parametrize("schedule", NAMED)
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row.name)
 def test_steps(row: Training, schedule: str, engine: str, checkpoint: str, tmp_path: Path) -> None:
-    if engine == "ranks" and row.name.startswith("tied") and schedule in TWICE:
-        schedule = "1F1B"  # otherwise a weight can be on two ranks, which is refused
     mode: Any = mode_of(row.checkpoint, checkpoint)
     row = replace(row, checkpoint=mode)
     ours = with_schedule(Stepping, schedule, engine)

@@ -49,6 +49,8 @@ def test_dry_run(tmp_path: Path) -> None:
     for name in PARTS:
         assert f"- **{name}** (finished" in said
     assert len(said.splitlines()) <= 40
+    emulated = json.loads((out / "emulated" / RESULT).read_text())
+    assert emulated["tables"] and "failed" not in emulated
     found = json.loads((out / "machinery" / RESULT).read_text())
     for ways in found["cases"].values():
         assert set(ways) == {"plain loop", "this library", "other"}
