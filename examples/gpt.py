@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchgpipe import GPipe, sequential
 from torchgpipe.balance import balance_by_size
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.state.saves import Saves
+from torchgpipe.saves import Saves
 
 TEXTS, WORDS, LENGTH = 200, 50, 16
 EPOCHS = 4

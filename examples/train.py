@@ -33,7 +33,7 @@ from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.patience import waiting_for
 from torchgpipe.plan import plan
-from torchgpipe.state.saves import Saves
+from torchgpipe.saves import Saves
 from torchgpipe.timeline import record
 
 

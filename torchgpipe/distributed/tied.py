@@ -32,6 +32,11 @@ from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
+COMPARED_FIRST = 2
+"""In how many backwards from the first the copies of a parameter are compared.
+
+With the second one, optimizers that do not take the same step are found at once.
+"""
 COMPARED_EVERY = 100
 """After how many backwards the copies of a parameter are compared again."""
 
@@ -146,7 +151,8 @@ class TiedParameters:
         for peer in self.peers:
             connections.wire(Sender, "tied gradients", peer).begin()
             connections.wire(Receiver, "tied gradients", peer).begin()
-        compares = self._backwards % COMPARED_EVERY == 0
+        first = self._backwards < COMPARED_FIRST
+        compares = first or self._backwards % COMPARED_EVERY == 0
         self._backwards += 1
         own = []
         for tied in self._tied:

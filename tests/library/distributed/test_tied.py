@@ -221,12 +221,16 @@ def test_copies_that_differ_are_refused(
     assert_refused_where_used(model, message)
 
 
-def test_copies_are_compared_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first, steps", [(2, 1), (1, 2)])
+def test_copies_are_compared_again_later(
+    first: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An optimizer with another learning rate on one rank is found."""
+    monkeypatch.setattr(tied, "COMPARED_FIRST", first)
     monkeypatch.setattr(tied, "COMPARED_EVERY", 2)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * model.rank)
-    for _ in range(2):
+    for _ in range(steps):
         model.step(cross_entropy, *words())
         optimizer.step()
         optimizer.zero_grad()
