@@ -19,6 +19,15 @@ MOVING = (
 M = TypeVar("M", bound="FixedDevices")
 
 
+def check_list(devices: object) -> None:
+    """Raise `TypeError` if `devices` is a single device, or a number."""
+    if isinstance(devices, str | torch.device | int):
+        raise TypeError(
+            "devices must be a list of devices, one per partition, such as ['cuda:0', 'cuda:1'], "
+            f"but got {devices!r}"
+        )
+
+
 def choose_devices(
     devices: Iterable[int | str | torch.device] | None, n: int
 ) -> list[torch.device]:
@@ -30,10 +39,7 @@ def choose_devices(
         IndexError: If there are fewer than `n` devices.
         TypeError: If `devices` is a single device.
     """
-    if isinstance(devices, str | torch.device | int):
-        raise TypeError(
-            f"devices must be a list of devices, one per partition, but got {devices!r}"
-        )
+    check_list(devices)
     if devices is not None:
         found = [torch.device(device) for device in devices]
     else:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe.gpipe import GPipe
+from torchgpipe.layers.devices import check_list
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.schedules import Schedule
@@ -75,6 +76,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     Warns:
         UserWarning: If the plan uses fewer devices than were given.
     """
+    check_list(devices)
     given = list(devices)
     layers = sequential(module, sample, whole=whole, shared=shared, dynamic_shapes=dynamic_shapes)
     found = plan(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence
 
+import torchgpipe
 from torchgpipe import GPipe, MicroBatches
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.saves import Saves
@@ -205,6 +206,10 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown engine": (lambda: model(engine="threads"), ["'auto', 'graph', 'workers'"]),
     "a device in place of devices": (lambda: model(devices="cpu"), ["a list of devices", "'cpu'"]),
     "a number of devices": (lambda: model(devices=2), ["must be a list of devices", "got 2"]),
+    "a number of devices for a plan": (
+        lambda: torchgpipe.pipeline(nn.Linear(4, 4), X, devices=2, batch_size=8),
+        ["must be a list of devices", "such as ['cuda:0', 'cuda:1']", "got 2"],
+    ),
     "too few devices": (
         lambda: model(devices=["cpu"]),
         ["too few devices: 2 partitions, but 1 devices", "at most 1 partitions"],
