@@ -40,7 +40,8 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
         needed[action] = needs(action, among)
         followers[action] = []
     blockers = dict.fromkeys(among, 0)  # how many of its earlier actions are not in `order` yet
-    for earlier, later in _pairs(lists, needed, room):
+    pairs = _pairs(lists, needed, room)
+    for earlier, later in pairs:
         followers[earlier].append(later)
         blockers[later] += 1
     ready = [actions[0] for actions in lists if not blockers[actions[0]]]
@@ -53,7 +54,9 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
             if not blockers[follower]:
                 ready.append(follower)
     if len(order) < len(among):
-        _refuse_waiting(lists, needed, set(order), room)
+        done = set(order)
+        _refuse_full_buffer(pairs, done, room)
+        _refuse_waiting(lists, needed, done)
     return order
 
 
@@ -84,20 +87,38 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
     return pairs
 
 
-def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action], room: Room) -> None:
-    """Raise `ValueError` for an action that waits for an action that is not in `done`.
+def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], room: Room) -> None:
+    """Raise `ValueError` if actions wait for each other because a buffer between stages is full.
 
-    If a buffer between two stages is full, the error names this buffer. Otherwise it names the
-    first action that waits.
+    The error names a buffer that is part of this circle. Other buffers can be full because of it.
+
+    Args:
+        pairs: All pairs (earlier, later), as `_pairs` returns them.
+        done: The actions that do not wait for ever.
+        room: As for `in_turn`.
     """
-    for action, other in room.items():
-        others = [each for each in needed[action] if each not in done]
-        if action not in done and others == [other]:
+    # The first reason of a later action counts. Want of room comes after all other reasons.
+    waits: dict[Action, Action] = {}
+    for earlier, later in pairs:
+        if earlier not in done:
+            waits.setdefault(later, earlier)
+    action = next(iter(waits))
+    # After so many steps to the action that is waited for, the action is in a circle.
+    for _ in waits:
+        action = waits[action]
+    for _ in waits:
+        other = waits[action]
+        if room.get(action) == other:
             raise ValueError(
                 f"there is no room between stage {action.stage} and stage {other.stage}: {action} "
                 f"has to wait until {other} starts, which never happens; let stage {other.stage} "
                 f"take results in the order in which stage {action.stage} sends them"
             )
+        action = other
+
+
+def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action]) -> None:
+    """Raise `ValueError` for the first action that needs an action that is not in `done`."""
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:

@@ -126,6 +126,10 @@ def test_what_finds_no_room_waits() -> None:
     assert crossed.replay(buffered=2).seconds == crossed.replay().seconds
     with pytest.raises(ValueError, match=r"^there is no room between stage 0 and stage 1: "):
         crossed.replay(buffered=1)
+    # The boundary of stages 0 and 1 is full, too, but only because stage 1 waits.
+    behind = pictured("0 1 2 3 B0 B1 B2 B3\n0 1 2 3 B0 B1 B2 B3\n3 0 1 2 B0 B1 B2 B3")
+    with pytest.raises(ValueError, match=r"^there is no room between stage 1 and stage 2: "):
+        behind.replay(buffered=1)
 
 
 PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()[1:]
