@@ -170,8 +170,9 @@ def check(value: object, what: str = "input") -> None:
     refuse_array(value, what)
     if not isinstance(value, tuple) or not value:
         got = "an empty tuple" if isinstance(value, tuple) else type(value).__name__
-        advice = "; call step(criterion, input, target)" if callable(value) else ""
-        raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {got}{advice}")
+        raise TypeError(
+            f"{what} must be a tensor or a tuple of tensors, but got {got}" + _advice(value, what)
+        )
     for k, item in enumerate(value):
         refuse_array(item, f"element {k} of {what}")
         if not isinstance(item, Tensor):
@@ -185,6 +186,17 @@ def check(value: object, what: str = "input") -> None:
                 f"{what} must be a tuple of tensors, but element {k} is {type(item).__name__}"
                 + advice
             )
+
+
+def _advice(value: object, what: str) -> str:
+    """Return what to do about a value that is neither a tensor nor a tuple."""
+    if callable(value):
+        return "; call step(criterion, input, target)"
+    if not isinstance(value, list):
+        return ""
+    if what == "input":
+        return "; make a tuple of it, or give MicroBatches if its items are your micro-batches"
+    return "; make a tuple of it"
 
 
 def refuse_array(value: object, what: str) -> None:

@@ -91,7 +91,14 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(mse_loss, ARRAY),
         ["input must be a tensor", "torch.from_numpy()"],
     ),
-    "a list as input": (lambda: model()([X, X]), ["a tensor or a tuple of tensors", "got list"]),
+    "a list as input": (
+        lambda: model()([X, X]),
+        ["a tensor or a tuple of tensors", "got list; make a tuple of it, or give MicroBatches"],
+    ),
+    "a list as a micro-batch": (
+        lambda: step(mse_loss, MicroBatches([[X, X]])),
+        ["a micro-batch must be", "got list; make a tuple of it"],
+    ),
     "a dictionary without tensors": (lambda: model()({"x": 1}), ["must have tensors", "got dict"]),
     "None as input": (lambda: model()(None), ["input must be a tensor", "got NoneType"]),
     "a number in a tuple": (lambda: model()((X, 1)), ["tuple of tensors", "element 1 is int"]),
