@@ -176,7 +176,7 @@ def check(value: object, what: str = "input") -> None:
     for k, item in enumerate(value):
         refuse_array(item, f"element {k} of {what}")
         if not isinstance(item, Tensor):
-            advice = ""
+            advice = "; a layer that needs another object has to make it of tensors"
             if isinstance(value, PackedSequence):
                 advice = (
                     " of a PackedSequence; pass padded sequences and their lengths, and pack and "

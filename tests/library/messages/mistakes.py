@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -40,6 +41,10 @@ class Longer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return longer(x)
+
+
+def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
 
 
 def unequal_outputs() -> object:
@@ -102,6 +107,10 @@ MISTAKES: dict[str, Mistake] = {
     "a dictionary without tensors": (lambda: model()({"x": 1}), ["must have tensors", "got dict"]),
     "None as input": (lambda: model()(None), ["input must be a tensor", "got NoneType"]),
     "a number in a tuple": (lambda: model()((X, 1)), ["tuple of tensors", "element 1 is int"]),
+    "a block mask in a micro-batch": (
+        lambda: step(mse_loss, MicroBatches([(X, create_block_mask(causal, 1, 1, 4, 4, "cpu"))])),
+        ["element 1 is BlockMask", "a layer that needs another object has to make it of tensors"],
+    ),
     "an empty tuple": (lambda: model()(()), ["got an empty tuple"]),
     "a scalar": (lambda: model()(torch.ones(())), ["needs a batch dimension", "tensor 0"]),
     "two batch sizes": (lambda: model()((X, X[:3])), ["the same batch size", "[4, 3]"]),
