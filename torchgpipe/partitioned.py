@@ -162,7 +162,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     def step(  # noqa: PLR0913 - all of them belong to one step
         self,
         criterion: Criterion,
-        input: Any,
+        input: Any = None,
         target: Any = None,
         *,
         reduction: str = "mean",
@@ -222,7 +222,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     def evaluate(
         self,
         criterion: Criterion,
-        input: Any,
+        input: Any = None,
         target: Any = None,
         *,
         reduction: str = "mean",

@@ -143,6 +143,15 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(X, X, mse_loss),
         ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
     ),
+    "the input alone": (
+        lambda: model().step(X),  # type: ignore[arg-type]
+        ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
+    ),
+    "the input alone, to evaluate": (
+        lambda: model().evaluate(X),  # type: ignore[arg-type]
+        ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
+    ),
+    "the criterion alone": (lambda: model().step(mse_loss), ["input must be", "got NoneType"]),
     "the input and the target alone": (
         lambda: model().step(X, X),  # type: ignore[arg-type]
         ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
