@@ -133,8 +133,13 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
 
 def _as_tensor(target: Any) -> Any:
     """Return an array of numbers as a tensor, and anything else as it is."""
-    numbers = not isinstance(target, Tensor) and _is_array(target) and target.dtype.kind in "biufc"
-    return torch.as_tensor(target) if numbers else target
+    if isinstance(target, Tensor) or not _is_array(target) or target.dtype.kind not in "biufc":
+        return target
+    # PyTorch takes neither another byte order nor a negative stride, as of `array[::-1]`.
+    native = target.dtype.newbyteorder("=")
+    if target.dtype != native or min(target.strides, default=0) < 0:
+        target = target.astype(native, order="C")
+    return torch.as_tensor(target)
 
 
 def _is_array(x: object) -> bool:

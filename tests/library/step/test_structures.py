@@ -98,6 +98,17 @@ def test_arrays_in_micro_batches_are_tensors() -> None:
     assert torch.equal(first, X) and torch.equal(last["a"], X)
 
 
+def test_arrays_that_pytorch_does_not_take_are_converted() -> None:
+    backwards = np.arange(4)[::-1]
+    one_row = np.arange(2)[None][::-1]
+    big_endian = np.arange(4, dtype=">f4")
+    (first, last), (row,) = parted(backwards, [3, 1]), parted(one_row, [1])
+    assert first.tolist() == [3, 2, 1] and last.tolist() == [0] and row.tolist() == [[0, 1]]
+    first, last = parted({"a": big_endian}, [3, 1])
+    assert first["a"].tolist() == [0, 1, 2] and last["a"].tolist() == [3]
+    assert first["a"].dtype is torch.float32
+
+
 SPARSE = torch.eye(4).to_sparse()
 NESTED = torch.nested.nested_tensor([X, X[:2], X, X[:1]], layout=torch.jagged)
 
