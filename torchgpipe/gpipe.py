@@ -19,7 +19,7 @@ from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step.losses import run_step
+from torchgpipe.step.losses import run_step, scalar
 from torchgpipe.step.request import StepRequest, check_criterion
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
@@ -254,11 +254,11 @@ class GPipe(Partitioned):
             target: The second argument of the criterion.
 
         Raises:
-            TypeError: If `criterion` is not a function.
+            TypeError: If `criterion` is not a function, or does not return a scalar.
         """
         check_criterion(criterion, "loss")
         args, kwargs = self._arguments(input)
-        return criterion(self(*args, **kwargs), target)
+        return scalar(criterion(self(*args, **kwargs), target), "loss")
 
     def __len__(self) -> int:
         return sum(self.balance)

@@ -217,7 +217,7 @@ class RankBatch(Batch):
             loss = torch.zeros((), device=device, requires_grad=bool(ends))
         else:
             self.program.doing = self.program.computing = "the criterion"
-            result = loss = scalar(request.criterion(result, request.target))
+            result = loss = scalar(request.criterion(result, request.target), "loss")
             self.program.computing = None
             self._tied.refuse_in(loss, ends)
             if loss.requires_grad and ends:

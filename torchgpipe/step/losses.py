@@ -293,12 +293,20 @@ def run_step(
     return loss
 
 
-def scalar(loss: object) -> Tensor:
-    """Return the loss that a criterion has returned; raise `TypeError` if it is not a scalar."""
+def scalar(loss: object, call: str = "step") -> Tensor:
+    """Return the loss that a criterion of `step` or `loss` has returned.
+
+    Raises:
+        TypeError: If the loss is not a scalar.
+    """
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
-    advice = "; return (loss, logs) if you want to log more" if isinstance(loss, dict) else ""
+    advice = ""
+    if call == "loss" and isinstance(loss, dict | tuple):
+        advice = "; to log more, call step(criterion, input, target), which takes (loss, logs)"
+    elif isinstance(loss, dict):
+        advice = "; return (loss, logs) if you want to log more"
     raise TypeError(
         f"the criterion must return a scalar tensor, but returned {shape or type(loss).__name__}"
         + advice

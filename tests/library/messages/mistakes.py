@@ -47,6 +47,10 @@ def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
+def with_logs(output: Tensor, target: Tensor) -> Any:
+    return mse_loss(output, target), 3
+
+
 def unequal_outputs() -> object:
     lengths = torch.tensor([[0.0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
     cut = GPipe(nn.Sequential(nn.Identity(), Longer()), [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -171,6 +175,10 @@ MISTAKES: dict[str, Mistake] = {
     "a loss that is a number": (
         lambda: step(lambda y, t: mse_loss(y, t).item()),
         ["must return a scalar tensor", "returned float"],
+    ),
+    "logs beside the loss of loss()": (
+        lambda: model().loss(with_logs, X, X),
+        ["must return a scalar tensor, but returned tuple", "call step(", "takes (loss, logs)"],
     ),
     "no loss": (lambda: step(lambda y, t: None), ["scalar tensor", "returned NoneType"]),
     "a loss without a graph": (
