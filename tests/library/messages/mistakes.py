@@ -240,7 +240,7 @@ MISTAKES: dict[str, Mistake] = {
     "a device in place of devices": (lambda: model(devices="cpu"), ["a list of devices", "'cpu'"]),
     "a number of devices": (lambda: model(devices=2), ["must be a list of devices", "got 2"]),
     "a number of devices for a plan": (
-        lambda: torchgpipe.pipeline(nn.Linear(4, 4), X, devices=2, batch_size=8),
+        lambda: torchgpipe.pipeline(LAYER, X, devices=2, batch_size=8),  # type: ignore[arg-type]
         ["must be a list of devices", "such as ['cuda:0', 'cuda:1']", "got 2"],
     ),
     "too few devices": (
