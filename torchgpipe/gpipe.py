@@ -254,11 +254,12 @@ class GPipe(Partitioned):
             target: The second argument of the criterion.
 
         Raises:
-            TypeError: If `criterion` is not a function, or does not return a scalar.
+            TypeError: If `criterion` is not a function, or does not return a tensor.
         """
         check_criterion(criterion, "loss")
         args, kwargs = self._arguments(input)
-        return scalar(criterion(self(*args, **kwargs), target), "loss")
+        loss = criterion(self(*args, **kwargs), target)
+        return loss if isinstance(loss, Tensor) else scalar(loss, "loss")
 
     def __len__(self) -> int:
         return sum(self.balance)
