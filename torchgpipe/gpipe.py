@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
