@@ -193,6 +193,19 @@ def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: s
         assert decision.outcome == outcome
 
 
+@pytest.mark.parametrize("second", [1.0, 1.005])
+def test_equal_samples_have_an_exact_p(second: float) -> None:
+    """Both times, one division of ten samples into two fives is as extreme, on either side."""
+    base = [1.0, second, 1.01, 1.02, 1.03]
+
+    decision = compare_samples(base, [2.0, 2.01, 2.02, 2.03, 2.04])
+
+    assert decision.outcome == "higher"
+    assert decision.p == pytest.approx(2 / 252)
+    assert decision.low == pytest.approx(2.0 / 1.03)
+    assert decision.high == pytest.approx(2.04)
+
+
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     draw = random.Random(5)
