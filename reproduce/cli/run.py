@@ -286,8 +286,7 @@ def show(job: Job, recorder: Recorder, progress: Progress, interrupted: Interrup
     if interrupted is not None:
         finished = [result for result in record.results if result.status in SUCCESS]
         kept = f"{many(len(finished), 'finished row')} kept in {shown(recorder.path)}"
-        again = "" if job.options.resume else "; --resume goes on"
-        click.echo(f"{interrupted}; {kept}{again}", err=True)
+        click.echo(f"{interrupted}; {kept}; --resume goes on", err=True)
         raise click.exceptions.Exit(interrupted.exit_code)
     written = [recorder.path, page]
     if job.tracer is not None:

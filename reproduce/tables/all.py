@@ -26,6 +26,7 @@ MAKERS: dict[str, Callable[[Experiment, Results], list[Table]]] = {
     "ablation": ablation_tables,
     "accuracy": accuracy_tables,
 }
+INTERRUPTED = "the run was interrupted: rows may be missing, or have fewer steps than the others"
 
 
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
@@ -49,8 +50,10 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
             unknown += results
             continue
         notes: list[str] = []
+        if record.run is not None and record.run.state == "interrupted":
+            notes.append(INTERRUPTED)
         if EXPERIMENTS[name].measures != "memory":
-            notes = list(_about_times(record))
+            notes += _about_times(record)
         results = _without_pending(record, results)
         for table in _tables_of(EXPERIMENTS[name], results):
             if group in (None, table.group):

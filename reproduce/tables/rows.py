@@ -254,7 +254,7 @@ class Rows:
         steps = []
         again = 0
         known = False
-        for result in self:
+        for result in self.every:
             if "step_time" in result.samples:
                 steps.append(len(result.samples["step_time"]))
             again = max(again, result.values.get("disturbed_rounds", 0))

@@ -248,6 +248,7 @@ def test_a_signal_keeps_what_was_finished(
     assert "Traceback" not in err
     *_, last = err.splitlines()
     assert last.startswith(f"{told}; 5 finished rows kept in ")
+    assert last.endswith("; --resume goes on")
     record = the_record()
     assert record.run is not None
     assert record.run.state == "interrupted"

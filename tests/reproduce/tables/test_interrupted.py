@@ -1,0 +1,36 @@
+"""Tests of the tables of an interrupted run: they say that it was interrupted, and count steps."""
+
+import pytest
+
+from reproduce.experiments.row import Row
+from reproduce.records.record import Record
+from reproduce.tables.all import INTERRUPTED, written_records
+
+from ..made import one_line, ran, record
+
+
+def one_step(row: Row) -> list[float]:
+    return [50.0]
+
+
+def two_steps(row: Row) -> list[float]:
+    return [50.0, 50.0]
+
+
+def made(state: str) -> Record:
+    """Make a record in which measured rows have one step, and emulated rows have two steps."""
+    measured = ran("amoebanet-speed", "paper", one_step)
+    emulated = ran("amoebanet-speed", "paper", two_steps, emulated=True)
+    return record(*measured, *emulated, state=state)
+
+
+@pytest.mark.parametrize("style", ["text", "markdown"])
+@pytest.mark.parametrize("state", ["interrupted", "finished"])
+def test_a_table_says_that_its_run_was_interrupted(state: str, style: str) -> None:
+    written = one_line(written_records([made(state)], style))
+
+    assert (INTERRUPTED in written) == (state == "interrupted")
+
+
+def test_steps_of_measured_rows_count_beside_emulated_ones() -> None:
+    assert "1 to 2 steps per row" in one_line(written_records([made("interrupted")], "text"))
