@@ -126,13 +126,23 @@ def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) -> str:
     """Return a note for an experiment in which no row has the same metric on two sides.
 
-    The note says in which fields the rows differ. If they do not, and if the user did not choose a
-    metric, the note lists the metrics of each side.
+    If rows of the same name differ, the note says in which fields. If no row has the same
+    configuration on two sides, the note says how many rows each side has. Otherwise the note lists
+    the metrics of each side, unless the user chose a metric.
     """
     experiment = lines[0].experiment
     pairs = unmatched(lines, len(sides))
     if pairs:
         return f"{experiment}: {'; '.join(other_fields(sides, pairs, every))}"
+    if all(len(line.entries) == 1 for line in lines):
+        rows = []
+        for number, side in enumerate(sides):
+            labels = [line.label for line in lines if number in line.entries]
+            if labels:
+                rows.append(f"{side.letter} has {named(labels, every)}")
+        hint = "" if every else HINT
+        what = "no row has the same configuration on two sides"
+        return f"{experiment}: {what}: {'; '.join(rows)}{hint}"
     if metric is not None:
         return f"{experiment}: {metric} is not on two sides of any row"
     has = []

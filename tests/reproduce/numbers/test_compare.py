@@ -1,7 +1,6 @@
 """Tests of the comparison of benchmark results.
 
-Absolute numbers are compared if they come from the same machine, and ratios otherwise. A comparison
-also names the results that only some of the compared records have.
+Absolute numbers of one machine are compared, otherwise ratios. Notes name rows that a side lacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -332,6 +331,14 @@ def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:
             [row("x", 1.0, config={"row": "x", "batch_size": 9})],
             {"every": True},
             ["e: A and B differ in batch_size (8 / 9): x", "only in A: f (x)"],
+        ),
+        (
+            [row("z", 1.0, config={"row": "z", "batch_size": 9})],
+            {"every": True},
+            [
+                "e: no row has the same configuration on two sides: A has x, y; B has z",
+                "only in A: f (x)",
+            ],
         ),
     ],
 )
