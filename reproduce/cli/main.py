@@ -1,5 +1,6 @@
 """Assemble the command line, `python -m reproduce`."""
 
+import errno
 import os
 import runpy
 import sys
@@ -86,6 +87,11 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
         return _complain(message, CANNOT_TELL)
     except Error as error:
         return _complain(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        advice = "free space, or write the output elsewhere"
+        return _complain(f"cannot write: {error.strerror}; {advice}", CANNOT_TELL)
     except ModuleNotFoundError as error:  # a package that only some commands need
         advice = f"run 'make setup', or 'pip install {error.name}'"
         return _complain(f"{error.name} is not installed: {advice}", CANNOT_TELL)

@@ -1,6 +1,7 @@
 """Tests of the command line: its help, `list`, and what keeps the program from starting."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -168,6 +169,16 @@ def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) 
     assert process.wait(timeout=PATIENCE) == 2
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_a_full_device_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "reproduce", "--help"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+    said = "cannot write: No space left on device; free space, or write the output elsewhere"
+    assert ended.stderr == f"reproduce: {said}\n"
+    assert ended.returncode == 2
 
 
 PAPER = "results/paper"
