@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.distributed import DistributedGPipe, RankFailed
@@ -57,6 +58,9 @@ class Everywhere(nn.Module):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"rank \d has no parameters")
             pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
+        # If a rank failed in its first call while another one still makes its pipeline, the other
+        # one would end the test here, without the exchange that the first one waits for.
+        dist.barrier()
         # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
             _rank=rank, rank=rank.index, _pipeline=pipeline, training=pipeline.training

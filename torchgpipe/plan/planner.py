@@ -170,7 +170,8 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
     try:
         yield
     except Impossible as error:
-        fastest = fastest_alternative(beside, room)
+        several = {n: found for n, found in beside.items() if n > 1}
+        fastest = fastest_alternative(several, room)
         if fastest is None:
             raise
         raise Impossible(f"{error}; {has_room(fastest)}: take {TAKE[fastest.way]}") from None

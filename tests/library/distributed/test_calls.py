@@ -41,6 +41,9 @@ def small(**options: Any) -> Any:
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
         pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
+    # If a rank failed in its first call while another one still makes its pipeline, the other one
+    # would get the error here, and not in the call that the test expects to fail.
+    dist.barrier()
     return pair
 
 
