@@ -135,13 +135,25 @@ class Everywhere(nn.Module):
             shown = _Shown.apply(done, outputs.needs, shown, TOKEN, *inputs, *parameters)
         return outputs.slots.put_back(outputs.result, shown)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage. If so, it gets the target and has the logs."""
+        return self.rank == self._placement[-1]
+
+    @property
+    def logs(self) -> list[Any]:
+        return self._pipeline.logs
+
+    def _of_this_rank(self, x: Any, target: Any) -> tuple[Any, Any]:
+        first = self.rank == self._placement[0]
+        return x if first else None, target if self.is_last else None
+
     def step(self, criterion: Any, x: Any, target: Any, **options: Any) -> Tensor:
         self._rank.use(self._pipeline)
-        first, last = self.rank == self._placement[0], self.rank == self._placement[-1]
+        given = self._of_this_rank(x, target)
 
         def run() -> Any:
-            own_x, own_target = x if first else None, target if last else None
-            loss = self._pipeline.step(criterion, own_x, own_target, **options)
+            loss = self._pipeline.step(criterion, *given, **options)
             grads = {name: p.grad for name, p in self._pipeline.named_parameters()}
             return loss, getattr(x, "grad", None), grads
 
@@ -156,6 +168,19 @@ class Everywhere(nn.Module):
         for loss, _, _ in found:
             assert torch.equal(loss, own)
         return own
+
+    def evaluate(self, criterion: Any, x: Any, target: Any, **options: Any) -> Tensor:
+        self._rank.use(self._pipeline)
+        given = self._of_this_rank(x, target)
+        losses = self.on_all(lambda: self._pipeline.evaluate(criterion, *given, **options))
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+        own: Tensor = losses[self.rank]
+        return own
+
+    def predict(self, x: Any) -> Any:
+        self._rank.use(self._pipeline)
+        outputs = self.on_all(lambda: self._pipeline.predict(x))
+        return outputs[self._placement[-1]]
 
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
         """Run a function on each rank. Return the results of all ranks, or raise a rank's error.

@@ -9,6 +9,7 @@ possible for two reasons:
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ REORDERED = 1e-5
 
 ZERO = 1e-8
 """A number that is added to the maximum. Smaller differences are rounding errors of zero."""
+
+
+@contextmanager
+def named(case: str) -> Iterator[None]:
+    """Return a context that adds the name of a case to errors."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"the case {case!r} failed") from error
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Layers with PyTorch tools that a pipeline supports only in part, with every schedule.
 
 A reentrant checkpoint and a frozen scripted layer are right everywhere. A scripted layer with
-parameters is refused. Operators that run functions of their own need the graph engine. Several
+parameters is refused. Operators that run functions of their own are refused on workers. Several
 gradients cannot be computed in one call.
 """
 
@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from torchgpipe import GPipe
 from torchgpipe.schedules.named import NAMED
 
-from .compare import REORDERED, differences
+from ..plain import piped
+from .compare import REORDERED, differences, named
 from .rows.tools.scripted import SCRIPTED, frozen, scripted
 from .test_rows import TWICE
 
@@ -51,61 +52,92 @@ class Conditional(nn.Module):
         return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
 
 
-def piped(layer: nn.Module, schedule: str, engine: Any, checkpoint: Any = "never") -> GPipe:
-    layers = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
-    balance = [1, 1, 1, 1] if schedule in TWICE else [2, 2]
-    options: dict[str, Any] = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint}
-    return GPipe(layers, balance, devices=["cpu", "cpu"], chunks=2, **options)
+class Repeating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        first = torch.zeros((), dtype=torch.long)
+        _, y = while_loop(lambda k, y: k < 3, lambda k, y: (k + 1, y.sin()), (first, self.inner(x)))
+        return y
 
 
-# This warning comes from a first forward pass, which runs without a graph.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.filterwarnings("ignore:`torch.jit.(script|freeze)` is deprecated")
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("schedule", NAMED)
-def test_layers_that_are_right(schedule: str, engine: str, mode: str, name: str) -> None:
-    model = piped(RIGHT[name](), schedule, engine, mode)
-    plain = copy.deepcopy(model[:])
-    # Unlike a step, this backward checks that the layers have not changed since the forward.
-    model(X).sum().backward()
-    model.zero_grad()
+WITH_FUNCTIONS: dict[str, Callable[[], nn.Module]] = {"cond": Conditional, "while_loop": Repeating}
+SEVERAL = r"is_grads_batched=True, jacobian\(vectorize=True\)"
+
+
+def around(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def pipeline(layers: nn.Sequential, schedule: str, engine: str, checkpoint: str = "never") -> Any:
+    balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([2, 2], 1)
+    options = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint, "v": v}
+    return piped(layers, balance, 2, ("cpu", "cpu"), **options)
+
+
+def assert_steps_as_plain_layers(
+    layers: nn.Sequential, schedule: str, engine: str, checkpoint: str
+) -> None:
+    """Check a step of a pipeline of the layers, which runs two micro-batches."""
+    plain = copy.deepcopy(layers)
+    model = pipeline(layers, schedule, engine, checkpoint)
+    if engine != "ranks":  # `Everywhere` calls `autograd.grad`, which reentrant checkpoints refuse
+        # Unlike a step, this backward checks that the layers have not changed since the forward.
+        model(X).sum().backward()
+        model.zero_grad()
     loss = model.step(mse_loss, X, X.square())
     expected = torch.zeros(())
     for x, target in zip(X.chunk(2), X.square().chunk(2), strict=True):
         part = mse_loss(plain(x), target) / 2
         part.backward()
         expected = expected + part.detach()
-    assert differences((loss, model[:]), (expected, plain), REORDERED) == []
+    assert differences((loss, layers), (expected, plain), REORDERED) == []
+
+
+# This warning comes from a first forward pass, which runs without a graph.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(script|freeze)` is deprecated")
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("schedule", NAMED)
+def test_layers_that_are_right(schedule: str, engine: str, checkpoint: str) -> None:
+    for name, make in RIGHT.items():
+        with named(name):
+            assert_steps_as_plain_layers(around(make()), schedule, engine, checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("schedule", NAMED)
-def test_a_scripted_layer_with_parameters_is_refused(schedule: str, engine: str, mode: str) -> None:
-    model = piped(scripted(), schedule, engine, mode)
+def test_a_scripted_layer_with_parameters_is_refused(
+    schedule: str, engine: str, checkpoint: str
+) -> None:
+    model = pipeline(around(scripted()), schedule, engine, checkpoint)
     with pytest.raises(RuntimeError, match=SCRIPTED):
         model.step(mse_loss, X, X)
 
 
-# `torch.cond` reads the gradients of its inputs.
+# These operators read the gradients of their inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", NAMED)
-def test_operators_with_functions_need_the_graph_engine(schedule: str) -> None:
-    model = piped(Conditional(), schedule, "workers")
-    with pytest.raises(RuntimeError, match=r"the operator 'cond'.*use engine='graph'"):
-        model.step(mse_loss, X, X)
-    model = piped(Conditional(), schedule, "graph")
-    plain = copy.deepcopy(model[:])
-    outputs = torch.cat([plain(x) for x in X.chunk(2)])
-    loss = model.step(mse_loss, X, X)
-    torch.testing.assert_close(loss, mse_loss(outputs, X).detach())
+def test_operators_with_functions_are_refused_on_workers(
+    schedule: str, engine: str, checkpoint: str
+) -> None:
+    for name, make in WITH_FUNCTIONS.items():
+        with named(name):
+            if engine == "workers":
+                model = pipeline(around(make()), schedule, engine, checkpoint)
+                refusal = rf"the operator '{name}.*use engine='graph'"
+                with pytest.raises(RuntimeError, match=refusal):
+                    model.step(mse_loss, X, X)
+            else:
+                assert_steps_as_plain_layers(around(make()), schedule, engine, checkpoint)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_gradients_in_one_call_are_refused(engine: str) -> None:
-    model = piped(nn.Tanh(), "1F1B", engine, "always")
-    with pytest.raises(RuntimeError, match=r"is_grads_batched=True, jacobian\(vectorize=True\)"):
+    model = pipeline(around(nn.Tanh()), "1F1B", engine, "always")
+    with pytest.raises(RuntimeError, match=SEVERAL):
         torch.autograd.functional.jacobian(model, X, vectorize=True)
