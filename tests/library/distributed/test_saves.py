@@ -22,6 +22,8 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.state.saves import Saves
 
+from ...behaviours.compare import differences
+from ..state.test_contents import Growing
 from .training import adam, assert_goes_on, assert_same, layers, trained
 
 WORLD = 4
@@ -139,3 +141,68 @@ def test_failures() -> None:
     with pytest.raises((ValueError, RankFailed), match=told) as caught:
         Saves(folder).load(another_model, None)
     assert "\n" not in str(caught.value)
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an optimizer of all weights, and one of all biases."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return [torch.optim.SGD(weights, 0.1, momentum=0.9), torch.optim.Adam(biases)]
+
+
+def growing_layers(seed: int) -> nn.Sequential:
+    """Return four layers whose extra state becomes longer with each call."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[Growing(4, 4) for _ in range(WORLD)])
+
+
+def assert_equal_parts(part: nn.Module, whole: nn.Module) -> None:
+    """Check that each value in the state of `part` is equal to the same value of `whole`."""
+    expected = whole.state_dict()
+    found = part.state_dict()
+    assert differences(found, {name: expected[name] for name in found}) == []
+
+
+def test_several_optimizers_and_extra_state_that_grows() -> None:
+    """Save on ranks; load over ranks, in one process, and into plain layers on each rank."""
+
+    def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        for _ in range(2):
+            model.step(nn.functional.mse_loss, x, x.square())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    saves = Saves(shared_folder())
+    ours = DistributedGPipe(growing_layers(0), [1] * WORLD, chunks=2)
+    optimizers = two_optimizers(ours)
+    train(ours, optimizers)
+    others = {"sparse": torch.eye(3).to_sparse(), "small": torch.ones(2).to(torch.float8_e4m3fn)}
+    saves.save(2, ours, optimizers, **others)
+    train(ours, optimizers)
+
+    over_ranks = DistributedGPipe(growing_layers(1), [1] * WORLD, chunks=2)
+    alone = GPipe(growing_layers(1), [2, 2], devices=["cpu"] * 2, chunks=2)
+    for model in (over_ranks, alone):
+        theirs = two_optimizers(model)
+        found = saves.load(model, theirs[::-1])
+        assert differences(found, {"step": 2, **others}) == []
+        train(model, theirs)
+        assert_equal_parts(ours, model)
+
+    plain = growing_layers(1)
+    theirs = two_optimizers(plain)
+    assert saves.load(plain, theirs) is not None
+    train(GPipe(plain, [WORLD], devices=["cpu"], chunks=2), theirs)
+    assert_equal_parts(ours, plain)
+
+
+def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks() -> None:
+    model = DistributedGPipe(layers(), [2, 2, 2, 2])
+    saves = Saves(shared_folder())
+    value = (lambda: 0) if dist.get_rank() == 1 else 0
+    with pytest.raises((TypeError, RankFailed), match="scheduler cannot be saved, because its"):
+        saves.save(0, model, None, scheduler=value)
+    model.close()
+    assert saves.load(model, None) is None
