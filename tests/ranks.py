@@ -145,7 +145,7 @@ class Rank:
         self.index, self._link = index, link
         self._received: SimpleQueue[Any] = SimpleQueue()
         self._failed: list[str] = []
-        self._left = False
+        self._left = self._joined = False
         self._used: dict[int, Any] = {}
         self._store: Any = None
         self._test = 0
@@ -191,6 +191,7 @@ class Rank:
         if self.index >= n:
             self._left = True
             pytest.skip("this rank takes no part in the test")
+        self._joined = True
         if dist.is_initialized():
             same = dist.get_world_size() == n
             assert same, "all pipelines of a test have to have equally many partitions"
@@ -250,7 +251,7 @@ class Rank:
 
     def _run(self, config: pytest.Config, item: pytest.Item) -> str:
         """Run a test. Return its errors, or "" if it passed."""
-        self._failed, self._left = [], False
+        self._failed, self._left, self._joined = [], False, False
         try:
             config.hook.pytest_runtest_protocol(item=item, nextitem=None)
         except BaseException as error:
@@ -259,7 +260,7 @@ class Rank:
         self._close(failed=bool(told))
         if dist.is_initialized():
             dist.destroy_process_group()
-        elif not self._left and not told:
+        elif not self._left and not self._joined and not told:
             told = "the test made no pipeline over ranks"
         return told
 

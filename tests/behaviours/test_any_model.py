@@ -14,6 +14,7 @@ from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.trace.parts import tensors_in
 
+from ..library.trace.test_kept import Encoder, Reader, sentences
 from ..library.trace.texts import GPT, SHAPES, Long, generated, text
 from ..library.traced import BATCHES, CASES, WIDTH, Case, Choosing, rows
 from ..plain import piped
@@ -151,3 +152,39 @@ def test_generation(way: dict[str, Any]) -> None:
     given = text(2, 3)
     with torch.no_grad():
         assert torch.equal(generated(model, given, 6), generated(module.eval(), given, 6))
+
+
+class DeepReader(Reader):
+    """A module with an LSTM over packed sequences, and enough layers for four partitions."""
+
+    def __init__(self) -> None:
+        super().__init__(Encoder())
+        self.more = nn.Linear(3, 3)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        result: Tensor = self.more(super().forward(words, lengths))
+        return result
+
+
+@cache
+def _reader() -> tuple[nn.Sequential, DeepReader]:
+    module = DeepReader()
+    return sequential(module, sentences(4), whole=[Encoder]), module
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("schedule", NAMED)
+def test_packed_sequences_in_a_layer_that_is_kept_whole(schedule: str, way: dict[str, Any]) -> None:
+    """The layer is never run on zeros: an LSTM refuses a sequence of length zero."""
+    layers, module = copy.deepcopy(_reader())
+    plain = copy.deepcopy(module)
+    balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([1, 3], 1)
+    model = piped(layers, balance, 2, schedule=schedule, v=v, **way)
+    words, lengths = sentences(6)
+    target = torch.randn(6, 3)
+    expected = torch.cat([plain(words[:3], lengths[:3]), plain(words[3:], lengths[3:])])
+    mse_loss(expected, target).backward()
+    model.step(mse_loss, (words, lengths), target)
+    assert differences(module, plain, REORDERED) == []
+    found = model.predict((words, lengths))
+    assert differences(found, expected.detach(), REORDERED) == []

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.distributed.no_output import NoOutput
+from torchgpipe.schedules import Action, Schedule
+from torchgpipe.schedules.named import NAMED
+
+from ...behaviours.test_rows import TWICE
 
 WORLD = 2
 pytestmark = pytest.mark.ranks(WORLD)
@@ -104,3 +109,60 @@ def test_a_rank_without_parameters_is_told_how_to_make_its_optimizer() -> None:
     optimizer = torch.optim.SGD([{"params": list(model.parameters())}], lr=0.1)
     model.step(mse_loss, X, X)
     optimizer.step()
+
+
+def test_a_batch_norm_that_sees_forwards_out_of_order_is_told_on_its_rank() -> None:
+    forwards = [Action("forward", 1, 0), Action("forward", 0, 0)]
+    backwards = [Action("backward", 1, 0), Action("backward", 0, 0)]
+    lists = [forwards + backwards, of_stage_1(forwards + backwards)]
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DistributedGPipe(layers, [1, 1], chunks=2, schedule=Schedule("mine", [0, 1], lists))
+    lines = [str(each.message) for each in caught]
+    if model.rank == 0:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert "mine does not run the forwards of its micro-batches in order" in line
+        assert caught[0].filename == __file__
+
+
+def of_stage_1(actions: list[Action]) -> list[Action]:
+    return [Action(action.kind, action.micro_batch, 1) for action in actions]
+
+
+@pytest.mark.parametrize("schedule", NAMED)
+def test_several_gradients_in_one_call_are_refused_on_all_ranks(schedule: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    balance = [1, 1, 1, 1] if schedule in TWICE else [2, 2]
+    model = DistributedGPipe(layers, balance, chunks=2, schedule=schedule)
+    results = [model(X), model.loss(mse_loss, X, X)]
+    for result in results:
+        grads = torch.ones(3, *result.shape)
+        with pytest.raises(RuntimeError, match=r"is_grads_batched=True, jacobian\(vectorize=True"):
+            torch.autograd.grad(result, [*model.parameters()], grads, is_grads_batched=True)
+
+
+def test_it_moves_only_to_where_it_is() -> None:
+    """Training frameworks call `to` with the device and the type that a model already has."""
+    model = pipeline()
+    for there in ("cpu", torch.device("cpu"), torch.float32, X):
+        assert model.to(there) is model
+    assert model.cpu() is model
+    with pytest.raises(TypeError, match=r"cannot be moved; .* or device=… on a rank"):
+        model.to("meta")
+
+
+def test_after_the_process_group_was_destroyed() -> None:
+    """The open connections go on. A pipeline that has to connect again says what is missing."""
+    model = pipeline()
+    loss = model.step(mse_loss, X, X)
+    dist.barrier()
+    dist.destroy_process_group()
+    torch.testing.assert_close(model.step(mse_loss, X, X), loss)
+    model.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"there is no process group.*after the last call"):
+            model.step(mse_loss, X, X)
