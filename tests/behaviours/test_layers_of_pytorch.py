@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -63,7 +64,28 @@ class Repeating(nn.Module):
         return y
 
 
-WITH_FUNCTIONS: dict[str, Callable[[], nn.Module]] = {"cond": Conditional, "while_loop": Repeating}
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        heads = x.detach()[None, None]  # on CPUs, `flex_attention` has no backward
+        attended = flex_attention(heads, heads, heads, score_mod=far_counts_less)
+        return self.inner(x + attended[0, 0])
+
+
+def far_counts_less(
+    score: Tensor, _batch: Tensor, _head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    return score - (query - key).abs()
+
+
+WITH_FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
+    "cond": Conditional,
+    "while_loop": Repeating,
+    "flex_attention": Attending,
+}
 SEVERAL = r"is_grads_batched=True, jacobian\(vectorize=True\)"
 
 
@@ -120,6 +142,7 @@ def test_a_scripted_layer_with_parameters_is_refused(
 
 # These operators read the gradients of their inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_operators_with_functions_are_refused_on_workers(
