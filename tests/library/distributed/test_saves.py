@@ -192,6 +192,10 @@ def test_several_optimizers_and_extra_state_that_grows() -> None:
         assert_equal_parts(ours, model)
 
     plain = growing_layers(1)
+    weights, biases = [layer.weight for layer in plain], [layer.bias for layer in plain]
+    exchanged = [torch.optim.SGD(biases, 0.1), torch.optim.Adam(weights)]
+    with pytest.raises(ValueError, match=r"the optimizer Adam for 0\.bias, not with SGD"):
+        saves.load(plain, exchanged)
     theirs = two_optimizers(plain)
     assert saves.load(plain, theirs) is not None
     train(GPipe(plain, [WORLD], devices=["cpu"], chunks=2), theirs)
