@@ -24,6 +24,7 @@ STAYS: dict[str, Callable[[GPipe], GPipe]] = {
     "to the device": lambda model: model.to("cpu"),
     "to a tensor's device": lambda model: model.to(torch.rand(1)),
     "cpu": lambda model: model.cpu(),
+    "to the type": lambda model: model.to(torch.float32),
 }
 
 

@@ -119,37 +119,6 @@ def test_a_tensor_that_cannot_be_split_is_refused_with_advice(target: Tensor) ->
         parted(target, [3, 1])
 
 
-class Head(nn.Linear):
-    """A layer that returns a dictionary."""
-
-    def forward(self, x: Tensor) -> Any:
-        return {"logits": super().forward(x), "name": "head"}
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
-@pytest.mark.parametrize("engine", ["graph", "workers"])
-def test_the_last_output_may_be_a_dictionary(engine: Any, schedule: str, checkpoint: Any) -> None:
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Head(8, 5))
-    plain = copy.deepcopy(layers)
-    options: dict[str, Any] = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint}
-    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2, **options)
-    x, target = torch.randn(4, 6), torch.randint(5, (4,))
-
-    def criterion(output: Any, part: Tensor) -> Tensor:
-        assert output["name"] == "head"
-        return cross_entropy(output["logits"], part)
-
-    loss = model.step(criterion, x, target)
-    expected = criterion(plain(x), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    with pytest.raises(TypeError, match=r"returns dict, which is not concatenated; call step\("):
-        model(x)
-
-
 def piped() -> GPipe:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     return GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2)

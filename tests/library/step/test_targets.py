@@ -1,4 +1,7 @@
-"""Test how `step` splits targets, and what criteria may do with targets and outputs."""
+"""Test how `step` splits targets, and graphs that targets and criteria share with other networks.
+
+tests/behaviours/test_every_schedule.py has more criteria, on every engine and schedule.
+"""
 
 from collections import UserDict
 from collections.abc import Callable
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 
 from torchgpipe import GPipe
 from torchgpipe.step.targets import parted
@@ -116,46 +119,3 @@ def test_a_criterion_may_close_over_a_tensor_with_a_graph(schedule: str, engine:
     assert_gradients_are_close(parameters, list(expected))
     with pytest.raises(RuntimeError, match="a second time"):
         model.step(criterion, x, target)
-
-
-def tempered(output: Tensor, target: Tensor) -> Tensor:
-    output /= 0.7
-    return cross_entropy(output, target)
-
-
-CRITERIA: dict[str, Callable[[], Criterion]] = {
-    "changes its output in place": lambda: tempered,
-    "is scripted": lambda: torch.jit.script(nn.CrossEntropyLoss()),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CRITERIA)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_a_criterion_that(name: str, schedule: str) -> None:
-    module, criterion = layers(), CRITERIA[name]()
-    parameters = [*module.parameters()]
-    x, target = torch.randn(8, 6), torch.randint(5, (8,))
-    loss = criterion(module(x), target)
-    expected = torch.autograd.grad(loss, parameters)
-    found = pipeline(module, schedule, "workers").step(criterion, x, target)
-    torch.testing.assert_close(found, loss.detach())
-    assert_gradients_are_close(parameters, list(expected))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_criterion_may_log(schedule: str) -> None:
-    module = layers()
-    model = pipeline(module, schedule, "auto")
-    x, target = torch.randn(8, 6), torch.randint(5, (8,))
-
-    def criterion(output: Tensor, target: Tensor) -> tuple[Tensor, list[int]]:
-        return cross_entropy(output, target), target.tolist()
-
-    loss = model.step(criterion, x, target)
-    torch.testing.assert_close(loss, model.step(cross_entropy, x, target))
-    assert model.logs == []
-    model.evaluate(criterion, x, target)
-    assert model.logs == [part.tolist() for part in target.chunk(4)]
-    torch.testing.assert_close(model.predict(x), module(x).detach())
-    assert not model.predict(x).requires_grad

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss
 
-from ...actions import (
+from ...compare import REORDERED
+from ...parts.layers import freeze, layer, linear, tied
+from ...pipe import Training, batch, mlp, squares
+from .actions import (
     accumulated,
     as_with,
     in_autocast,
@@ -18,9 +21,6 @@ from ...actions import (
     seeded,
     trained,
 )
-from ...compare import REORDERED
-from ...parts.layers import freeze, layer, linear, tied
-from ...pipe import Training, batch, mlp, squares
 from .models import adam, between, normed, sgd, with_functions
 
 RANDOM = "random numbers and batch norm"

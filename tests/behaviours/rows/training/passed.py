@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...actions import evaluated_then_stepped, input_gradient, sequence, trained
 from ...parts.layers import layer
 from ...parts.wiring import OnFirst
 from ...pipe import Training, batch, mlp
+from .actions import evaluated_then_stepped, input_gradient, sequence, trained
 from .models import sgd, with_functions
 
 SPLIT = "how a mini-batch is split"

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ....parts import Fails
-from ...actions import (
+from ...pipe import Training, batch, mlp, squares
+from .actions import (
     ON_PURPOSE,
     as_it_is,
     between_steps,
@@ -19,7 +20,6 @@ from ...actions import (
     told,
     trained_then_evaluated,
 )
-from ...pipe import Training, batch, mlp, squares
 from .models import adam, between, normed, sgd
 
 STATE = "state files"

@@ -1,4 +1,4 @@
-"""Functions that use a pipeline and return its results, for the test cases in rows/training."""
+"""Functions that use a pipeline and return its results, for the test cases in this folder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from .compare import REORDERED, differences
-from .pipe import Found, Pipe, batch
+from ...compare import REORDERED, differences
+from ...pipe import Found, Pipe, batch
 
 ON_PURPOSE = "on purpose"
 differ: list[bool] = []
