@@ -1,7 +1,8 @@
 """What `step` takes and returns is alike on every engine and with every schedule.
 
-Each test makes one pipeline, and uses it for all cases of a table. So all combinations of engines,
-schedules and cases take only seconds. A failure names the case.
+With the engine "graph", `step` runs all tasks in one thread. Each test makes one pipeline, and uses
+it for all cases of a table. So all combinations of engines, schedules and cases take only seconds.
+A failure names the case.
 """
 
 import copy

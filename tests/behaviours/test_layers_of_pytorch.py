@@ -95,8 +95,8 @@ def around(layer: nn.Module) -> nn.Sequential:
 
 def pipeline(layers: nn.Sequential, schedule: str, engine: str, checkpoint: str = "never") -> Any:
     balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([2, 2], 1)
-    options = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint, "v": v}
-    return piped(layers, balance, 2, ("cpu", "cpu"), **options)
+    options = {"engine": engine, "schedule": schedule, "checkpoint": checkpoint}
+    return piped(layers, balance, 2, ("cpu", "cpu"), v, **options)
 
 
 def assert_steps_as_plain_layers(

@@ -143,10 +143,12 @@ def test_failures() -> None:
     assert "\n" not in str(caught.value)
 
 
-def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return an optimizer of all weights, and one of all biases."""
+def two_optimizers(model: nn.Module, *, exchanged: bool = False) -> list[torch.optim.Optimizer]:
+    """Return an SGD of all weights and an Adam of all biases, or the other way round."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    if exchanged:
+        weights, biases = biases, weights
     return [torch.optim.SGD(weights, 0.1, momentum=0.9), torch.optim.Adam(biases)]
 
 
@@ -192,10 +194,8 @@ def test_several_optimizers_and_extra_state_that_grows() -> None:
         assert_equal_parts(ours, model)
 
     plain = growing_layers(1)
-    weights, biases = [layer.weight for layer in plain], [layer.bias for layer in plain]
-    exchanged = [torch.optim.SGD(biases, 0.1), torch.optim.Adam(weights)]
     with pytest.raises(ValueError, match=r"the optimizer Adam for 0\.bias, not with SGD"):
-        saves.load(plain, exchanged)
+        saves.load(plain, two_optimizers(plain, exchanged=True))
     theirs = two_optimizers(plain)
     assert saves.load(plain, theirs) is not None
     train(GPipe(plain, [WORLD], devices=["cpu"], chunks=2), theirs)
