@@ -161,6 +161,8 @@ def test_operators_with_functions_are_refused_on_workers(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_gradients_in_one_call_are_refused(engine: str) -> None:
-    model = pipeline(around(nn.Tanh()), "1F1B", engine, "always")
-    with pytest.raises(RuntimeError, match=SEVERAL):
-        torch.autograd.functional.jacobian(model, X, vectorize=True)
+    for schedule in NAMED:
+        with named(schedule):
+            model = pipeline(around(nn.Tanh()), schedule, engine, "always")
+            with pytest.raises(RuntimeError, match=SEVERAL):
+                torch.autograd.functional.jacobian(model, X, vectorize=True)
