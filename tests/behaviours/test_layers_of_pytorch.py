@@ -143,7 +143,7 @@ def test_a_scripted_layer_with_parameters_is_refused(
 # These operators read the gradients of their inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_operators_with_functions_are_refused_on_workers(
     schedule: str, engine: str, checkpoint: str
