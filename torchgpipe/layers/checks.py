@@ -25,6 +25,12 @@ MISSED_STEPS = (
     "torch.distributed._composable.replicate, in its place, and step()"
 )
 
+REPLACED = (
+    "a layer or partition was replaced after the pipeline was made; change the layers first, then "
+    "wrap them in a new pipeline (what is inside of a layer may be replaced at any time between "
+    "steps)"
+)
+
 
 def check_module(module: object) -> None:
     """Check that a module is a plain sequence of distinct layers.

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
+from torchgpipe.step.means import Counted, counted, warn_of_other_means
 from torchgpipe.step.request import StepRequest, check_criterion
-from torchgpipe.step.shares import Shares, warn_of_other_means
+from torchgpipe.step.shares import Shares
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
@@ -40,6 +41,10 @@ class Losses(BatchIO):
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`, such as the criterion and the target.
         shown: Converts an output to the first argument of the criterion.
+
+    Attributes:
+        targets: The target of each micro-batch.
+        counted: For each micro-batch, what the criterion has counted, if it is a cross entropy.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Losses(BatchIO):
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
+        self.counted: list[Counted | None] = [None] * len(self.targets)
         self._under_way: dict[int, tuple[Flat, Tensor, int]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
@@ -85,7 +91,9 @@ class Losses(BatchIO):
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
-        loss = self._shares.of(scalar(result), i)
+        loss = scalar(result)
+        self.counted[i] = counted(loss)
+        loss = self._shares.of(loss, i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss, since
@@ -266,9 +274,7 @@ def run_step(
         )
     io = BatchIO(inputs)
     if batch.last:
-        losses = Losses(batch, inputs, sizes, request, shown)
-        warn_of_other_means(request, losses.targets)
-        io = losses
+        io = Losses(batch, inputs, sizes, request, shown)
     elif request.scaler is not None:
         # This makes the scaler create its scale, which it needs later.
         request.scaler.scale(torch.zeros((), device=batch.devices[0]))
@@ -279,6 +285,8 @@ def run_step(
         batch.forward(lists, io)
     for guards in batch.guards:
         guards.ended()
+    if isinstance(io, Losses):
+        warn_of_other_means(request, io.targets, io.counted)
     if not batch.guards:
         return batch.loss
     given = [*inputs]

@@ -20,6 +20,7 @@ class StepRequest(NamedTuple):
     logs: list[Any]  # filled with what the criterion logs of each micro-batch
     scaler: torch.amp.GradScaler | None = None
     backward: bool = True  # `step` runs a backward, and `evaluate` does not
+    first: bool = False  # whether this is the first step of the pipeline
 
 
 def check_criterion(given: object, call: str = "step") -> None:
