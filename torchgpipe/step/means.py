@@ -171,8 +171,9 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
             continue
         if totals == [float((x != ignored).sum()) for x in column]:
             return f"lambda target: ({name} != {ignored}).sum()"
-        if totals == [float((x[..., 1:] != ignored).sum()) for x in column]:
-            return f"lambda target: ({name}[..., 1:] != {ignored}).sum()"
+        rows = all(x.dim() > 1 for x in column)
+        if rows and totals == [float((x[:, 1:] != ignored).sum()) for x in column]:
+            return f"lambda target: ({name}[:, 1:] != {ignored}).sum()"
     return f"count, where count(target) is the number of targets that are not {ignored}"
 
 
