@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.step.means import Counted, counted, warn_of_other_means
-from torchgpipe.step.request import StepRequest, check_criterion
+from torchgpipe.step.request import StepRequest, check_criterion, start_scaler
 from torchgpipe.step.shares import Shares
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
@@ -265,9 +265,12 @@ def run_step(
 
     Raises:
         RuntimeError: If the caller wants a backward, but gradients are off.
+        TypeError: If the criterion is not a function, or the scaler is not a scaler.
     """
     if batch.last:
         check_criterion(request.criterion)
+    if request.scaler is not None:
+        start_scaler(request.scaler, batch.devices[-1])
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError(
             "step() runs a backward, but gradients are off here; call evaluate() instead"
@@ -275,9 +278,6 @@ def run_step(
     io = BatchIO(inputs)
     if batch.last:
         io = Losses(batch, inputs, sizes, request, shown)
-    elif request.scaler is not None:
-        # This makes the scaler create its scale, which it needs later.
-        request.scaler.scale(torch.zeros((), device=batch.devices[0]))
     for guards in batch.guards:
         guards.backward_begins(0)
     lists = batch.orders.all if batch.guards else batch.orders.forwards

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.caught import shortened
+
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """Returns a loss for an output and its target, or a loss and what is to be kept of it."""
 
@@ -35,3 +37,17 @@ def check_criterion(given: object, call: str = "step") -> None:
             "the criterion must be a function of an output and its target, but got "
             f"{type(given).__name__}; call {call}(criterion, input, target)"
         )
+
+
+def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Let a scaler of gradients create its scale, which each rank needs after the step.
+
+    Raises:
+        TypeError: `step` was given something else than a scaler.
+    """
+    if isinstance(scaler, type) or not callable(getattr(scaler, "scale", None)):
+        raise TypeError(
+            "scaler must be a torch.amp.GradScaler(), or over ranks a ShardedGradScaler(), but got "
+            + shortened(scaler)
+        )
+    scaler.scale(torch.zeros((), device=device))

@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from torchgpipe.caught import shortened
 from torchgpipe.tensors.microbatch import UNCOUNTED
 
 
@@ -37,7 +38,7 @@ class Shares:
         if reduction in ("sum", "none") and weight is None:
             return
         if reduction != "mean":
-            given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
+            given = shortened(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
                 "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
                 "but got " + given
@@ -45,7 +46,7 @@ class Shares:
         if weight is not None and not callable(weight):
             raise TypeError(
                 "weight must be a function that returns the weight of a micro-batch's loss, given "
-                f"its target, but got {weight!r}"
+                f"its target, but got {shortened(weight)}"
             )
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(
