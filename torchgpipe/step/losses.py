@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.step.means import Counted, counted, warn_of_other_means
-from torchgpipe.step.request import StepRequest, check_criterion, start_scaler
+from torchgpipe.step.request import (
+    StepRequest,
+    check_criterion,
+    check_without_target,
+    start_scaler,
+)
 from torchgpipe.step.shares import Shares
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
@@ -56,6 +61,8 @@ class Losses(BatchIO):
         shown: Shown,
     ) -> None:
         super().__init__(inputs)
+        if request.target is None:
+            check_without_target(request.criterion)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # Targets that have a graph, by the leaf that replaces each of them in the criterion.

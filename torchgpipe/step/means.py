@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss
 
-from torchgpipe.step.request import Criterion, StepRequest
+from torchgpipe.step.request import Criterion, StepRequest, options_of
 
 _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
 """The autograd nodes of `cross_entropy` and `nll_loss`, if the targets are class indices."""
@@ -78,7 +77,7 @@ def warn_of_other_means(
     if request.reduction != "mean" or len(targets) < 2:
         return
     known = [each for each in found if each is not None]
-    options = options_of(request.criterion)
+    options = options_of(request.criterion) or {}
     if options.get("reduction") == "sum" or any(each.is_sum for each in known):
         warnings.warn(
             'the criterion returns a sum (reduction="sum"), but micro-batches are put together as '
@@ -179,25 +178,10 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
 
 def _sum_of_weights(criterion: Criterion, ignored: int) -> str:
     """Return code of a function that adds up the class weights of a target."""
-    if isinstance(criterion, nn.Module) and options_of(criterion):
-        classes = "criterion.weight"
-    elif options_of(criterion):
-        classes = 'criterion.keywords["weight"]'
-    else:
+    if options_of(criterion) is None:
         classes = "class_weights"
+    elif isinstance(criterion, nn.Module):
+        classes = "criterion.weight"
+    else:
+        classes = 'criterion.keywords["weight"]'
     return f"lambda target: {classes}[target[target != {ignored}]].sum()"
-
-
-def options_of(criterion: Criterion) -> dict[str, Any]:
-    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
-
-    The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
-    a function. For any other criterion, return an empty dictionary.
-    """
-    if isinstance(criterion, nn.Module) and type(criterion).__module__ == "torch.nn.modules.loss":
-        return {**vars(criterion), **criterion._buffers}
-    function = getattr(criterion, "func", criterion)
-    if getattr(function, "__module__", None) != "torch.nn.functional":
-        return {}
-    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
-    return {**default, **getattr(criterion, "keywords", {})}

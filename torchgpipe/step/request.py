@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
 
 from torchgpipe.caught import shortened
 
@@ -37,6 +38,29 @@ def check_criterion(given: object, call: str = "step") -> None:
             "the criterion must be a function of an output and its target, but got "
             f"{type(given).__name__}; call {call}(criterion, input, target)"
         )
+
+
+def options_of(criterion: Criterion) -> dict[str, Any] | None:
+    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
+
+    The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
+    a function. For any other criterion, return `None`.
+    """
+    if isinstance(criterion, nn.Module) and type(criterion).__module__ == "torch.nn.modules.loss":
+        return {**vars(criterion), **criterion._buffers}
+    function = getattr(criterion, "func", criterion)
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return None
+    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
+    return {**default, **getattr(criterion, "keywords", {})}
+
+
+def check_without_target(criterion: Criterion) -> None:
+    """Raise `TypeError` if `step` is given no target, and a criterion of PyTorch."""
+    if options_of(criterion) is not None:
+        function = getattr(criterion, "func", criterion)
+        name = getattr(function, "__name__", type(criterion).__name__)
+        raise TypeError(f"{name} needs a target: call step(criterion, input, target)")
 
 
 def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:

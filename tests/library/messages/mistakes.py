@@ -324,6 +324,14 @@ MISTAKES: dict[str, Mistake] = {
         lambda: model()(tuple(torch.zeros(n, 2) for n in range(1, 500))),
         ["the same batch size", "[1, 2, 3", "…"],
     ),
+    "a criterion's class without a target": (
+        lambda: model().step(nn.CrossEntropyLoss(), X),
+        ["CrossEntropyLoss needs a target: call step(criterion, input, target)"],
+    ),
+    "a criterion's function without a target": (
+        lambda: model().evaluate(mse_loss, X),
+        ["mse_loss needs a target: call step(criterion, input, target)"],
+    ),
     "recording what is recorded": (
         recorded_twice,
         ["model.observer", "set it to None first"],

@@ -304,7 +304,7 @@ def test_a_target_on_another_device_is_named() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
 def test_a_target_that_is_not_given_is_named() -> None:
     with pytest.raises(AttributeError) as caught:
-        model().step(mse_loss, X)
+        model().step(lambda output, target: mse_loss(output, target), X)
     (note,) = vars(caught.value)["__notes__"]
     assert note.endswith("its target is None: give step(criterion, input, target)")
 
