@@ -1,4 +1,4 @@
-"""Describe a caught error in one line, and remove a reference cycle from it."""
+"""Describe an error or a value in one line, and remove a reference cycle from a caught error."""
 
 
 def caught(error: Exception) -> Exception:
@@ -17,3 +17,9 @@ def in_one_line(error: BaseException) -> str:
     kind = type(error).__name__
     lines = str(error).splitlines()
     return f"{kind}: {lines[0]}" if lines and lines[0] else kind
+
+
+def shortened(value: object) -> str:
+    """Return the `repr` of a value for a message: one line of at most 200 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"

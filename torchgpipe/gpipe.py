@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
@@ -141,7 +142,7 @@ class GPipe(Partitioned):
         chosen = [self.devices[d] for d in arrangement.placement]
         if engine not in get_args(EngineName):
             allowed = ", ".join(map(repr, get_args(EngineName)))
-            raise ValueError(f"engine must be one of {allowed}, but got {engine!r}")
+            raise ValueError(f"engine must be one of {allowed}, but got {shortened(engine)}")
         if engine == "workers" and any(device.type != "cpu" for device in chosen):
             raise ValueError(
                 f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}"

@@ -18,6 +18,7 @@ from torchgpipe.layers.batches import samples
 from torchgpipe.layers.checks import (
     AVERAGED,
     MISSED_STEPS,
+    REPLACED,
     check_module,
     check_settings,
     shared_buffers,
@@ -71,6 +72,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     _partitions: nn.ModuleList
     _steps: WorkersEngine
     _schedule: str | Schedule
+    _stepped = False  # whether `step` was called
 
     def __init__(  # noqa: PLR0913 - those of `GPipe`
         self,
@@ -197,7 +199,8 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
                 `ShardedGradScaler` of `torch.distributed.fsdp`.
 
         Returns:
-            The loss of the mini-batch, without a graph: a scalar, or for `"none"` all losses.
+            The loss of the mini-batch: a scalar, or for `"none"` all losses. It has no graph, so
+            neither it nor `loss / 4` or `scaler.scale(loss)` can go backward.
 
         Raises:
             RuntimeError: Gradients are off, a layer does something that a pipeline does not
@@ -207,7 +210,8 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             RankFailed: Another rank has failed.
         """
         self.logs = []
-        request = StepRequest(criterion, target, reduction, weight, self.logs, scaler)
+        first, self._stepped = not self._stepped, True
+        request = StepRequest(criterion, target, reduction, weight, self.logs, scaler, first=first)
         return cast(Tensor, run_uncompiled(self._traced_instead, self._step, input, request))
 
     def _step(self, input: Any, request: StepRequest) -> Tensor:
@@ -278,11 +282,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         partitions = [stage.partition for stage in self._stages]
         layers = dict(chain.from_iterable(each._modules.items() for each in partitions))
         if self._modules != layers or partitions != [*self._partitions]:
-            raise RuntimeError(
-                "a layer or partition was replaced after the pipeline was made; change the layers "
-                f"first, then wrap them in a {type(self).__name__} (what is inside of a layer may "
-                "be replaced at any time between steps)"
-            )
+            raise RuntimeError(REPLACED)
         self._look()
         check_apart([stage.generators for stage in self._stages])
 

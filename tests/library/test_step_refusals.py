@@ -15,9 +15,9 @@ from torchgpipe.schedules import make
 from torchgpipe.step.shares import Shares
 
 from .layers import linears
-from .test_step import CLASSES, CROSSED, T, X, crossed, pipeline
+from .test_step import CLASSES, CROSSED, T, X, copies_of_grads, crossed, pipeline
 
-SUM = 'give reduction="sum" to step'
+SUM = 'returns a sum .* give reduction="sum" to step'
 WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
 OTHER = torch.tensor([0, 1, 1, 1, 1, 0, 1])
 CLASS_WEIGHT = r"lambda target: {}\[target\[target != {}\]\].sum\(\)"
@@ -50,8 +50,68 @@ MEANS: list[tuple[Any, Tensor, dict[str, Any], str]] = [
     (CE(WEIGHTS), OTHER, {"weight": lambda target: WEIGHTS[target].sum()}, ""),
     (CE(WEIGHTS), X.softmax(1), {}, ""),  # a mean over samples, because these are no indices
     (nn.MSELoss(), X, {}, ""),
-    (crossed, T, {}, ""),  # the library cannot see what this function ignores
 ]
+
+
+# For criteria that are functions of the user's own, the graph of the loss tells what they count.
+ROWS = T.repeat(3, 1).T
+STEP_MEANS: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (crossed, T, {}, WEIGHT.format(-100)),
+    (lambda y, t: ce(y, t) / 4, T, {}, WEIGHT.format(-100)),
+    (lambda y, t: ce(y, t, ignore_index=1), OTHER, {}, WEIGHT.format(1)),
+    (lambda y, t: ce(y, t, label_smoothing=0.1), T, {}, WEIGHT.format(-100)),
+    (lambda y, t: ce(y, t["labels"]), {"labels": T}, {}, r"\(target\['labels'\] != -100\).sum"),
+    (lambda y, t: ce(y, t[1]), (X, T), {}, r"\(target\[1\] != -100\).sum"),
+    (
+        lambda y, t: ce(y, t[:, 1:].amax(1)),
+        ROWS,
+        {},
+        "count, where count\\(target\\) is the number",
+    ),
+    (lambda y, t: ce(y, t, WEIGHTS), OTHER, {}, CLASS_WEIGHT.format("class_weights", -100)),
+    (lambda y, t: ce(y, t, reduction="sum"), CLASSES, {}, SUM),
+    (lambda y, t: ce(y, t, reduction="sum") / len(y), CLASSES, {}, ""),
+    (lambda y, t: ce(y, t, reduction="sum"), CLASSES, {"reduction": "sum"}, ""),
+    (crossed, CLASSES, {}, ""),
+    (crossed, T, {"weight": lambda target: (target != -100).sum()}, ""),
+    (crossed, T, {"reduction": "sum"}, ""),
+]
+
+
+@pytest.mark.parametrize(("criterion", "target", "options", "said"), STEP_MEANS)
+def test_a_step_sees_what_any_criterion_counts(
+    criterion: Any, target: Any, options: Any, said: str
+) -> None:
+    test_a_criterion_that_is_no_mean_over_samples_warns(criterion, target, options, said, "step")
+
+
+def of_next(y: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a language model, which predicts each label but the first of a row."""
+    return ce(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_the_weight_of_labels_that_a_warning_advises(engine: str, schedule: str) -> None:
+    """Follow the advice: loss and gradients are those of the layers without a pipeline.
+
+    Two of the micro-batches have no labels at all, so their loss is NaN.
+    """
+    model = pipeline(engine=engine, schedule=schedule, chunks=7)
+    x, labels = torch.randn(7, 4, 2), torch.randint(2, (7, 4))
+    labels[:2] = -100
+    labels[4, 2:] = -100
+    with pytest.warns(UserWarning, match="different shares of targets") as warned:
+        assert model.step(of_next, x, labels).isnan()
+    model.zero_grad()
+    _, advised = str(warned[0].message).split("weight=")
+    loss = model.step(of_next, x, labels, weight=eval(advised))
+    found = copies_of_grads(model)
+    model.zero_grad()
+    expected = of_next(nn.Sequential(*model)(x), labels)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, copies_of_grads(model))
 
 
 @pytest.mark.parametrize("run", ["step", "evaluate"])
@@ -61,7 +121,7 @@ def test_a_criterion_that_is_no_mean_over_samples_warns(
 ) -> None:
     act = getattr(pipeline(engine="graph"), run)
     alone = getattr(pipeline(chunks=1), run)
-    x = X[: len(target)]
+    x = X[: len(target)] if isinstance(target, Tensor) else X
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

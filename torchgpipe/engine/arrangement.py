@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchgpipe.caught import shortened
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.stage import Stage
@@ -47,7 +48,6 @@ class Arrangement(NamedTuple):
     placement: Sequence[int]
 
 
-@lru_cache(maxsize=64)
 def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) -> Arrangement:
     """Assign stages to devices.
 
@@ -57,8 +57,19 @@ def arranged(schedule: str | Schedule, stages: int, devices: int | None = None) 
         devices: The number of devices. By default, as many as the schedule needs for the stages.
 
     Raises:
+        TypeError: If the schedule is neither a name nor a `Schedule`.
         ValueError: If the schedule does not support these numbers of stages and devices.
     """
+    if not isinstance(schedule, str | Schedule):
+        raise TypeError(
+            f"schedule must be a name such as '1F1B', or a torchgpipe.schedules.Schedule(name, "
+            f"placement, lists), but got {shortened(schedule)}"
+        )
+    return _arranged(schedule, stages, devices)
+
+
+@lru_cache(maxsize=64)
+def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arrangement:
     if isinstance(schedule, Schedule):
         given = len(schedule.placement)
         if given != stages:

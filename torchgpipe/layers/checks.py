@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from torchgpipe.caught import shortened
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.contents import equal
@@ -23,6 +24,12 @@ MISSED_STEPS = (
     "between replicas; wrap a module whose forward returns model.loss(criterion, input, target), "
     "and call backward() on what that returns; or use replicate(model), of "
     "torch.distributed._composable.replicate, in its place, and step()"
+)
+
+REPLACED = (
+    "a layer or partition was replaced after the pipeline was made; change the layers first, then "
+    "wrap them in a new pipeline (what is inside of a layer may be replaced at any time between "
+    "steps)"
 )
 
 
@@ -92,10 +99,13 @@ def _overridden(module: nn.Sequential) -> Iterator[str]:
 def check_settings(chunks: object, checkpoint: object) -> None:
     """Raise `ValueError` if `chunks` or `checkpoint` is not an allowed value."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+        raise ValueError(
+            f"chunks must be a whole number of at least 1, but got {shortened(chunks)}"
+        )
     if checkpoint not in MODES:
         raise ValueError(
-            f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got {checkpoint!r}"
+            f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got "
+            + shortened(checkpoint)
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchgpipe.caught import shortened
 from torchgpipe.tensors import accelerator
 
 MOVING = (
@@ -19,13 +20,22 @@ MOVING = (
 M = TypeVar("M", bound="FixedDevices")
 
 
+_DEVICES = "devices must be a list of devices, one per partition, such as ['cuda:0', 'cuda:1']"
+
+
 def check_list(devices: object) -> None:
     """Raise `TypeError` if `devices` is a single device, or a number."""
     if isinstance(devices, str | torch.device | int):
+        raise TypeError(f"{_DEVICES}, but got {devices!r}")
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, RuntimeError):  # the message of PyTorch can have several lines
         raise TypeError(
-            "devices must be a list of devices, one per partition, such as ['cuda:0', 'cuda:1'], "
-            f"but got {devices!r}"
-        )
+            f"{shortened(given)} is not a device of PyTorch, such as 'cpu' or 'cuda:0'"
+        ) from None
 
 
 def choose_devices(
@@ -37,11 +47,11 @@ def choose_devices(
 
     Raises:
         IndexError: If there are fewer than `n` devices.
-        TypeError: If `devices` is a single device.
+        TypeError: If `devices` is a single device, or has something else than devices.
     """
     check_list(devices)
     if devices is not None:
-        found = [torch.device(device) for device in devices]
+        found = [_device(device) for device in devices]
     else:
         found = accelerator.all_devices() or [torch.device("cpu")] * n
     if len(found) < n:

@@ -7,6 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.caught import shortened
 from torchgpipe.layers.checks import AVERAGED
 from torchgpipe.random.generators import default_generators
 from torchgpipe.tensors import accelerator
@@ -45,19 +46,20 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     if balance is None:
         raise ValueError(f"balance is required: {_BALANCE}{_ADVICE}")
     if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
-        raise TypeError(f"balance must be {_BALANCE}, but got {balance!r}{_ADVICE}")
+        raise TypeError(f"balance must be {_BALANCE}, but got {shortened(balance)}{_ADVICE}")
     balance = list(balance)
     if not all(isinstance(b, Integral) and not isinstance(b, bool) for b in balance):
-        raise TypeError(f"balance must be {_BALANCE}, but got {balance}{_ADVICE}")
+        raise TypeError(f"balance must be {_BALANCE}, but got {shortened(balance)}{_ADVICE}")
     balance = [int(b) for b in balance]  # they can be numbers of NumPy
     if any(b <= 0 for b in balance):
         raise ValueError(
-            f"every partition needs one layer or more, but got the balance {balance}" + _ADVICE
+            f"every partition needs one layer or more, but got the balance {shortened(balance)}"
+            + _ADVICE
         )
     if sum(balance) != len(module):
         raise ValueError(
-            f"the balance {balance} sums up to {sum(balance)} layers, but the module has "
-            f"{len(module)}" + _ADVICE
+            f"the balance {shortened(balance)} sums up to {sum(balance)} layers, but the module "
+            f"has {len(module)}" + _ADVICE
         )
     layers = iter(module.named_children())
     partitions: list[nn.Sequential] = []

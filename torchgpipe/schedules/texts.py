@@ -30,7 +30,7 @@ from torchgpipe.schedules.replay import Event, Timeline
 
 File = str | PathLike[str]
 
-_ENTRY = re.compile(r"(\d+)([FIWB])(\d+)")
+_ENTRY = re.compile(r"(\d{1,18})([FIWB])(\d{1,18})")  # Python does not read thousands of digits
 # Matches entries of PyTorch's files for which this library has no action.
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
@@ -105,8 +105,8 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
                     placement.setdefault(int(stage), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry!r} is not an entry such as 0F1: a stage, a "
-                        "kind (F, I, W or B) and a micro-batch"
+                        f"{file}, device {d}: {entry[:100]!r} is not an entry such as 0F1: a "
+                        "stage, a kind (F, I, W or B) and a micro-batch"
                     )
             lists.append(actions)
     if not placement:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn, sparse_coo, strided
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.random.generators import default_generators
@@ -128,6 +128,7 @@ class State:
         for key, value in content.items():
             if key.startswith("model."):
                 layers[key.removeprefix("model.")] = value
+        self._resize_sparse(layers)
         self._model.load_state_dict(layers)
         for optimizer, state in zip(self._optimizers, packed, strict=True):
             optimizer.put(state)
@@ -135,6 +136,17 @@ class State:
             generator.set_state(content[key])
         for key, generator in self._drawing(content, same_ranks):
             generator.set_state(content[key])
+
+    @torch.no_grad()
+    def _resize_sparse(self, saved: Content) -> None:
+        """Give compressed sparse tensors of the layers as many entries as the saved ones have.
+
+        `load_state_dict` copies the entries of such a tensor only if their number is equal.
+        """
+        for name, x in self._model.state_dict(keep_vars=True).items():
+            compressed = isinstance(x, Tensor) and x.layout not in (strided, sparse_coo)
+            if compressed and not name.endswith("_extra_state") and x.shape == saved[name].shape:
+                x.resize_as_sparse_(saved[name])
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
         """Return pairs: a key of the saved state, and the default generator that loads its value.

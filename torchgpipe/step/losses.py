@@ -9,8 +9,14 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
-from torchgpipe.step.request import StepRequest, check_criterion
-from torchgpipe.step.shares import Shares, warn_of_other_means
+from torchgpipe.step.means import Counted, counted, warn_of_other_means
+from torchgpipe.step.request import (
+    StepRequest,
+    check_criterion,
+    check_without_target,
+    start_scaler,
+)
+from torchgpipe.step.shares import Shares
 from torchgpipe.step.targets import parted, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
@@ -40,6 +46,10 @@ class Losses(BatchIO):
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`, such as the criterion and the target.
         shown: Converts an output to the first argument of the criterion.
+
+    Attributes:
+        targets: The target of each micro-batch.
+        counted: For each micro-batch, what the criterion has counted, if it is a cross entropy.
     """
 
     def __init__(
@@ -51,12 +61,15 @@ class Losses(BatchIO):
         shown: Shown,
     ) -> None:
         super().__init__(inputs)
+        if request.target is None:
+            check_without_target(request.criterion)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # Targets that have a graph, by the leaf that replaces each of them in the criterion.
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
+        self.counted: list[Counted | None] = [None] * len(self.targets)
         self._under_way: dict[int, tuple[Flat, Tensor, int]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
@@ -85,7 +98,9 @@ class Losses(BatchIO):
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
-        loss = self._shares.of(scalar(result), i)
+        loss = scalar(result)
+        self.counted[i] = counted(loss)
+        loss = self._shares.of(loss, i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():
             self._under_way[i] = output.flat, loss, since
@@ -257,21 +272,19 @@ def run_step(
 
     Raises:
         RuntimeError: If the caller wants a backward, but gradients are off.
+        TypeError: If the criterion is not a function, or the scaler is not a scaler.
     """
     if batch.last:
         check_criterion(request.criterion)
+    if request.scaler is not None:
+        start_scaler(request.scaler, batch.devices[-1])
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError(
             "step() runs a backward, but gradients are off here; call evaluate() instead"
         )
     io = BatchIO(inputs)
     if batch.last:
-        losses = Losses(batch, inputs, sizes, request, shown)
-        warn_of_other_means(request, losses.targets)
-        io = losses
-    elif request.scaler is not None:
-        # This makes the scaler create its scale, which it needs later.
-        request.scaler.scale(torch.zeros((), device=batch.devices[0]))
+        io = Losses(batch, inputs, sizes, request, shown)
     for guards in batch.guards:
         guards.backward_begins(0)
     lists = batch.orders.all if batch.guards else batch.orders.forwards
@@ -279,6 +292,8 @@ def run_step(
         batch.forward(lists, io)
     for guards in batch.guards:
         guards.ended()
+    if isinstance(io, Losses):
+        warn_of_other_means(request, io.targets, io.counted)
     if not batch.guards:
         return batch.loss
     given = [*inputs]

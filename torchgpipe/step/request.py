@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
+
+from torchgpipe.caught import shortened
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """Returns a loss for an output and its target, or a loss and what is to be kept of it."""
@@ -20,6 +23,7 @@ class StepRequest(NamedTuple):
     logs: list[Any]  # filled with what the criterion logs of each micro-batch
     scaler: torch.amp.GradScaler | None = None
     backward: bool = True  # `step` runs a backward, and `evaluate` does not
+    first: bool = False  # whether this is the first step of the pipeline
 
 
 def check_criterion(given: object, call: str = "step") -> None:
@@ -34,3 +38,40 @@ def check_criterion(given: object, call: str = "step") -> None:
             "the criterion must be a function of an output and its target, but got "
             f"{type(given).__name__}; call {call}(criterion, input, target)"
         )
+
+
+def options_of(criterion: Criterion) -> dict[str, Any] | None:
+    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
+
+    The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
+    a function. For any other criterion, return `None`.
+    """
+    if isinstance(criterion, nn.Module) and type(criterion).__module__ == "torch.nn.modules.loss":
+        return {**vars(criterion), **criterion._buffers}
+    function = getattr(criterion, "func", criterion)
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return None
+    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
+    return {**default, **getattr(criterion, "keywords", {})}
+
+
+def check_without_target(criterion: Criterion) -> None:
+    """Raise `TypeError` if `step` is given no target, and a criterion of PyTorch."""
+    if options_of(criterion) is not None:
+        function = getattr(criterion, "func", criterion)
+        name = getattr(function, "__name__", type(criterion).__name__)
+        raise TypeError(f"{name} needs a target: call step(criterion, input, target)")
+
+
+def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Let a scaler of gradients create its scale, which each rank needs after the step.
+
+    Raises:
+        TypeError: `step` was given something else than a scaler.
+    """
+    if isinstance(scaler, type) or not callable(getattr(scaler, "scale", None)):
+        raise TypeError(
+            "scaler must be a torch.amp.GradScaler(), or over ranks a ShardedGradScaler(), but got "
+            + shortened(scaler)
+        )
+    scaler.scale(torch.zeros((), device=device))

@@ -1,15 +1,13 @@
 """Weigh the losses of micro-batches, so that their sum is the loss of the mini-batch."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any, SupportsFloat
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch import Tensor
 
-from torchgpipe.step.request import Criterion, StepRequest
+from torchgpipe.caught import shortened
 from torchgpipe.tensors.microbatch import UNCOUNTED
 
 
@@ -40,7 +38,7 @@ class Shares:
         if reduction in ("sum", "none") and weight is None:
             return
         if reduction != "mean":
-            given = repr(reduction) if weight is None else f"{reduction!r} with a weight"
+            given = shortened(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
                 "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
                 "but got " + given
@@ -48,7 +46,7 @@ class Shares:
         if weight is not None and not callable(weight):
             raise TypeError(
                 "weight must be a function that returns the weight of a micro-batch's loss, given "
-                f"its target, but got {weight!r}"
+                f"its target, but got {shortened(weight)}"
             )
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(
@@ -106,89 +104,3 @@ def _number(weight: Any) -> Any:
         "weight must return a number for each micro-batch, the weight of its loss, but it returned "
         + given
     )
-
-
-def warn_of_other_means(request: StepRequest, targets: Sequence[Any]) -> None:
-    """Warn if options of the criterion do not fit a mean over all samples.
-
-    The options are `reduction`, `ignore_index` and class weights. They fit only if the criterion's
-    loss is the mean over the samples of a micro-batch.
-    """
-    if request.reduction != "mean" or len(targets) < 2:
-        return
-    options = options_of(request.criterion)
-    if options.get("reduction") == "sum":
-        warnings.warn(
-            'the criterion has reduction="sum", but micro-batches are put together as means; give '
-            'reduction="sum" to step() and evaluate(), too',
-            stacklevel=2,
-        )
-        return
-    index, classes = options.get("ignore_index"), options.get("weight")
-    if index is None or request.weight is not None:
-        return
-    means = _mean_weights(targets, index, classes)
-    # The same weights in another order can have a slightly different mean.
-    if not means or max(means) - min(means) <= 1e-6 * max(means):
-        return
-    if classes is None:
-        warnings.warn(
-            "micro-batches have different shares of targets that the criterion ignores, but each "
-            "counts by its samples; for the mean over what is not ignored, give step() and "
-            f"evaluate() weight=lambda target: (target != {index}).sum()",
-            stacklevel=2,
-        )
-        return
-    is_module = isinstance(request.criterion, nn.Module)
-    given = "criterion.weight" if is_module else 'criterion.keywords["weight"]'
-    warnings.warn(
-        "micro-batches have targets of different class weights, but each counts by its samples; "
-        "for the weighted mean over all targets, give step() and evaluate() "
-        f"weight=lambda target: {given}[target[target != {index}]].sum()",
-        stacklevel=2,
-    )
-
-
-def _mean_weights(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
-    """Return the mean weight of each target's class indices.
-
-    Args:
-        targets: The target of each micro-batch.
-        ignored: The index that the criterion ignores; its weight is 0.
-        classes: The weight of each class, or `None` if all weights are 1.
-
-    Returns:
-        The means, or an empty list if the targets are not indices on the CPU.
-    """
-    means = []
-    for target in targets:
-        # Do not read a tensor on a GPU: the host would wait for the GPU.
-        if not isinstance(target, Tensor) or target.device.type != "cpu":
-            return []
-        # Targets that are not indices are probabilities. The criterion ignores none of them.
-        if target.is_floating_point():
-            return []
-        if not target.numel():
-            continue
-        weights = (target != ignored).double()
-        if classes is not None:
-            # The criterion itself refuses an index that is out of range.
-            known = target.long().clamp(0, len(classes) - 1)
-            weights = weights * classes.detach().cpu()[known]
-        means.append(float(weights.mean()))
-    return means
-
-
-def options_of(criterion: Criterion) -> dict[str, Any]:
-    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
-
-    The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
-    a function. For any other criterion, return an empty dictionary.
-    """
-    if isinstance(criterion, nn.Module) and type(criterion).__module__ == "torch.nn.modules.loss":
-        return {**vars(criterion), **criterion._buffers}
-    function = getattr(criterion, "func", criterion)
-    if getattr(function, "__module__", None) != "torch.nn.functional":
-        return {}
-    default = {"ignore_index": -100} if function in (cross_entropy, nll_loss) else {}
-    return {**default, **getattr(criterion, "keywords", {})}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from torchgpipe.caught import shortened
+
 TensorOrTensors = Tensor | tuple[Tensor, ...]
 
 Flat = tuple[Tensor | None, ...]
@@ -241,7 +243,8 @@ def scatter(
         sizes.append(x.size(0))
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"all input tensors must have the same batch size (dimension 0), but they have {sizes}"
+            "all input tensors must have the same batch size (dimension 0), but they have "
+            + shortened(sizes)
         )
 
     if chunks == 1 or not sizes:

@@ -65,7 +65,7 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
         reason = " ".join(str(error).split())
         raise Untraceable(
             f"the layers of {type(module).__name__} compute something else than the module does: "
-            f"{reason}\nkeep the submodule that causes this as one layer, whole=[…]"
+            f"{reason}; keep the submodule that causes this as one layer, whole=[…]"
         ) from None
 
 
@@ -195,12 +195,11 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
             return
     raise Untraceable(
         f"{type(module).__name__} gives other outputs for the two halves of the sample than for "
-        "the whole sample (in evaluation mode), so outputs for micro-batches would differ, too\n"
-        "  dimension 0 of each argument has to be the batch, except for arguments that are named "
+        "the whole sample (in evaluation mode), so outputs for micro-batches would differ, too; "
+        "dimension 0 of each argument has to be the batch, except for arguments that are named "
         "in shared=[…]; code that compares samples, such as x - x.mean(0), belongs after the "
-        "pipeline\n"
-        "  if a submodule compares the samples of each micro-batch on purpose, such as experts "
-        "with a capacity, keep it as one layer, whole=[…]"
+        "pipeline; if a submodule compares the samples of each micro-batch on purpose, such as "
+        "experts with a capacity, keep it as one layer, whole=[…]"
     )
 
 

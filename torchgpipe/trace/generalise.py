@@ -121,7 +121,9 @@ def check_batch(
     """
     first = recordings[0]
     if not first.outputs:
-        raise Untraceable(f"{type(module).__name__} returns no tensor")
+        raise Untraceable(
+            f"{type(module).__name__} returns no tensor; return the tensors that the loss needs"
+        )
     for recording in recordings:
         size, *lengths = recording.sizes
         for number, own in zip(first.outputs, recording.outputs, strict=False):

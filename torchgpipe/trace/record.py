@@ -92,6 +92,10 @@ def record(
         except (Untraceable, NeedsResults):
             raise
         except Exception as error:
+            # A refusal is a `TypeError`. If it is raised within an operator such as `x * y`, Python
+            # replaces it by a `TypeError` of its own.
+            if recorder.refused is not None:
+                raise recorder.refusal(*recorder.refused) from error
             why = reason(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 why = "it depends on what is in a tensor, not only on its shape"

@@ -65,6 +65,7 @@ class Recorder(TorchFunctionMode):
         shapes: The shapes of the inputs, and of the tensors that calls made, by number.
         extra: The tensors that the module uses and that are neither parameters nor buffers. They
             get new names.
+        refused: The line that was refused first, and the reason; `None` if no line was refused.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.shapes: list[tuple[int, ...]] = []
         self.extra: dict[str, Tensor] = {}
+        self.refused: tuple[Where, str] | None = None
         self.sizes: Sizes = ()
         self.device: torch.device | None = None
         self._whole = whole
@@ -269,6 +271,7 @@ class Recorder(TorchFunctionMode):
 
     def refusal(self, at: Where, why: str) -> Untraceable:
         """Return the error for a line that cannot be recorded. Its message says what to do."""
+        self.refused = self.refused or (at, why)
         modules = [m for m in self._opened if m is not self.root]
         if modules:
             module = modules[-1]

@@ -37,10 +37,10 @@ def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceab
         what: What the user can do.
     """
     place = ""
-    if at is not None:
+    if at is not None and at[0]:
         file, line = at
-        place = f" at {file}:{line}: `{linecache.getline(file, line).strip()}`"
-    return Untraceable(f"{type(root).__name__} cannot be traced{place}\n  {why}\n  {what}")
+        place = f" at {file}:{line} (`{linecache.getline(file, line).strip()}`)"
+    return Untraceable(f"{type(root).__name__} cannot be traced{place}: {why}; {what}")
 
 
 def reason(error: BaseException) -> str:

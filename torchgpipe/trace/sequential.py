@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from torchgpipe.caught import shortened
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.trace.calls import cut, sizes_read
@@ -29,10 +30,7 @@ from torchgpipe.trace.record import OtherSizes, Recorded, record
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.signature import Signature, Tensors, arguments
-from torchgpipe.trace.whole import hooks_of
-
-Whole = nn.Module | type[nn.Module]
-"""A submodule, or a class of submodules."""
+from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user
 
 Batched = tuple[bool, ...]
 """For each input tensor, whether it has a batch dimension."""
@@ -93,7 +91,9 @@ def sequential(
         Untraceable: If a line of the module cannot be recorded. The message says which line, why,
             and what to do.
         ValueError: If `whole` names a submodule that the module does not have, or `shared` names an
-            argument that the module does not have; or if `dynamic_shapes` does not fit the sample.
+            argument that the module does not have; if `dynamic_shapes` does not fit the sample; or
+            if the module is on `meta`, and the sample is not.
+        TypeError: If `whole` or `shared` is not a list, or the sample has no tensors.
     """
     _check_root(module)
     signature = Signature(module, sample, dynamic_shapes)
@@ -102,7 +102,12 @@ def sequential(
         raise Untraceable(
             f"{type(module).__name__} is given no tensor, so there is nothing to split"
         )
-    kept = _kept(module, whole)
+    if any(p.is_meta for p in module.parameters()) and not any(x.is_meta for x in inputs):
+        raise ValueError(
+            f"{type(module).__name__} is on meta, but the sample is on {inputs[0].device}; give a "
+            "sample on meta, too, such as torch.zeros(8, 64, device='meta')"
+        )
+    kept = kept_by_user(module, whole)
     expected = ran(module, module, signature, inputs)
     first: Untraceable | None = None
     try:
@@ -127,32 +132,15 @@ def sequential(
                     if not kept:
                         check_halves(module, signature, inputs)
                     return layers
-        assert first is not None
+        if first is None:
+            raise Untraceable(
+                f"the sample of {type(module).__name__} has no batch dimension: each tensor is a "
+                "scalar, or its dimension 0 is in dynamic_shapes; give a batch of two samples or "
+                "more, with the batch as dimension 0"
+            )
         raise first
     finally:
         del first  # Its traceback refers to this frame, which keeps the module alive.
-
-
-def _kept(module: Module, whole: Iterable[Whole]) -> set[Module]:
-    """Return the submodules of `module` that the user keeps whole by the argument `whole`."""
-    if isinstance(whole, str | type | Module):
-        raise TypeError(f"whole must be a list of submodules or their classes, but got {whole!r}")
-    kept: set[Module] = set()
-    for chosen in whole:
-        if isinstance(chosen, str):
-            raise TypeError(
-                "whole must be a list of submodules or their classes, but has the text "
-                f"{chosen!r}; give module.get_submodule({chosen!r})"
-            )
-        alike: set[Module] = set()
-        for m in module.modules():
-            if m is chosen or (isinstance(chosen, type) and isinstance(m, chosen)):
-                alike.add(m)
-        if not alike:
-            kind = chosen if isinstance(chosen, type) else type(chosen)
-            raise ValueError(f"{type(module).__name__} has no submodule {kind}")
-        kept |= alike
-    return kept
 
 
 def _choices(
@@ -165,15 +153,16 @@ def _choices(
     dimension, there is only one guess.
     """
     if shared is not None:
-        if isinstance(shared, str):
+        if isinstance(shared, str) or not isinstance(shared, Iterable):
             raise TypeError(
-                f"shared must be a list of arguments' names, such as [{shared!r}], but got the "
-                f"text {shared!r}"
+                f"shared must be a list of arguments' names, such as ['mask'], but got {shared!r}"
             )
         names = set(shared)
         if unknown := names - set(signature.names):
             known = sorted(set(signature.names))
-            raise ValueError(f"shared names {sorted(unknown)}, but the tensors are in {known}")
+            raise ValueError(
+                f"shared names {shortened(list(unknown))}, but the tensors are in {known}"
+            )
         described = zip(signature.names, signature.places, strict=True)
         yield [tuple([name not in names and 0 not in places for name, places in described])]
         return
@@ -310,6 +299,11 @@ def _check_root(module: Module) -> None:
         what = f"the class {given}; give a module of it" if isinstance(module, type) else given
         raise TypeError(f"sequential takes an nn.Module, but got {what}")
     kind = type(module).__name__
+    if isinstance(module, Layers):
+        raise TypeError(
+            "these are the layers that sequential has made of a module; give them to GPipe, or "
+            "the module itself to sequential"
+        )
     if hooks_of(module):
         raise Untraceable(
             f"{kind} has hooks of its own, which would not run, because a pipeline calls only its "
@@ -321,12 +315,14 @@ def _check_root(module: Module) -> None:
             "submodules instead"
         )
     for name, part in module.named_modules():
-        if any(map(nn.parameter.is_lazy, (*part.parameters(), *part.buffers()))):
+        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        if any(map(nn.parameter.is_lazy, own)):
             raise Untraceable(
-                f"{kind} has lazy parameters without shapes, such as in {name!r}; run it once "
-                "before it is cut into layers"
+                f"{kind} has lazy parameters without shapes, such as in {name or kind!r}; run it "
+                "once before it is cut into layers"
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{kind} has a scripted part, {name!r}; use the module before torch.jit.script"
+                f"{kind} has a scripted part, {name or kind!r}; use the module before "
+                "torch.jit.script"
             )

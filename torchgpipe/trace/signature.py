@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchgpipe.caught import shortened
 from torchgpipe.tensors.microbatch import (
     Input,
     MicroBatches,
@@ -198,8 +199,9 @@ class Signature:
                 if isinstance(given, tuple) and isinstance(taken, Slot):
                     or_else = f"; or, if all of the tuple is {name}, give it as ((…),)"
                 raise ValueError(
-                    f"{name} is {taken!r}, but was {given!r} in the sample that the module was "
-                    f"traced with; call sequential again with a sample like this{or_else}"
+                    f"{name} is {shortened(taken)}, but was {shortened(given)} in the sample that "
+                    "the module was traced with; call sequential again with a sample like this"
+                    + or_else
                 )
         tensors = slots.tensors
         expected = zip(self.names, tensors, self.batched, self.places, self._like, strict=True)

@@ -1,11 +1,15 @@
 """Decide which submodules are kept whole: recorded as a single call, and not cut into layers."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from torch import nn
 from torch.nn import Module
 
+from torchgpipe.caught import shortened
 from torchgpipe.tensors._autograd import is_compiled
+
+Whole = Module | type[Module]
+"""A submodule, or a class of submodules."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -30,3 +34,32 @@ def stays_whole(module: Module, whole: Container[Module]) -> bool:
 def hooks_of(module: Module) -> bool:
     """Return whether a module has hooks that run when it is called."""
     return any(vars(module).get(name) for name in HOOKS)
+
+
+def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
+    """Return the submodules of `module` that the user keeps whole by the argument `whole`.
+
+    Raises:
+        TypeError: If `whole` is not a list of modules and classes.
+        ValueError: If the module has no such submodule.
+    """
+    what = "whole must be a list of submodules or their classes"
+    if isinstance(whole, str | type | Module) or not isinstance(whole, Iterable):
+        raise TypeError(f"{what}, but got {shortened(whole)}")
+    kept: set[Module] = set()
+    for chosen in whole:
+        if isinstance(chosen, str):
+            raise TypeError(
+                f"{what}, but has the text {chosen!r}; give module.get_submodule({chosen!r})"
+            )
+        if not isinstance(chosen, type | Module):
+            raise TypeError(f"{what}, but has {shortened(chosen)}")
+        alike: set[Module] = set()
+        for m in module.modules():
+            if m is chosen or (isinstance(chosen, type) and isinstance(m, chosen)):
+                alike.add(m)
+        if not alike:
+            kind = chosen if isinstance(chosen, type) else type(chosen)
+            raise ValueError(f"{type(module).__name__} has no submodule {kind}")
+        kept |= alike
+    return kept

@@ -166,6 +166,8 @@ def test_what_pytorch_writes_beside_actions_is_left_out(tmp_path: Path) -> None:
         (b"\xff\xfe0F0,0B0", "is not a CSV file in UTF-8"),
         (b"0F0,0B0,0F99999999999,0B99999999999", "lacks forward of micro-batch 1 on stage 0"),
         (b"0F0,0B0,99999999999F0,99999999999B0", "has entries of stage 99999999999, but none of 1"),
+        (b"0F0,0B0,0F" + b"1" * 5000, r"device 0: '0F1{98}' is not an entry such as 0F1"),
+        (b"0F0,0B0," + b"x" * 200000, "is not a CSV file in UTF-8: field larger than"),
     ],
 )
 def test_files_that_are_no_schedule(content: bytes, message: str, tmp_path: Path) -> None:

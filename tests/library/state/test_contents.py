@@ -134,6 +134,22 @@ def test_tensors_of_any_layout_and_type(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded, x, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("entries", [1, 9])
+def test_a_compressed_buffer_may_have_another_number_of_entries(
+    entries: int, tmp_path: Path
+) -> None:
+    x = torch.eye(3).to_sparse_csr()
+    model, again = two_layers(0), two_layers(0)
+    model[1].register_buffer("buffer", x)
+    Saves(tmp_path).save(0, model, None)
+    other = (torch.arange(9).view(3, 3) < entries).float().to_sparse_csr()
+    again[1].register_buffer("buffer", other)
+    Saves(tmp_path).load(again, None)
+    assert again[1].buffer is other
+    torch.testing.assert_close(other, x, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), {"a": (x for x in "bc")}])
 def test_a_value_that_cannot_be_pickled_is_named(value: Any, tmp_path: Path) -> None:
     model = two_layers(0)

@@ -177,7 +177,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a draw that is not noted": (True, ["asks for a random state"]),
 }
 SCRIPTED_PART = "Sequential has a scripted part, '0'"
-WITHOUT_SHAPES = "without shapes, such as in ''; run it once"
+WITHOUT_SHAPES = "without shapes, such as in '0'; run it once"
 
 
 class WithExtraState(traced.Residual):

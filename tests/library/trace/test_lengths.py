@@ -191,9 +191,9 @@ def test_a_sample_that_does_not_fit_other_lengths(index: Any, kept: list[type[nn
         index = torch.as_tensor(index).expand(2)
         module.at = Counted()
     message = (
-        r"^At cannot be traced at .*/test_lengths.py:\d+: `return x\[torch.*`\n"
-        r"  IndexError: index 7 is out of bounds for dimension \d with size [46]\n"
-        r"  with this sample, the module takes length 8, but not [46]: give a sample that fits "
+        r"^At cannot be traced at .*/test_lengths.py:\d+ \(`return x\[torch.*`\): "
+        r"IndexError: index 7 is out of bounds for dimension \d with size [46]; "
+        r"with this sample, the module takes length 8, but not [46]: give a sample that fits "
         r"both, .* torch.export.Dim\('length', min=8\)$"
     )
     with pytest.raises(Untraceable, match=message):

@@ -1,0 +1,187 @@
+"""Warn if a criterion averages over something else than the samples of a micro-batch."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.step.request import Criterion, StepRequest, options_of
+
+_CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
+"""The autograd nodes of `cross_entropy` and `nll_loss`, if the targets are class indices."""
+
+_AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", "ToCopyBackward0")
+"""The nodes of a loss that is computed from a cross entropy, as with `label_smoothing`."""
+
+_SUM = 2
+"""The number by which an autograd node means `reduction="sum"`."""
+
+
+class Counted(NamedTuple):
+    """What a cross entropy has counted.
+
+    Attributes:
+        total: The sum of the weights of all targets that are not ignored, a scalar tensor. Without
+            class weights, this is the number of these targets.
+        number: The number of all targets.
+        ignored: The class index that is ignored.
+        classes: Whether there are class weights.
+        is_sum: Whether the loss is a sum, and no mean.
+    """
+
+    total: Tensor
+    number: int
+    ignored: int
+    classes: bool
+    is_sum: bool
+
+
+def counted(loss: Tensor) -> Counted | None:
+    """Return what the cross entropy has counted from which a loss is computed.
+
+    Return `None` if the loss has no graph, or if the graph does not begin with a cross entropy.
+    """
+    node: Any = loss.grad_fn
+    for _ in _AROUND:  # a limit, because a sum can have many terms
+        if node is None or node.name() not in _AROUND:
+            break
+        node = node.next_functions[0][0]
+    if node is None or node.name() not in _CROSS_ENTROPY:
+        return None
+    is_sum = node._saved_reduction == _SUM
+    if is_sum and node is not loss.grad_fn:
+        return None  # a sum that is divided can be a mean
+    ignored = node._saved_ignore_index
+    if ignored >= 2**63:  # the node keeps a negative number without its sign
+        ignored -= 2**64
+    has_classes = node._saved_weight is not None
+    total = node._saved_total_weight.detach()
+    return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum)
+
+
+def warn_of_other_means(
+    request: StepRequest, targets: Sequence[Any], found: Sequence[Counted | None]
+) -> None:
+    """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
+
+    It can be a sum, or a mean over fewer targets (`ignore_index`), or a mean with class weights.
+    A step finds this from the graphs of the losses, and `evaluate` from the criterion's options.
+
+    Args:
+        request: The arguments of `step` or `evaluate`.
+        targets: The target of each micro-batch.
+        found: What the criterion has counted in each micro-batch.
+    """
+    if request.reduction != "mean" or len(targets) < 2:
+        return
+    known = [each for each in found if each is not None]
+    options = options_of(request.criterion) or {}
+    if options.get("reduction") == "sum" or any(each.is_sum for each in known):
+        warnings.warn(
+            'the criterion returns a sum (reduction="sum"), but micro-batches are put together as '
+            'means; give reduction="sum" to step() and evaluate(), too',
+            stacklevel=2,
+        )
+        return
+    if request.weight is not None:
+        return
+    index, classes = options.get("ignore_index"), options.get("weight")
+    weighted = classes is not None
+    rounding = 1e-6  # the same weights in another order can have a slightly different sum
+    totals: list[float] = []
+    numbers: list[int] = []
+    if len(known) == len(targets):
+        index, weighted = known[0].ignored, known[0].classes
+        rounding = 8 * torch.finfo(known[0].total.dtype).eps
+        # To read a tensor on a GPU, the host waits for the GPU.
+        if request.first or known[0].total.device.type == "cpu":
+            totals = [float(each.total) for each in known]
+            numbers = [each.number for each in known]
+    elif index is not None:
+        totals = _totals(targets, index, classes)
+        numbers = [target.numel() for target in targets if totals]
+    means = [total / number for total, number in zip(totals, numbers, strict=True) if number]
+    if not means or max(means) - min(means) <= rounding * max(means):
+        return
+    if weighted:
+        warnings.warn(
+            "micro-batches have targets of different class weights, but each counts by its "
+            "samples; for the weighted mean over all targets, give step() and evaluate() "
+            f"weight={_sum_of_weights(request.criterion, index)}",
+            stacklevel=2,
+        )
+        return
+    warnings.warn(
+        f"micro-batches have different shares of targets that the criterion ignores ({index}), but "
+        "each counts by its samples, so the loss is not the mean over all other targets; give "
+        f"step() and evaluate() weight={_count(targets, totals, index)}",
+        stacklevel=2,
+    )
+
+
+def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
+    """Return the sum of the weights of each target's class indices.
+
+    Args:
+        targets: The target of each micro-batch.
+        ignored: The index that the criterion ignores; its weight is 0.
+        classes: The weight of each class, or `None` if all weights are 1.
+
+    Returns:
+        The sums, or an empty list if the targets are not indices on the CPU.
+    """
+    totals = []
+    for target in targets:
+        # Do not read a tensor on a GPU: the host would wait for the GPU.
+        if not _is_index(target) or target.device.type != "cpu":
+            return []
+        weights = (target != ignored).double()
+        if classes is not None:
+            # The criterion itself refuses an index that is out of range.
+            known = target.long().clamp(0, len(classes) - 1)
+            weights = weights * classes.detach().cpu()[known]
+        totals.append(float(weights.sum()))
+    return totals
+
+
+def _is_index(target: object) -> bool:
+    """Return whether a target has class indices, and no probabilities, which all count."""
+    return isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str:
+    """Return code of a function that counts the targets as the criterion has counted them.
+
+    The targets are all tensors, or all tuples or all mappings with tensors. Language models predict
+    each token but the first of a row, so they leave out the first column.
+    """
+    first = targets[0]
+    columns: dict[str, list[Any]] = {"target": [*targets]}
+    if isinstance(first, Mapping):
+        for key in first:
+            columns[f"target[{key!r}]"] = [target.get(key) for target in targets]
+    elif isinstance(first, tuple):
+        for k, column in enumerate(zip(*targets, strict=False)):
+            columns[f"target[{k}]"] = [*column]
+    for name, column in columns.items():
+        if not all(map(_is_index, column)):
+            continue
+        if totals == [float((x != ignored).sum()) for x in column]:
+            return f"lambda target: ({name} != {ignored}).sum()"
+        rows = all(x.dim() > 1 for x in column)
+        if rows and totals == [float((x[:, 1:] != ignored).sum()) for x in column]:
+            return f"lambda target: ({name}[:, 1:] != {ignored}).sum()"
+    return f"count, where count(target) is the number of targets that are not {ignored}"
+
+
+def _sum_of_weights(criterion: Criterion, ignored: int) -> str:
+    """Return code of a function that adds up the class weights of a target."""
+    if options_of(criterion) is None:
+        classes = "class_weights"
+    elif isinstance(criterion, nn.Module):
+        classes = "criterion.weight"
+    else:
+        classes = 'criterion.keywords["weight"]'
+    return f"lambda target: {classes}[target[target != {ignored}]].sum()"
