@@ -143,14 +143,20 @@ def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
 def _profile(step: Step) -> dict[str, Any]:
     step.drop_gradients()  # otherwise, the step would also add its gradients to them
     try:
-        for _ in range(2):  # the first time, the profiler also starts
-            nothing = _recorded(lambda: None)
+        nothing = _recorded_of_nothing()
         return summed_up(_recorded(step.issue), nothing, step.tasks)
     except Exception as error:  # the other ways and the other cases can still be measured
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     finally:
         step.drop_gradients()
         torch.cuda.empty_cache()  # other processes need the memory
+
+
+@cache
+def _recorded_of_nothing() -> list[Call]:
+    """Return what the profiler records when nothing runs: it calls CUDA itself."""
+    _recorded(lambda: None)  # the first time, the profiler also starts
+    return _recorded(lambda: None)
 
 
 def _recorded(run: Callable[[], object]) -> list[Call]:
