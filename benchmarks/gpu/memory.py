@@ -181,14 +181,16 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
     if device.type == "cpu":
         return _counted_peak(partitions, j, device), None
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     alone = partitions.prepared(j, device)
     alone.make_optimizer_state()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     alone.step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.accelerator.synchronize(device)
+    return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(
+        device
+    )
 
 
 def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:

@@ -38,6 +38,7 @@ from benchmarks.gpu.schedules import alike
 from reproduce.error import Error
 from reproduce.run.engines.launch import Ended, Launched
 from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.observe import NOTHING, Task
 
 PURPOSE = "whether copies, ranks and the papers' tables work on several GPUs"
@@ -201,8 +202,7 @@ def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
 ) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    if places[k].type == "cuda":
-        torch.cuda.set_device(places[k])
+    accelerator.make_current(places[k])
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=k, world_size=len(places))
     try:
@@ -233,11 +233,11 @@ def _train_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fields
     seconds = []
     for _ in range(1 + STEPS):
         model.zero_grad()
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
         dist.barrier()
         began = time.perf_counter()
         model.step(mse_loss, x, target)
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
         seconds.append(time.perf_counter() - began)
     mse_loss(alone(x), target).backward()
     expected = dict(alone.named_parameters())
@@ -256,7 +256,7 @@ def _survive_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fiel
     began = time.perf_counter()
     try:
         model.step(mse_loss, x, target)
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
     except RankFailed:
         return {"seconds": time.perf_counter() - began}
     raise Error("the step ended, although a rank was killed")
@@ -267,11 +267,6 @@ def _kill_this_process(task: Task) -> Any:
     if task.micro_batch == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return NOTHING
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def lines(result: Fields) -> list[str]:

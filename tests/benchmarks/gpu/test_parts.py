@@ -117,7 +117,7 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("no GPU\nin here")
 
-    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    monkeypatch.setattr("torch.accelerator.synchronize", fail)
     step: Any = Broken()
     assert issued._profile(step) == {"failed": "RuntimeError: no GPU"}
 
