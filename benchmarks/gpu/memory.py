@@ -65,7 +65,7 @@ def run(context: Context) -> Fields:
         for _ in found.measure(context, device):
             context.write({"planned": len(every), "rows": rows})
         if found.is_complete:
-            record.results.append(found.result(device))
+            record.results.append(found.result(device, record.scale))
             # Each row in the record is finished, so the run counts as finished after each row.
             context.save(closed(record, "finished"))
     return {"planned": len(every), "rows": rows}
@@ -126,18 +126,19 @@ class _Measured:
             self.fields["reserved"].append(reserved)
             yield
 
-    def result(self, device: torch.device) -> Result:
-        """Return the row's result for the record."""
+    def result(self, device: torch.device, scale: str | None) -> Result:
+        """Return the row's result for the record. Rows of a dry run repeat no published row."""
         row = self.row
+        table = self.experiment.table if scale == "paper" else None
         fields = self.fields
         result = Result(
             experiment=self.experiment.name,
             row=row.name,
             status="measured",
-            scale="paper",
+            scale=scale,
             device=device.type,
             config={**row.config(), "apart": True},
-            published=row.published and f"{self.experiment.table}/{row.published}",
+            published=table and row.published and f"{table}/{row.published}",
         )
         if fields["does_not_fit"]:
             reason = "; ".join(_needs(fields, j) for j in fields["does_not_fit"])
@@ -168,7 +169,7 @@ def _empty_record(context: Context) -> Record:
     record = context.new_record(title, {name: UNITS[name] for name in NAMES}, [])
     assert record.run is not None
     run = structs.replace(record.run, devices=1)
-    return structs.replace(record, scale="paper", run=run)
+    return structs.replace(record, run=run)
 
 
 def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, int | None]:
