@@ -142,7 +142,7 @@ def measure(steps: int, way: Way) -> list[tuple[float, float]]:
 
     def clock() -> float:
         if way.device == "cuda":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return time.perf_counter()
 
     samples = []

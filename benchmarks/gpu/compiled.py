@@ -27,7 +27,9 @@ CHUNKS = 8
 STEPS = 3
 """How often a step is timed after a warm-up. The median counts."""
 RESERVE = 8.0
-"""The seconds that are kept for the steps after layers were compiled."""
+"""The seconds that are kept for the steps after layers were compiled.
+
+No layer is compiled if the slowest one so far would not fit into the time before."""
 WARM_UPS = 3
 """How often a forward runs before it is captured, as PyTorch advises."""
 
@@ -41,7 +43,8 @@ class Graphed(nn.Module):
     """A partition whose forward without gradients replays a CUDA graph.
 
     A checkpointed pipeline runs each forward without gradients first, and recomputes it later with
-    gradients. The recomputation runs the layers themselves.
+    gradients. The recomputation runs the layers themselves, and so does the very first forward, in
+    which the pipeline learns which outputs take a gradient.
 
     Args:
         layers: The layers of the partition.
@@ -158,15 +161,18 @@ def _with_compiled(build: Build, device: torch.device, backend: Any, context: Co
     compiled: list[nn.Module] = []
     value: Value = x.chunk(CHUNKS)[0]
     start = time.perf_counter()
+    slowest = 0.0
     for layer in layers:
-        if context.seconds_left() < RESERVE:
+        if context.seconds_left() < RESERVE + slowest:
             break
+        began = time.perf_counter()
         module: Any = torch.compile(layer, backend=backend, dynamic=False)
         value = module(value)
         tensors, _ = tree_flatten(value)
         torch.autograd.backward([y.sum() for y in tensors])
         value = tree_map(lambda y: y.detach().requires_grad_(), value)
         compiled.append(module)
+        slowest = max(slowest, time.perf_counter() - began)
     seconds = time.perf_counter() - start
     done = len(compiled)
     on = _measured(nn.Sequential(*compiled, *layers[done:]), x, balance, "never")

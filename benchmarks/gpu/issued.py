@@ -69,8 +69,8 @@ class Step:
         self.drop_gradients()
         marks = []
         if self.on_gpu:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda.synchronize()
+            marks = [torch.Event("cuda", enable_timing=True) for _ in range(2)]
+            torch.accelerator.synchronize()
             marks[0].record()
         start = time.perf_counter()
         self.issue()
@@ -78,7 +78,7 @@ class Step:
         elapsed = None
         if self.on_gpu:
             marks[1].record()
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             elapsed = marks[0].elapsed_time(marks[1]) / 1000 / self.tasks
         done = time.perf_counter()
         host = min(issued - start, self.host_seconds())
@@ -96,7 +96,7 @@ class Step:
     def wait(self) -> None:
         """Wait until the device has finished all work."""
         if self.on_gpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def drop_gradients(self) -> None:
         for parameter in self.subject.layers.parameters():
@@ -119,7 +119,7 @@ def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
     """Return a function that times some steps; raise an error if the model cannot run."""
     step = Step(*fields)
     if step.on_gpu:
-        torch.cuda.empty_cache()  # other processes need the memory that the last case took
+        torch.accelerator.empty_cache()  # other processes need the memory that the last case took
     step.timed()
     return partial(_measure, step, steps)
 
@@ -143,22 +143,28 @@ def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
 def _profile(step: Step) -> dict[str, Any]:
     step.drop_gradients()  # otherwise, the step would also add its gradients to them
     try:
-        for _ in range(2):  # the first time, the profiler also starts
-            nothing = _recorded(lambda: None)
+        nothing = _recorded_of_nothing()
         return summed_up(_recorded(step.issue), nothing, step.tasks)
     except Exception as error:  # the other ways and the other cases can still be measured
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     finally:
         step.drop_gradients()
-        torch.cuda.empty_cache()  # other processes need the memory
+        torch.accelerator.empty_cache()  # other processes need the memory
+
+
+@cache
+def _recorded_of_nothing() -> list[Call]:
+    """Return what the profiler records when nothing runs: it calls CUDA itself."""
+    _recorded(lambda: None)  # the first time, the profiler also starts
+    return _recorded(lambda: None)
 
 
 def _recorded(run: Callable[[], object]) -> list[Call]:
     """Call `run`; return what the device did, and the host's calls of CUDA."""
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     recorded: Any = profiler.profiler
     calls = []
     for event in recorded.kineto_results.events():

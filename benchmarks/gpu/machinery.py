@@ -19,6 +19,10 @@ NEEDS: tuple[str, ...] = ()
 AMOEBANET = "AmoebaNet-D (18, 256)"
 PLAIN, HERE, OTHER = "plain loop", "this library", "other"
 UNIT = {"host": "us/task", "step": "us/task", "idle": "us/task", "waits": "a step"}
+NAMED = 3
+"""How many faults, and how many failures, the page names. The result has all of them."""
+FEW_TASKS = 8
+"""A step with more tasks than this is timed fewer times, since it has more to tell of a task."""
 
 
 class Case(NamedTuple):
@@ -69,7 +73,8 @@ def _cases() -> list[Case]:
     for checkpoint in ("never", "always", "except_last"):
         linear[checkpoint] = []
         for n, m in product((1, 2, 4, 8), (1, 8, 32)):
-            linear[checkpoint].append(Case("linear", checkpoint, n, m))
+            steps = 5 if n * m <= FEW_TASKS else 2
+            linear[checkpoint].append(Case("linear", checkpoint, n, m, steps=steps))
     return [*linear["never"], *OF_4, *linear["always"], *linear["except_last"], *LONG]
 
 
@@ -86,13 +91,14 @@ def run(context: Context) -> Fields:
         ways = _ways(case, device, beside=len(folders) > 1)
         asked.append({"name": name, "ways": ways, "rounds": case.rounds, "steps": case.steps})
     job = {"folders": list(map(str, folders)), "cases": asked}
-    result: Fields = {"planned": len(cases), "versions": versions, "cases": {}}
+    result: Fields = {"planned": len(cases), "versions": versions, "cases": {}, "faults": []}
     record = context.new_record("time per task on a GPU", UNIT, [])
     with closing(in_turn(job, {}, "benchmarks.gpu.issued")) as lines:
         for line in lines:
             name = line["case"]
             found = _found(line)
             result["cases"][name] = found
+            result["faults"] += faults(name, found)
             context.write(result)
             record.results.extend(_results(name, cases[name], found, versions))
             context.save(record)
@@ -132,6 +138,12 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
     return found
 
 
+def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
+    """Return a text if this library made the host wait for the device in a case: it never may."""
+    waits = found.get(HERE, {}).get("waits")
+    return [f"{name} ({waits} a step)"] if waits else []
+
+
 def _results(
     name: str, case: Case, found: Mapping[str, Fields], versions: list[str]
 ) -> Iterator[Result]:
@@ -160,7 +172,7 @@ def lines(result: Fields) -> list[str]:
             each = [f"{titles[way]} {medians[way]:.0f}" for way in titles if way in medians]
             parts.append(f"{what} {', '.join(each) or '(not measured)'}")
         said.append(f"{model}, us a task, medians over cases ({len(chosen)}): {'; '.join(parts)}")
-    said.append(_ended(cases, result["planned"]))
+    said.append("; ".join([*_about_waits(result), *_ended(cases, result["planned"])]))
     return said
 
 
@@ -174,22 +186,33 @@ def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
     return {way: median(values) for way, values in series.items()}
 
 
-def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> str:
-    """Say how many cases were measured, where this library made the host wait, and what failed."""
-    waiting, failed = [], []
-    counted = 0
+def _about_waits(result: Fields) -> Iterator[str]:
+    """Say in which cases this library made the host wait for the device, which is a fault."""
+    counted = sum("waits" in ways.get(HERE, {}) for ways in result["cases"].values())
+    if result["faults"]:
+        named = _first(result["faults"])
+        yield f"**FAULT: this library makes the host wait for the device, in {named}**"
+    elif counted:
+        yield f"this library never makes the host wait for the device, in {counted} cases"
+    else:
+        yield "whether this library makes the host wait for the device was not counted"
+
+
+def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> Iterator[str]:
+    """Say how many cases were measured, and what failed."""
+    yield f"{len(cases)} of {planned} cases"
+    failed = []
     for name, ways in cases.items():
-        counted += "waits" in ways.get(HERE, {})
-        if ways.get(HERE, {}).get("waits"):
-            waiting.append(f"{name} ({ways[HERE]['waits']} times)")
         for way, values in ways.items():
             if "reason" in values:
                 failed.append(f"{way} in {name} ({values['reason'][:80]})")
             if "not profiled" in values:
                 failed.append(f"profile of {way} in {name} ({values['not profiled'][:80]})")
-    waits = ", ".join(waiting) or (f"never in {counted} cases" if counted else "not counted")
-    said = (
-        f"{len(cases)} of {planned} cases; this library makes the host wait for the device: {waits}"
-    )
-    more = f" and {len(failed) - 3} more" if failed[3:] else ""
-    return f"{said}; failed: {', '.join(failed[:3])}{more}" if failed else said
+    if failed:
+        yield f"failed: {_first(failed)}"
+
+
+def _first(said: list[str]) -> str:
+    """Return the first texts of a list, and how many more there are."""
+    more = f" and {len(said) - NAMED} more" if said[NAMED:] else ""
+    return f"{', '.join(said[:NAMED])}{more}"

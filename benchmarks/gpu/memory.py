@@ -65,7 +65,7 @@ def run(context: Context) -> Fields:
         for _ in found.measure(context, device):
             context.write({"planned": len(every), "rows": rows})
         if found.is_complete:
-            record.results.append(found.result(device))
+            record.results.append(found.result(device, record.scale))
             # Each row in the record is finished, so the run counts as finished after each row.
             context.save(closed(record, "finished"))
     return {"planned": len(every), "rows": rows}
@@ -126,18 +126,19 @@ class _Measured:
             self.fields["reserved"].append(reserved)
             yield
 
-    def result(self, device: torch.device) -> Result:
-        """Return the row's result for the record."""
+    def result(self, device: torch.device, scale: str | None) -> Result:
+        """Return the row's result for the record. Rows of a dry run repeat no published row."""
         row = self.row
+        table = self.experiment.table if scale == "paper" else None
         fields = self.fields
         result = Result(
             experiment=self.experiment.name,
             row=row.name,
             status="measured",
-            scale="paper",
+            scale=scale,
             device=device.type,
             config={**row.config(), "apart": True},
-            published=row.published and f"{self.experiment.table}/{row.published}",
+            published=table and row.published and f"{table}/{row.published}",
         )
         if fields["does_not_fit"]:
             reason = "; ".join(_needs(fields, j) for j in fields["does_not_fit"])
@@ -168,7 +169,7 @@ def _empty_record(context: Context) -> Record:
     record = context.new_record(title, {name: UNITS[name] for name in NAMES}, [])
     assert record.run is not None
     run = structs.replace(record.run, devices=1)
-    return structs.replace(record, scale="paper", run=run)
+    return structs.replace(record, run=run)
 
 
 def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, int | None]:
@@ -181,14 +182,16 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
     if device.type == "cpu":
         return _counted_peak(partitions, j, device), None
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     alone = partitions.prepared(j, device)
     alone.make_optimizer_state()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     alone.step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.accelerator.synchronize(device)
+    return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(
+        device
+    )
 
 
 def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:

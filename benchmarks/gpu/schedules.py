@@ -25,6 +25,7 @@ from torchgpipe import GPipe
 from torchgpipe.engine.arrangement import arranged, orders
 from torchgpipe.schedules import Action
 from torchgpipe.task.halves import Halves
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.observe import Task
 from torchgpipe.timeline.stopwatch import Mark
 
@@ -149,8 +150,8 @@ class Watch:
             self._note_memory()
 
     def _note_memory(self) -> None:
-        if self._device.type == "cuda":
-            self._allocated.append(torch.cuda.memory_allocated(self._device))
+        if accelerator.has_streams(self._device):
+            self._allocated.append(accelerator.allocated(self._device))
 
     def most_kept(self) -> float | None:
         """Return the largest memory that was kept, in units of the first task's memory."""
@@ -206,8 +207,7 @@ def time_block(sizes: Sizes, device: torch.device) -> dict[str, float]:
         start = Mark(device)
         found = run(*given, **options)
         end = Mark(device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize([device])
         seconds.setdefault(name, []).append(end.since(start))
         return found
 

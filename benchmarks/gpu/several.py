@@ -38,6 +38,7 @@ from benchmarks.gpu.schedules import alike
 from reproduce.error import Error
 from reproduce.run.engines.launch import Ended, Launched
 from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.observe import NOTHING, Task
 
 PURPOSE = "whether copies, ranks and the papers' tables work on several GPUs"
@@ -67,11 +68,13 @@ def run(context: Context) -> Fields:
         return result
     ways = ways_of(devices)
     # Ranks are forked, so they come before this process uses CUDA.
+    # Each of these may take half of the time that is left, so ranks that hang do not take all.
+    width = WIDTHS[context.size]
     for way, places in ways.items():
-        result[way] = train(places, WIDTHS[context.size])
+        result[way] = train(places, width, context.seconds_left() / 2)
         context.write(result)
     first, *_ = ways
-    result["kill"] = kill(ways[first], WIDTHS[context.size])
+    result["kill"] = kill(ways[first], width, context.seconds_left() / 2)
     context.write(result)
     result["pairs"] = copy_between_pairs(devices)
     context.write(result)
@@ -113,18 +116,19 @@ def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
     return {"pairs": pairs, "wrong": wrong}
 
 
-def train(places: Sequence[torch.device], width: int) -> Fields:
+def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     """Train a pipeline of one layer for each rank, and compare it with the same layers alone.
 
     Args:
         places: The device of each rank.
         width: The width of the layers.
+        limit: After so many seconds, ranks that have not ended count as failed.
 
     Returns:
         `ranks`, their number; `right`, whether all ranks had the gradients of the layers alone; and
         the median of the seconds of a step. If a rank fails, the reason stands in `failed`.
     """
-    said = run_ranks(_train_on_rank, places, width)
+    said = run_ranks(_train_on_rank, places, width, limit)
     failed = failure(said, places)
     if failed:
         return {"ranks": len(places), "failed": failed}
@@ -133,14 +137,19 @@ def train(places: Sequence[torch.device], width: int) -> Fields:
     return {"ranks": len(places), "right": right, "seconds": slowest}
 
 
-def kill(places: Sequence[torch.device], width: int) -> Fields:
+def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     """Kill the last rank within a task, and see what the other ranks say.
+
+    Args:
+        places: The device of each rank.
+        width: The width of the layers.
+        limit: After so many seconds, ranks that have said nothing count as failed.
 
     Returns:
         `told`: how many of the other ranks have raised `RankFailed`, of how many `others`; and the
         seconds after which the last of them did.
     """
-    said = run_ranks(_survive_on_rank, places, width)
+    said = run_ranks(_survive_on_rank, places, width, limit)
     others = len(places) - 1
     told = [said[k]["seconds"] for k in range(others) if "seconds" in said.get(k, {})]
     found: Fields = {"others": others, "told": len(told), "seconds": max(told, default=None)}
@@ -162,16 +171,24 @@ def run_ranks(
     do: Callable[[int, Sequence[torch.device], int], Fields],
     places: Sequence[torch.device],
     width: int,
+    limit: float,
 ) -> Said:
-    """Call `do(k, places, width)` on each rank k, and return what all of them say."""
+    """Call `do(k, places, width)` on each rank k, and return what all of them say.
+
+    Ranks that say nothing within `limit` seconds are killed, and count as failed.
+    """
     said: Said = {}
+    until = time.monotonic() + limit
     with (
         TemporaryDirectory() as folder,
         closing(Launched("fork", len(places), _serve, folder, do, places, width)) as launched,
     ):
-        while len(said) < len(places):
-            for k, answer in launched.receive({*range(len(places))} - said.keys()):
+        while len(said) < len(places) and time.monotonic() < until:
+            silent = {*range(len(places))} - said.keys()
+            for k, answer in launched.receive(silent, until - time.monotonic()):
                 said[k] = {"failed": f"ended {answer.how}"} if isinstance(answer, Ended) else answer
+    for k in {*range(len(places))} - said.keys():
+        said[k] = {"failed": f"said nothing within {limit:.0f} s"}
     return said
 
 
@@ -185,8 +202,7 @@ def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
 ) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    if places[k].type == "cuda":
-        torch.cuda.set_device(places[k])
+    accelerator.make_current(places[k])
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=k, world_size=len(places))
     try:
@@ -217,11 +233,11 @@ def _train_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fields
     seconds = []
     for _ in range(1 + STEPS):
         model.zero_grad()
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
         dist.barrier()
         began = time.perf_counter()
         model.step(mse_loss, x, target)
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
         seconds.append(time.perf_counter() - began)
     mse_loss(alone(x), target).backward()
     expected = dict(alone.named_parameters())
@@ -240,7 +256,7 @@ def _survive_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fiel
     began = time.perf_counter()
     try:
         model.step(mse_loss, x, target)
-        _wait_for(places[k])
+        accelerator.synchronize([places[k]])
     except RankFailed:
         return {"seconds": time.perf_counter() - began}
     raise Error("the step ended, although a rank was killed")
@@ -251,11 +267,6 @@ def _kill_this_process(task: Task) -> Any:
     if task.micro_batch == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return NOTHING
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def lines(result: Fields) -> list[str]:
@@ -289,4 +300,6 @@ def _about_ranks(result: Fields) -> Iterator[str]:
         text = f"a killed rank was noticed by {killed['told']} of {killed['others']} others"
         if killed["told"]:
             text += f" within {killed['seconds']:.1f} s"
+        if "failed" in killed:
+            text += f", not by {killed['failed']}"
         yield text

@@ -92,12 +92,19 @@ def reasons_against(record: Record, run: Run) -> Iterator[str]:
 def published_name(record: Record, run: Run) -> str:
     """Return the name of a published record: its experiments, scale, devices and time.
 
-    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`.
+    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. For results that belong
+    to no experiment, such as those of `python -m benchmarks.gpu`, it begins with the record's name.
     """
+    from reproduce.experiments import EXPERIMENTS
+
     machine = {"cpu": run.machine.cpu, "meta": "meta"}.get(run.device) or run.machine.gpus[0].name
     plain = re.sub(r"\(\w+\)|\bCPU\b|@.*", " ", machine)  # Intel(R) Xeon(R) CPU @ 2.00GHz
     name = "-".join(re.findall(r"[a-z0-9.]+", plain.lower()))
-    experiments = "_".join(dict.fromkeys(result.experiment for result in record.results))
+    subjects: dict[str, None] = {}
+    for result in record.results:
+        subject = result.experiment if result.experiment in EXPERIMENTS else record.name
+        subjects[subject] = None
+    experiments = "_".join(subjects)
     time = re.sub("[-:]", "", run.started[:16])
     return f"{experiments}-{record.scale}-{run.devices}x{name}-{time}"
 

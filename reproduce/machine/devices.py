@@ -79,7 +79,7 @@ class Devices:
             import torch
 
             for device in self.first(self.count):
-                torch.cuda.synchronize(device)
+                torch.accelerator.synchronize(device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

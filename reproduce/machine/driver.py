@@ -17,6 +17,17 @@ LONGEST_TEXT = 80
 """The length that nvml.h names for the text of the driver's version."""
 
 
+class Utilization(ctypes.Structure):
+    """What NVML tells of a GPU's last period of 1/6 s to 1 s, in percent of this time.
+
+    Attributes:
+        gpu: The time in which any kernel ran.
+        memory: The time in which the memory was read or written.
+    """
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
 @functools.cache
 def _nvml() -> Any:
     """Return the initialized library; None if there is no driver."""
@@ -30,7 +41,7 @@ def _nvml() -> Any:
 def ask(function: str, *arguments: object, kind: type[Any] = ctypes.c_uint) -> Any:
     """Call a function of NVML that tells one value, and return this value.
 
-    If the call fails, or if there is no driver, return None.
+    A structure is returned whole. If the call fails, or if there is no driver, return None.
 
     Args:
         function: The name of the function in nvml.h.
@@ -42,7 +53,9 @@ def ask(function: str, *arguments: object, kind: type[Any] = ctypes.c_uint) -> A
         return None
     value = kind()
     failed = call(*arguments, ctypes.byref(value))
-    return None if failed else value.value
+    if failed:
+        return None
+    return value if isinstance(value, ctypes.Structure) else value.value
 
 
 def driver_version() -> str | None:
@@ -72,3 +85,15 @@ def handle(device: "torch.device | int") -> ctypes.c_void_p | None:
     name = f"GPU-{properties.uuid}".encode()
     found = ask("nvmlDeviceGetHandleByUUID", name, kind=ctypes.c_void_p)
     return None if found is None else ctypes.c_void_p(found)
+
+
+def utilization(device: "torch.device") -> float | None:
+    """Return the share of a short period in which a CUDA device ran any kernel, from 0 to 1.
+
+    If the driver does not tell it, return None.
+    """
+    known = handle(device)
+    if known is None:
+        return None
+    told = ask("nvmlDeviceGetUtilizationRates", known, kind=Utilization)
+    return None if told is None else told.gpu / 100

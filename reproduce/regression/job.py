@@ -136,7 +136,10 @@ def in_turn(
         Error: The process ends before the job is finished.
     """
     command = [sys.executable, "-W", "ignore", "-m", program, json.dumps(job)]
-    variables = {**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": str(ROOT)}
+    # This checkout comes first. The packages that it needs may be in further folders.
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(folders)
+    variables = {**os.environ, **ONE_THREAD, **environment, "PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,

@@ -25,6 +25,7 @@ from reproduce.records.record import write_atomically
 from reproduce.run.engines.failure import explain
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
+from torchgpipe.tensors import accelerator
 
 SERIES = ("seed", "epoch", "top1_error", "train_loss", "epoch_time", "learning_rate")
 Epoch = tuple[float, ...]  # a value for each name in `SERIES`
@@ -305,7 +306,7 @@ class AccuracyTraining:
             "model": self.layers.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
-            "cuda": [torch.cuda.get_rng_state(gpu) for gpu in gpus],
+            "cuda": [accelerator.RANDOM.get_rng_state(gpu) for gpu in gpus],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -315,4 +316,4 @@ class AccuracyTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         for device, random in zip(self.devices, state["cuda"], strict=False):
-            torch.cuda.set_rng_state(random, device)
+            accelerator.RANDOM.set_rng_state(random, device)

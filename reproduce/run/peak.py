@@ -64,15 +64,15 @@ def measure_peak(
 
 def _measure_cuda(training: Training, devices: Devices, run: Callable[[], None]) -> Peak:
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     for device in training.devices:
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(device)
     run()
     devices.synchronize()
     peak: Peak = {"peak_allocated": [], "peak_reserved": []}
     for device in training.devices:
-        allocated = torch.cuda.max_memory_allocated(device)
-        reserved = torch.cuda.max_memory_reserved(device)
+        allocated = torch.accelerator.max_memory_allocated(device)
+        reserved = torch.accelerator.max_memory_reserved(device)
         peak["peak_allocated"].append(allocated)
         peak["peak_reserved"].append(reserved)
     return peak

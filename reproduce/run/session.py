@@ -200,4 +200,4 @@ class Session:
         """Free the memory of objects that are no longer used."""
         gc.collect()
         if self.devices.kind == "cuda":
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()

@@ -12,6 +12,7 @@ import torch
 from reproduce.error import Error
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
+from reproduce.machine.driver import utilization
 from reproduce.records.places import Json
 from reproduce.run.engines.failure import explain
 from reproduce.run.training import Training, record_tasks
@@ -150,25 +151,21 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
     ran. It is asked every 0.05 seconds, as in the published runs.
 
     Raises:
-        Error: The driver does not report the utilization, its Python bindings are not installed, or
-            the steps took less than 0.05 seconds.
+        Error: The driver does not report the utilization, or the steps took less than 0.05 seconds.
     """
-    try:
-        for device in devices:
-            torch.cuda.utilization(device)
-    except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise Error(
-            f"utilization is not available ({said}); try 'pip install nvidia-ml-py'"
-        ) from error
+    for device in devices:
+        if utilization(device) is None:
+            raise Error(f"utilization is not available: the driver (NVML) has none for {device}")
 
-    samples: list[list[int]] = [[] for _ in devices]
+    samples: list[list[float]] = [[] for _ in devices]
     over = threading.Event()
 
     def sample() -> None:
         while not over.wait(SAMPLING_SECONDS):
             for device, taken in zip(devices, samples, strict=True):
-                taken.append(torch.cuda.utilization(device))
+                share = utilization(device)
+                if share is not None:
+                    taken.append(share)
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
@@ -179,7 +176,7 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
         sampler.join()
     if not all(samples):
         raise Error(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
-    return [statistics.mean(taken) / 100 for taken in samples]
+    return [statistics.mean(taken) for taken in samples]
 
 
 def _run_some_seconds(step: Callable[[], object]) -> None:

@@ -8,11 +8,13 @@ A block is the text between two comments. The first comment names the content of
 
 A block of docstrings begins with `<!-- from docstrings: benchmarks/api -->`.
 
-There are three kinds of names:
+There are four kinds of names:
 
 - The name of an experiment, such as "amoebanet-speed": the block gets the tables of one run of the
   experiment. This is the first run in the order of `ranked`.
 - The name of an experiment with "/short" after it: the block gets only two of these tables.
+- The name of an experiment with "/predicted" after it: the block gets the predictions, beside what
+  was published, and beside what was run at this size. Each machine has a column.
 - A name like "benchmarks/overlap": the block gets the table of the record "overlap" in the folder
   results/benchmarks. `benchmarks/render.py` makes this table.
 
@@ -115,8 +117,10 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
 
     If `part` is "short", the block has only two tables: the rows like the published rows, and the
     rows with equal batch sizes. Of their notes, only those that explain a mark or a column's
-    abbreviation are kept.
+    abbreviation are kept. If `part` is "predicted", the block has the predictions.
     """
+    if part == "predicted":
+        return _predicted_block(experiment, records)
     runs = [record for record in records.values() if record.run is not None]
     first = next(iter(ranked(runs, experiment)), None)
     if first is None or first.run is None:
@@ -141,6 +145,15 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     under = f"Run on {when} with torch {run.versions.get('torch')}, {where}"
     parts.append(f"{under}; [more of this run]({more})")
     return "\n\n".join(parts) + "\n\n"
+
+
+def _predicted_block(experiment: str, records: Records) -> str:
+    """Return the tables of an experiment's predictions."""
+    parts = []
+    for record in records.values():
+        if record.kind == "predicted" and record.results[0].experiment == experiment:
+            parts += [table.markdown(level=3).strip() for table in tables(record)]
+    return "\n\n".join(parts) + "\n\n" if parts else NOTHING
 
 
 def _short_tables(record: Record, experiment: str) -> list[str]:

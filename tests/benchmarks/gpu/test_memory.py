@@ -74,7 +74,8 @@ def test_a_dry_run_writes_a_record_and_lines(tmp_path: Path) -> None:
     row = result["rows"]["unet-memory/pipeline-2"]
     assert found.values["peak_allocated"] == row["allocated"]
     assert len(row["allocated"]) == 2
-    assert found.published == "tg-unet-memory/pipeline-2"
+    assert found.scale == "tiny"
+    assert found.published is None, "it did not repeat the published row"
     page = document(load(tmp_path / "records/gpu-memory.json"))
     assert "each partition ran alone" in page
     about, shares = memory.lines(result)
@@ -82,6 +83,13 @@ def test_a_dry_run_writes_a_record_and_lines(tmp_path: Path) -> None:
     assert "reserved: not measured on a CPU" in about
     assert shares.startswith("1 of 1 rows, 2 partitions: allocated over predicted ")
     assert shares.endswith("; all fit")
+
+
+def test_rows_in_the_papers_size_repeat_published_rows() -> None:
+    found = memory._Measured(EXPERIMENTS["unet-memory"], unet((30, 35)))
+    result = found.result(torch.device("cuda"), "paper")
+    assert result.scale == "paper"
+    assert result.published == f"tg-unet-memory/{found.row.published}"
 
 
 def test_what_does_not_fit_says_what_it_needs(

@@ -117,7 +117,7 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("no GPU\nin here")
 
-    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    monkeypatch.setattr("torch.accelerator.synchronize", fail)
     step: Any = Broken()
     assert issued._profile(step) == {"failed": "RuntimeError: no GPU"}
 
@@ -148,24 +148,52 @@ def test_a_device_is_idle_when_it_has_no_kernel() -> None:
     assert found["other"] == {"reason": "ImportError: gone"}
 
 
-def test_the_page_says_where_the_host_waits() -> None:
-    found = machinery._found(LINE)
-    result = {
-        "planned": 4,
-        "versions": ["torchgpipe 0.1.0", "torchgpipe 0.0.7"],
-        "cases": {str(LINE["case"]): found},
-    }
+def _result(found: dict[str, Any], name: str = str(LINE["case"])) -> dict[str, Any]:
+    versions = ["torchgpipe 0.1.0", "torchgpipe 0.0.7"]
+    faults = machinery.faults(name, found)
+    return {"planned": 4, "versions": versions, "cases": {name: found}, "faults": faults}
+
+
+def test_a_wait_for_the_device_is_a_fault() -> None:
+    result = _result(machinery._found(LINE))
 
     first, last = machinery.lines(result)
 
+    assert result["faults"] == ["linear n=2 m=8 never (3 a step)"]
     assert first.startswith(
         "linear, us a task, medians over cases (1): issued by the host in plain"
     )
     assert "device idle for plain loop 30" in first
-    assert last.startswith("1 of 4 cases; this library makes the host wait for the device: linear ")
-    assert "(3 times); failed: other in linear n=2 m=8 never (ImportError: gone), " in last
+    fault = "**FAULT: this library makes the host wait for the device, in linear n=2 m=8 never "
+    assert last.startswith(f"{fault}(3 a step)**; 1 of 4 cases; failed: other in linear n=2 m=8 ")
+    assert "never (ImportError: gone), " in last
     assert "profile of plain loop in linear n=2 m=8 never (RuntimeError: too late), " in last
     assert last.endswith("profile of this library in linear n=2 m=8 never (no work of the device)")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            {"plain loop": {"waits": 7}, "this library": {"waits": 0}},
+            "this library never makes the host wait for the device, in 1 cases; 1 of 4 cases",
+        ),
+        (
+            {"this library": {"host": 1.0}},
+            "whether this library makes the host wait for the device was not counted; 1 of 4 cases",
+        ),
+    ],
+)
+def test_only_waits_of_this_library_are_faults(found: dict[str, Any], expected: str) -> None:
+    result = _result(found)
+    assert result["faults"] == []
+    assert machinery.lines(result)[-1] == expected
+
+
+def test_the_page_names_the_first_faults() -> None:
+    result = _result({"this library": {"waits": 1}})
+    result["faults"] = ["a", "b", "c", "d", "e"]
+    assert "in a, b, c and 2 more**; " in machinery.lines(result)[-1]
 
 
 def context(folder: Path) -> Context:

@@ -50,7 +50,7 @@ def test_a_wrong_order_and_wrong_gradients_are_seen(monkeypatch: pytest.MonkeyPa
 def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first task's memory is the unit; only memory after forwards counts."""
     allocated = iter([100, 110, 120, 115])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: next(allocated))
     watch = schedules.Watch(torch.device("cuda"))
     first, second = Task("forward", 0, 0), Task("forward", 1, 0)
     for task in (first, second, Task("backward", 1, 0), Task("forward", 2, 0)):

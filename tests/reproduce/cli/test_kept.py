@@ -117,6 +117,11 @@ def test_the_name_says_which_devices() -> None:
     for device, count, name in (("cuda", 4, "4xnvidia-h100-80gb-hbm3"), ("meta", 8, "8xmeta")):
         made = keep(device=device, devices=count, gpus=gpus)
         assert published_name(*made) == f"resnet101-speed-small-{name}-20200421T1002"
+    record, run = keep(device="cuda", devices=1, gpus=gpus)
+    case = replace(record.results[0], experiment="linear n=2 m=8 never")
+    own = replace(record, name="gpu-machinery", scale="paper", results=[case, case])
+    expected = "gpu-machinery-paper-1xnvidia-h100-80gb-hbm3-20200421T1002"
+    assert published_name(own, run) == expected
     for path in MEASURED.glob("*.json"):
         record = load(path)
         assert record.name == path.stem

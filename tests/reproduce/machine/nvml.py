@@ -35,9 +35,17 @@ def _in_c(tell: Callable[..., Any]) -> Callable[..., int]:
         *given, place = arguments
         plain = [x.value if isinstance(x, ctypes.c_void_p) else _as_int(x) for x in given]
         try:
-            place._obj.value = tell(*plain)
+            _write(place._obj, tell(*plain))
         except LookupError:
             return NOT_SUPPORTED
         return 0
 
     return function
+
+
+def _write(place: Any, told: Any) -> None:
+    if isinstance(place, ctypes.Structure):
+        for (name, _), value in zip(place._fields_, told, strict=True):
+            setattr(place, name, value)
+    else:
+        place.value = told

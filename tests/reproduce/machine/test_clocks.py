@@ -29,6 +29,7 @@ TOLD: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetHandleByUUID": {b"GPU-0a-1": FIRST, b"GPU-0a-2": SECOND}.__getitem__,
     "nvmlDeviceGetClockInfo": lambda gpu, kind: CLOCKS[gpu, kind],
     "nvmlDeviceGetPowerUsage": {FIRST: 698_520}.__getitem__,
+    "nvmlDeviceGetUtilizationRates": {FIRST: (75, 30)}.__getitem__,
     "nvmlDeviceGetTemperature": lambda gpu, sensor: {FIRST: [71], SECOND: [33]}[gpu][sensor],
 }
 # NVML has changed the name of this function.
@@ -69,6 +70,12 @@ def test_clocks_of_the_slowest_device_and_the_reasons_of_all() -> None:
         "slowed": POWER | HEAT,
     }
     assert clocks(Devices("cpu", 2, 1)) == {}
+
+
+@pytest.mark.usefixtures("nvml")
+def test_the_utilization_is_the_time_of_kernels() -> None:
+    assert driver.utilization(torch.device("cuda", 0)) == 0.75
+    assert driver.utilization(torch.device("cuda", 1)) is None
 
 
 def test_what_the_driver_does_not_tell_is_left_out(nvml: Nvml) -> None:

@@ -301,3 +301,16 @@ def test_a_process_that_ended_by_itself(
         ask(side)
     # The error can live long, and its frames must not keep the data that was not sent.
     assert buffers() <= before, caught
+
+
+def test_packages_may_be_in_the_folders_of_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkout comes before them, so its packages are the ones that are measured."""
+    (tmp_path / "told.py").write_text(
+        "import json, reproduce; print(json.dumps([*reproduce.__path__]))"
+    )
+    (tmp_path / "reproduce").mkdir()
+    (tmp_path / "reproduce" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert list(job.in_turn({}, {}, "told")) == [[str(ROOT / "reproduce")]]

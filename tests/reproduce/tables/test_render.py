@@ -5,16 +5,18 @@ pages that are made from their records.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from reproduce.machine.description import ROOT
+from reproduce.machine.description import ROOT, Gpu, Machine
 from reproduce.numbers.metrics import DISTURBED, Reading
-from reproduce.records.record import Record, save
+from reproduce.records.record import Record, load, save
 from reproduce.tables.layout import number, ratio, reading_text, span, with_quartiles
+from reproduce.tables.measured import measured_rows
 from reproduce.tables.render import render, stale
 
 from ..made import ran, record
@@ -59,6 +61,33 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     assert tables.count("| emul./meas. |") == 2
     assert tables.count("emul./meas.: emulated over measured samples/s") == 2
     assert "over naive: of the same n" not in tables
+
+
+def test_a_block_of_predictions_has_a_column_for_each_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README has such a block: published, predicted, and run on each GPU."""
+    page = tmp_path / "README.md"
+    page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/predicted"))
+    assert "Nothing measured is committed yet." in render(tmp_path)[page]
+    predicted = tmp_path / "results/predicted/amoebanet-speed-p40x8.json"
+    predicted.parent.mkdir(parents=True)
+    save(load(ROOT / "results/predicted/amoebanet-speed-p40x8.json"), predicted)
+    results = ran("amoebanet-speed", "paper", lambda row: [100.0], "cuda", emulated=True)
+    measured = tmp_path / "results/measured"
+    measured.mkdir()
+    for gpu in ("NVIDIA H200", "NVIDIA B200"):
+        machine = Machine("Linux", "a CPU", 2, 2, 8 << 30, [Gpu(gpu, 1 << 37)])
+        run = record(*results, device="cuda", devices=1, machine=machine)
+        save(replace(run, name=gpu), measured / f"{gpu}.json")
+    there = partial(measured_rows, folder=measured)
+    monkeypatch.setattr("reproduce.tables.all.measured_rows", there)
+
+    heading, *_ = [line for line in render(tmp_path)[page].splitlines() if "published" in line]
+
+    assert "predicted" in heading
+    assert "emulated 1 x NVIDIA H200" in heading
+    assert "emulated 1 x NVIDIA B200" in heading
 
 
 def run_of(name: str, started: str, rows: int = 2) -> Record:
