@@ -28,8 +28,8 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# Let PyTorch count GPUs without starting CUDA. If a process has started CUDA, its forks cannot use
-# CUDA.
+# Let PyTorch count GPUs without starting CUDA: the forks of a process that has started CUDA cannot
+# use CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # If a shell runs pytest in the background, pytest ignores SIGINT. Then the programs that tests
@@ -42,7 +42,7 @@ def seed_the_cpu(seed: int) -> torch.Generator:
     """Seed the generator of the CPU, and return it, as `torch.manual_seed` does.
 
     `torch.manual_seed` also keeps a stack trace for each kind of device that has not been used yet.
-    In a test, a stack is deep, so that took a third of the time of all tests.
+    Tests have deep stacks, so the traces took a third of the time of all tests.
     """
     generator: torch.Generator = vars(torch.random)["default_generator"]  # maybe a test's own
     return generator.manual_seed(seed)
@@ -76,8 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is kept. With `--all`, triples of values are compared instead of pairs. Without `--slow`, only n
     tests of a function with the mark `quick(n)` are kept.
 
-    Tests in `behaviours` with the engine "ranks" get the mark `ranks`: they run in several
-    processes. Files with slow tests only come first, so that no process runs long at the end.
+    Tests in tests/behaviours with the engine "ranks" get the mark `ranks`: they run in several
+    processes. Files that have only slow tests come first. If pytest runs in several processes, none
+    of them then has a slow test left at the end.
     """
     slow = config.getoption("slow")
     every = config.getoption("all")
@@ -105,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def over_ranks(item: Any) -> bool:
-    """Return whether a test is in `behaviours` and uses the engine "ranks"."""
+    """Return whether a test is in tests/behaviours and uses the engine "ranks"."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     engine = getattr(given.get("case"), "engine", given.get("engine"))
     behaviours = Path(__file__).parent / "behaviours"
@@ -165,8 +166,8 @@ STARTED = pytest.StashKey[Ranks]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
-    # What there is now lives until the end. Leave it out of garbage collections, which then take
-    # milliseconds.
+    # All objects that exist now live until the end of the run. Garbage collections leave them out,
+    # and so take only milliseconds.
     gc.collect()
     gc.freeze()
     if any(item.get_closest_marker("ranks") for item in session.items):

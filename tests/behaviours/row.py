@@ -158,7 +158,7 @@ def but_never(message: str) -> dict[str, str]:
 def but_graph_never(message: str) -> dict[str, str]:
     """Expect the error `message`, except on the engine "graph" in the mode "never".
 
-    In this case, a mini-batch has a single autograd graph. In all others, each task has its own.
+    Without the error, the whole mini-batch has one autograd graph. With it, each task has its own.
     """
     return {"graph never": "", "": message}
 

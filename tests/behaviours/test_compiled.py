@@ -91,9 +91,9 @@ def test_compiled_layers(
 def test_a_compiled_batch_norm(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
 ) -> None:
-    """Compiled code reads and updates running statistics in a recomputation, too.
+    """A recomputation of compiled code must work on copies of the running statistics.
 
-    So a recomputation gets copies of them.
+    Compiled code updates them in every pass, also in a recomputation.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -162,9 +162,10 @@ def check_counts(
     engine: str,
     checkpoint: str,
 ) -> None:
-    """Count compilations at PyTorch's own limits, which raise an error here.
+    """Check that a pipeline compiles its layers at most as often as they are compiled without it.
 
-    Without an error, PyTorch would run a layer uncompiled, without a word.
+    An error is raised if a layer is compiled more often than PyTorch's limit. (By default, PyTorch
+    would run the layer uncompiled, and raise no error.)
     """
     torch.compiler.reset()
     own = make()

@@ -1,7 +1,7 @@
 """Criteria (loss functions) that use parameters: each parameter gets its gradient once in a step.
 
 A step must not change the parameters themselves. Timing decides whether threads disturb each other,
-so each case repeats two accumulated steps several times.
+so each case repeats several times: two steps, whose gradients accumulate.
 """
 
 import copy
@@ -137,7 +137,6 @@ def of_shared_head(net: Net) -> Criterion:
 
 
 def of(criterion: Callable[[Net, Tensor, Tensor], Tensor]) -> Callable[[Net], Criterion]:
-    """Return a function that binds a criterion to a net."""
     return lambda net: partial(criterion, net)
 
 
@@ -179,7 +178,10 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 
 @pytest.fixture(scope="module", params=CRITERIA)
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
-    """Return a criterion's name, and the gradients of plain layers after two accumulated steps."""
+    """Return a criterion's name, and the expected gradients.
+
+    Plain layers compute these gradients in two steps, whose gradients accumulate.
+    """
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)
     for _ in range(2):
@@ -297,8 +299,6 @@ def test_a_weight_in_a_list_of_a_layer_of_another_stage_gets_both_gradients(
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_criterion_may_call_another_pipeline_that_shares_layers(engine: Any, mode: Any) -> None:
-    """Each parameter gets its gradient, and a parameter's hook runs once in each step."""
-
     def parts() -> list[Any]:
         torch.manual_seed(0)
         return [Sequential(Linear(4, 4), Tanh()), Linear(4, 4), Linear(4, 4)]

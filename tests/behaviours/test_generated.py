@@ -2,8 +2,8 @@
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
-This command tests more models than usual, and other ones. It prints how many of them gave equal
-results, and how many raised which error.
+This command tests more models than usual, and different ones. It prints the number of models with
+equal results, and the number of models for each kind of error.
 """
 
 import copy
@@ -73,8 +73,8 @@ def refusing() -> Iterator[None]:
 class Unmodified(Plain):
     """Plain layers, for which autograd saves copies of tensors instead of the tensors themselves.
 
-    So their backward works even if a layer has changed a tensor in place. The pipeline also copies
-    some tensors, and then works where PyTorch raises an error for layers without a pipeline.
+    So their backward works even if a layer has changed a saved tensor in place. A pipeline can work
+    in such a case, too, because it copies some tensors. Without copies, PyTorch raises an error.
     """
 
     def run(self, value: Any) -> Any:
@@ -233,8 +233,8 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
-            # Plain layers also fail if they change a view of a parameter in place. A pipeline may
-            # work then: its partition changes a copy.
+            # PyTorch raises an error if plain layers change a view of a parameter in place. A
+            # pipeline may work in this case, because its partition changes a copy.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
@@ -249,8 +249,8 @@ def assert_equals_plain(case: Case) -> None:
         assert_drawn_again(model)
         finish(model, step)
         finish(plain, step)
-        # An update subtracts the sign of the gradient. For a gradient that should be zero, rounding
-        # decides the sign. So give both models the same parameters again.
+        # An update subtracts the sign of the gradient. If a gradient is zero except for rounding
+        # errors, its sign can differ between the models. So make their parameters equal again.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
@@ -270,8 +270,8 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-# Before PyTorch 2.13, if a layer raises an error, the Python generator in `checkpoint` is closed
-# only when the error is freed.
+# Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays open
+# until the error is freed. Closing this generator then causes the warning that is ignored below.
 MORE_RANKS = [pytest.param("ranks", n, marks=pytest.mark.slow) for n in (3, 4)]
 
 

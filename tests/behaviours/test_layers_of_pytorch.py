@@ -1,8 +1,9 @@
 """Layers with PyTorch tools that a pipeline supports only in part, with every schedule.
 
-A reentrant checkpoint and a frozen scripted layer are right everywhere. A scripted layer with
-parameters is refused. Operators that run functions of their own are refused on workers. Several
-gradients cannot be computed in one call.
+- A reentrant checkpoint and a frozen scripted layer give the right results with every schedule.
+- A scripted layer with parameters raises an error.
+- Operators that call Python functions, such as `torch.cond`, raise an error on worker threads.
+- A call that computes several gradients at once (`is_grads_batched`) raises an error.
 """
 
 import copy

@@ -46,7 +46,10 @@ def sum_per_token(output: Tensor, target: Tensor) -> Tensor:
 
 
 def expected(criterion: Callable[..., Tensor], weights: Sequence[float]) -> Any:
-    """Return the loss and the gradients of plain layers; each micro-batch has a weight."""
+    """Run plain layers on each micro-batch, and weight the losses of the micro-batches.
+
+    Return the sum of the weighted losses, and the layers with their gradients.
+    """
     plain = layers()
     total = torch.zeros(())
     for x, target, weight in zip(sentences(1), sentences(2), weights, strict=True):
@@ -116,7 +119,7 @@ def packed() -> MicroBatches:
 
 
 def test_packed_sequences_need_a_weight(engine: Any) -> None:
-    """Their samples cannot be counted, because the two tensors differ in dimension 0."""
+    """Packed sequences are two tensors of different lengths, so samples cannot be counted."""
     torch.manual_seed(0)
     parts = nn.Sequential(Embedded(), Pooled(), nn.Linear(6, CLASSES))
     model = piped(parts, [2, 1], devices=("cpu", "cpu"), engine=engine)

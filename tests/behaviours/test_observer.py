@@ -231,7 +231,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return a model, and its pipeline, which `record` takes."""
+    """Return a model, and the pipeline to give to `record` (with ranks, it is within the model)."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))

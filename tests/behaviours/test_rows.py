@@ -88,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def always(rows: Sequence[Row], engine: str) -> list[Case]:
-    """Return the rows with an engine, in the mode "always"."""
+    """Return the test cases of these rows with one engine, in the mode "always"."""
     found = [Case(row, "", engine, "always") for row in rows]
     return [case for case in found if not case.row.left_out(*case[1:])]
 
@@ -101,8 +101,8 @@ WARNINGS = (
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning",
     "ignore:Using backward\\(\\) with create_graph=True",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
-    # These warnings come from torch.compile (without a pipeline, too), from
-    # torch.distributed.checkpoint, and from a forked process.
+    # The first warning comes from torch.compile, even without a pipeline. The second comes from
+    # torch.distributed.checkpoint, and the third from a forked process.
     "ignore:`torch.jit.(script|trace|trace_method|freeze)` is deprecated",
     "ignore:torch.distributed is disabled",
     "ignore:This process .* is multi-threaded:DeprecationWarning",
@@ -110,7 +110,7 @@ WARNINGS = (
 
 
 def with_warnings(test: Any) -> Any:
-    """Mark a test of rows: ignore warnings that PyTorch gives of some rows."""
+    """Mark a test so that it ignores the warnings that PyTorch gives for some rows."""
     for each in WARNINGS:
         test = pytest.mark.filterwarnings(each)(test)
     return test
@@ -123,7 +123,7 @@ def test_rows(case: Case) -> None:
 
 @with_warnings
 def test_rows_with_a_default_device(with_default: Case) -> None:
-    """A default device is a mode of the calling thread, which other threads have to enter."""
+    """A default device holds in the calling thread only, so worker threads must set it, too."""
     torch.set_default_device("cpu")
     try:
         assert unlike(*with_default) == []
@@ -145,9 +145,10 @@ def test_each_guard_has_rows_that_need_it() -> None:
 
 @pytest.mark.parametrize("guard", ROWS_OF_GUARDS)
 def test_rows_of_guards(guard: str) -> None:
-    """Run the rows that need a guard, where each task is recomputed.
+    """Run the test cases that fail without a guard (torchgpipe/task/guards), with recomputation.
 
-    tests/planted/rows.json has a fault for each guard, which this test finds.
+    For each guard, tests/planted/rows.json has a fault that leaves the guard out. This test must
+    find all of these faults.
     """
     rows = {name: row for row, name in NAMES.items()}
     count = 0

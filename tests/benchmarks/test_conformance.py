@@ -29,7 +29,7 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the server of other tests, too. Otherwise the program starts one with less in it."""
+    """Start the fork server that all tests use. The program's own would have imported less."""
     forking()
 
 

@@ -1,4 +1,4 @@
-"""Each figure on a page is in a block from records, or it is a setting that the code has."""
+"""Each number with a unit on a page is in a block that a program writes, or is in `SETTINGS`."""
 
 import re
 from pathlib import Path
@@ -35,8 +35,8 @@ def default(command: str, option: str) -> float:
 
 # By page: the figures of its text, and what the code says. No program knows a figure with None.
 SETTINGS: dict[str, list[tuple[str, float | None]]] = {
-    "accuracy.md": [("0.1 times", None)],  # of the publication
-    "league.md": [  # a column, and the targets that predictions have
+    "accuracy.md": [("0.1 times", None)],
+    "league.md": [  # the targets that predictions have, and the heading of a column
         ("10%", None),
         ("10%", None),
         ("15%", None),
@@ -45,7 +45,7 @@ SETTINGS: dict[str, list[tuple[str, float | None]]] = {
     ],
     "measured.md": [("40 %", LARGEST_SHARE), ("0.05 s", SAMPLING_SECONDS)],
     "prediction.md": [
-        ("100 %", None),  # all of the emulated speed
+        ("100 %", None),
         ("5%", None),  # a tolerance of a test
         ("5 %", DEARER - 1),
     ],

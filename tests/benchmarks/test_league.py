@@ -31,7 +31,7 @@ def test_predictions_are_not_stale(path: Any) -> None:
 
 
 def record(kind: str, speeds: dict[str, float]) -> Record:
-    """Make a record in which the speed-ups of all rows are over the row `a`."""
+    """Make a record in which the row `a` is the baseline of all speed-ups."""
     results = []
     for name, speed in speeds.items():
         over = None if name == "a" else "a"

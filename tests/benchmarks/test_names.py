@@ -1,4 +1,4 @@
-"""Test that `benchmarks.names` finds what a page names although it is not there."""
+"""Test that `benchmarks.names` finds what a page names although it does not exist."""
 
 from pathlib import Path
 

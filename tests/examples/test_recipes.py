@@ -124,7 +124,7 @@ def test_recipes_are_short_and_in_the_guide(recipe: str) -> None:
 def assert_as_without_pipeline(
     recipe: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any]:
-    """Assert that a recipe has the module's losses, in one process and over ranks.
+    """Assert that a recipe, in one process and over ranks, has the losses of the model alone.
 
     Returns:
         The global variables of the recipe in one process.
@@ -154,7 +154,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_gpt_goes_on_from_a_saved_state(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks have saved the state, and one process goes on as if nobody had stopped."""
+    """One process continues from a state that two ranks have saved. The loss is undisturbed."""
     variables = assert_as_without_pipeline("gpt.py", folder, capsys)
     assert variables["cosine"].get_last_lr() == pytest.approx([0.0], abs=1e-9)
     expected = variables["loss"].item() * variables["ACCUMULATE"]

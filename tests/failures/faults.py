@@ -1,6 +1,6 @@
 """Faults for tests of training: functions that a process calls in its second step.
 
-Some of them are no faults, but only take long.
+Some of these functions are not faults: they only take long.
 """
 
 import ctypes
@@ -106,17 +106,17 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Do nothing: this function only stands for a fault in the table of faults.
+    """Do nothing: the training program makes this fault itself. It makes a gradient infinite.
 
-    The training program recognizes it, and makes a gradient infinite. All ranks must then skip the
-    update.
+    The table of faults (rows.py) names each fault by a function. All ranks must skip the update.
     """
 
 
 def takes_another_pipeline() -> None:
-    """Do nothing: this function only stands for a fault in the table of faults.
+    """Do nothing: the training program makes this fault itself.
 
-    The training program recognizes it, and calls another pipeline than the other ranks.
+    It calls another pipeline than the other ranks. The table of faults (rows.py) names each fault
+    by a function.
     """
 
 
@@ -156,7 +156,7 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Allocate memory until a limit of 64 MiB more than now."""
+    """Limit this process to 64 MiB more memory than now, and allocate until that fails."""
     pages, *_ = Path("/proc/self/statm").read_text().split()
     limit = int(pages) * resource.getpagesize() + 2**26
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))

@@ -89,8 +89,8 @@ class _Training:
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # Ranks tell where they are after a quarter of the timeout, at most after a second. So
-            # the other ranks learn in this time where this rank is, even on a busy machine.
+            # A rank reports where it is after a quarter of the timeout, or after a second if that
+            # is less. Sleep twice as long, so that other ranks have the report before the fault.
             time.sleep(2 * min(self.row.timeout / 4, 1.0))
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:

@@ -32,8 +32,9 @@ DELAY = 10.0  # seconds
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
     """Train as rank `k`. On the rank with the fault, train in a child process.
 
-    `method` is how the child starts. With "forkserver", there is no child. A fork is safe here,
-    because this process has not used autograd, which would have started threads.
+    `method` says how the child is started. With "forkserver", there is no child: this process
+    trains. A fork is safe here, because this process has not used autograd, which would have
+    started threads.
     """
     if method == "forkserver" or k != row.rank:
         program.train(k, link, row, folder)
@@ -45,7 +46,10 @@ def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
 
 
 def with_room(row: Row) -> Row:
-    """Return a row for this machine. If it is very busy, processes may not run for seconds."""
+    """Return the row, with a longer timeout if this machine is very busy.
+
+    On a very busy machine, a process may not run for seconds.
+    """
     load, _, _ = os.getloadavg()
     busy = load > 3 * (os.cpu_count() or 1)
     return replace(row, timeout=4 * SILENCE) if busy and row.timeout == SILENCE else row

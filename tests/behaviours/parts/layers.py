@@ -98,7 +98,10 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Wrap a norm so that it can train on one sample: it sees two channels of two values."""
+    """Wrap a norm so that it can train on one sample.
+
+    The norm sees each sample as two channels of two values.
+    """
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
 

@@ -233,7 +233,8 @@ class Case:
     def reorders(self) -> bool:
         """Whether a pipeline may add up numbers in another order than plain layers.
 
-        This is so if a tensor has more than two gradients to add up, and in deferred batch norm.
+        This can happen in two cases: a tensor has more than two gradients, or the case has deferred
+        batch norm.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -155,8 +155,8 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # These norms subtract the mean of their input. So the bias of the layer before has a gradient
-    # of zero, up to rounding, which deferred batch norm would change.
+    # These norms subtract the mean of their input, so a bias right before them has no effect.
+    # Its gradient is only a rounding error, and deferred batch norm would change this error.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

@@ -62,7 +62,10 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. A first pass (not a recomputation) lets another thread draw numbers before."""
+    """Apply dropout. Before, in a first pass only, let another thread draw random numbers.
+
+    In a recomputation, no other thread draws.
+    """
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
         thread.start()
@@ -165,8 +168,8 @@ def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
 def hooks_draw(run: Any, x: Tensor) -> bool:
     """Draw random numbers in hooks and in the caller. Return whether all of them are different.
 
-    If a recomputation restored the state of the caller's generator, some numbers would come twice.
-    It must not do so for layers that draw no random numbers.
+    The layers draw no random numbers. So a recomputation must leave the caller's generator alone:
+    if it restored an earlier state, some numbers would come twice.
     """
     drawn: list[float] = []
 

@@ -49,7 +49,7 @@ def encode_masked(self: Any, x: Tensor) -> Tensor:
 def padded() -> nn.Module:
     """Return a transformer encoder whose attention ignores padding at the ends of sequences.
 
-    Without gradients, PyTorch runs another implementation of it.
+    Without gradients, PyTorch runs another implementation of the encoder.
     """
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
     return Do(encode_masked, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
@@ -130,8 +130,8 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
     """Return whether dropout has the same mask in backward as in forward.
 
-    The layer restores the state of the global generator itself. This fails if a pipeline lets it
-    draw from another generator.
+    In backward, the layer restores the state of the global generator itself. The masks differ if a
+    pipeline lets the layer draw from another generator.
     """
     given = x.detach().requires_grad_()
     y = run(given)

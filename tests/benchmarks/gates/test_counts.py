@@ -150,9 +150,9 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a task waits or passes time, the gate counts it.
+    """Let each backward also wait for an event, or sleep. The gate must count this.
 
-    No task of the library does either, so `test_the_gate` does not show this.
+    Tasks of the library do neither, so `test_the_gate` does not show it.
     """
     backward = TaskGraph.backward
     before = count(WORKERS)

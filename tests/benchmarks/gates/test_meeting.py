@@ -56,7 +56,12 @@ METHODS = {
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Return a fault: tasks run under locks, and several partitions share a lock."""
+    """Return a fault: tasks hold a lock while they run, so that some tasks cannot overlap.
+
+    Args:
+        tasks: Only tasks whose kind starts with this text hold a lock.
+        locks: The number of locks, which the partitions use in turn.
+    """
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -75,7 +80,7 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
-    """Plant a fault: a recomputation waits for the gradient."""
+    """Plant a fault: a recomputation starts only when the gradient has arrived."""
     run = Program.run
 
     def without(self: Program, actions: Any, *given: Any, **options: Any) -> None:
@@ -127,9 +132,9 @@ LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# Faults that prevent overlap. A scene is a set of tasks that must overlap. The values are: the
-# function that runs a scene; the scene; a function that plants the fault; and words that the error
-# must have.
+# Faults that prevent that tasks overlap. The values are: the function that runs a scene; the scene
+# (a small pipeline in which certain tasks must overlap); a function that plants the fault; and
+# words that the error must have.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),

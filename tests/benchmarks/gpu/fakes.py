@@ -1,4 +1,4 @@
-"""Parts of `python -m benchmarks.gpu` that are made up, and what is read of their results."""
+"""Made-up parts of `python -m benchmarks.gpu`, and functions that read what a part has written."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Run = Callable[[Context], Fields]
 
 
 class Fake:
-    """A part that runs a function. The page shows its result as it is."""
+    """A part that runs a function. The page shows the function's result unchanged."""
 
     PURPOSE = "a question"
 

@@ -1,4 +1,4 @@
-"""Test the part that emulates the papers' speed tables, and what it says of a record."""
+"""Test the part that emulates the speed tables of papers, and its summary of an emulated run."""
 
 import signal
 import subprocess
@@ -27,7 +27,7 @@ def context(tmp_path: Path, seconds: float = 60.0) -> Context:
 
 
 def test_the_record_of_an_experiment_is_summed_up() -> None:
-    """Rows have samples/s: emulated, with one thread, and published. Others have a reason."""
+    """A row has samples/s: emulated, with one thread, and published. A failed row has a reason."""
     results = ran("amoebanet-speed", "paper", lambda row: [100.0] * 3, "cuda", emulated=True)
     first, second, *_ = results
     slow = {"one_thread_time": first.config["batch_size"] / 25.0}
@@ -56,7 +56,7 @@ def test_the_record_of_an_experiment_is_summed_up() -> None:
 def test_a_run_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process gets SIGINT, and the record that it has written by then is read."""
+    """The run's process gets SIGINT. The record that the process has written before is read."""
     given = context(tmp_path)
     folder = tmp_path / "records"
     folder.mkdir()
@@ -97,7 +97,7 @@ def test_experiments_without_time_are_named(tmp_path: Path) -> None:
 def test_each_experiment_gets_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an experiment leaves of its time is for the later ones; their results are predicted."""
+    """Time that an experiment does not use is for later experiments. Results get predictions."""
     given = Context("part", "paper", tmp_path / "part", time.monotonic() + 305.0)
     given.folder.mkdir()
     asked: dict[str, float] = {}

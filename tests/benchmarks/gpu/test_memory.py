@@ -1,4 +1,4 @@
-"""Test the memory of one partition alone: its steps are those of the whole pipeline."""
+"""Test how memory is measured if each partition of a pipeline runs alone, one after another."""
 
 import time
 from dataclasses import replace
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"size": (1, 2), "batch_size": 4, "input_shape": (3, 64,
 
 
 def unet(balance: tuple[int, ...] | None) -> Row:
-    """Return a small U-Net, whose skips cross all partitions, and nothing else."""
+    """Return a row (configuration): a small U-Net, without a pipeline if `balance` is `None`."""
     row = EXPERIMENTS["unet-memory"].scale("paper").rows[3 if balance else 0]
     row = replace(row, **SMALL, balance=balance)
     if balance is None:
@@ -37,10 +37,12 @@ OUTPUTS = 4 * 64 * 64 * 4
 
 @pytest.mark.parametrize("balance", [None, (65,), (16, 16, 16, 17)])
 def test_a_partition_alone_takes_as_much_memory_as_is_predicted(balance: Any) -> None:
-    """The peaks of partitions alone are those that are predicted for the whole pipeline.
+    """Partitions that run alone have the memory peaks that are predicted for the whole pipeline.
 
-    A prediction leaves out the tensors of the criterion, on the last device. It has the copies of
-    one activation and one gradient that arrive ahead of their tasks.
+    Two differences are allowed:
+
+    - A prediction leaves out the tensors of the criterion, which are on the last device.
+    - It includes copies of an activation and of a gradient that arrive before their tasks.
     """
     row = unet(balance)
     counts = counted(row.sized)

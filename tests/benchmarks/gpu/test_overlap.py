@@ -1,4 +1,4 @@
-"""Test what is read off a timeline of two devices: how copies and recomputations overlap."""
+"""Test two measures of a timeline: hidden copies, and recomputations before their gradients."""
 
 import time
 from pathlib import Path
@@ -30,8 +30,8 @@ def test_copies_are_hidden_while_a_task_runs() -> None:
 
 def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
     step = timeline(
-        ("recompute", 1, 0, 0.0, 1.0),  # before the gradient is there
-        ("recompute", 1, 1, 0.0, 1.0),  # of the second partition: does not count
+        ("recompute", 1, 0, 0.0, 1.0),
+        ("recompute", 1, 1, 0.0, 1.0),  # not counted, because it is on the last partition
         ("backward", 1, 1, 1.0, 2.0),
         ("backward", 0, 1, 2.0, 3.0),
         ("recompute", 0, 0, 3.5, 4.0),  # after the gradient is there
@@ -40,7 +40,11 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """A replay of recorded tasks knows which component is on."""
+    """Replay a recorded step with and without two components of the library.
+
+    With "dependency", a recomputation starts before its gradient arrives. With "streams", copies
+    run on streams of their own, beside the tasks.
+    """
     events: list[tuple[Kind, int, int, float, float]] = []
     now = 0.0
     seconds: dict[Kind, float] = {"forward": 1.0, "recompute": 1.0, "backward": 2.0}

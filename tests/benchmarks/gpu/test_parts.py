@@ -31,7 +31,7 @@ GPipe = lambda layers, balance, **_: nn.Sequential(*layers)
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """All parts run at a tiny size, beside another torchgpipe, and their results are kept."""
+    """Run all parts at a tiny size, and compare with another version of torchgpipe."""
     package = tmp_path / "other" / "torchgpipe"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(OLD)
@@ -243,7 +243,7 @@ def test_what_compiled_layers_gain_is_a_ratio_of_steps() -> None:
 def test_all_layers_are_compiled_although_they_share_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of three shapes needs a version of the code, and PyTorch would make only one."""
+    """Layers of three shapes need three compiled versions of their code; the limit here is one."""
 
     def build() -> tuple[nn.Sequential, Tensor]:
         layers = [nn.Linear(width, width + 1) for width in (2, 3, 4)]

@@ -46,7 +46,7 @@ def hangs(context: Context) -> Fields:
 
 
 def interrupts(context: Context) -> Fields:
-    """Interrupt the command, and start a process when the command has listed all processes."""
+    """Interrupt the command. When it has listed all processes, start one more process."""
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)
     while not (context.folder / LISTED).exists():
@@ -59,7 +59,7 @@ LISTED = "listed"
 
 @pytest.fixture
 def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the first list of processes old when it arrives: the part can start one meanwhile."""
+    """Delay the first list of processes, until the part has started a process that it lacks."""
 
     def listed() -> dict[int, tuple[int, int]]:
         found = listing()
@@ -171,7 +171,6 @@ def test_a_signal_right_after_the_start_ends_the_part(
 def test_what_slows_a_gpu_in_the_middle_of_a_part_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU is idle at first, then slow, and at last as fast as it can be."""
     idle = GpuState(0, 345.0, temperature=31.0, idle=True, slowed_by=[])
     slow = GpuState(0, 1400.0, temperature=83.0, idle=False, slowed_by=["hardware slowdown"])
     fast = GpuState(0, 1980.0, temperature=70.0, idle=False, slowed_by=[])
@@ -206,7 +205,7 @@ def test_what_slows_a_gpu_in_the_middle_of_a_part_is_seen(
 def test_this_process_does_not_ask_cuda_how_many_gpus_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its forks, the parts, could not use CUDA afterwards."""
+    """If it did, the parts, which are forks of this process, could not use CUDA."""
 
     def count() -> int:
         asked.append(os.getpid())

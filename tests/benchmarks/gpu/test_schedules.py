@@ -48,7 +48,7 @@ def test_a_wrong_order_and_wrong_gradients_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first task's memory is the unit; only memory after forwards counts."""
+    """The unit is the memory that the first task takes. Only memory after forwards counts."""
     allocated = iter([100, 110, 120, 115])
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: next(allocated))
     watch = schedules.Watch(torch.device("cuda"))

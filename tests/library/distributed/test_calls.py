@@ -41,8 +41,8 @@ def small(**options: Any) -> Any:
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
         pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
-    # If a rank failed in its first call while another one still makes its pipeline, the other one
-    # would get the error here, and not in the call that the test expects to fail.
+    # Wait until all ranks have made their pipeline. Otherwise, if a rank fails in its first call,
+    # another rank could get the error while it makes its pipeline. The test expects it in the call.
     dist.barrier()
     return pair
 
@@ -124,7 +124,7 @@ def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def test_a_criterion_that_uses_parameters_of_another_rank_is_refused() -> None:
-    """Their gradients would be computed on the last rank, and not reach the other ranks."""
+    """The gradient of such a parameter would stay on the last rank, and not reach its own rank."""
     layers = linears()
     model = DistributedGPipe(layers, [1] * WORLD, chunks=3, schedule="1F1B")
     refusal = r"uses \d.\w+, a parameter of another rank's layers.*each rank"
@@ -247,8 +247,8 @@ def test_errors_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = dist.get_rank()
     ours, threads = small()
     with monkeypatch.context() as patch:
-        # On a busy machine, a rank can be late by seconds. Others would not wait for its answer to
-        # their final messages, and then it would count them as failed.
+        # On a busy machine, a rank can be late by seconds. Without these patches, the other ranks
+        # would not wait for its answer to their final messages. It would then count them as failed.
         for module in (liveness, connections):
             patch.setattr(module, "GRACE", 20.0)
         patch.setattr(RankMonitor, "answers", lambda monitor, peer: True)

@@ -1,7 +1,7 @@
 """Test how the ranks connect by NCCL, and what they do if NCCL does not connect them, or hangs.
 
-NCCL and the ranks are simulated in threads.py. How PyTorch's real groups behave was read in their
-source: only several GPUs can show it.
+NCCL and the ranks are simulated in threads.py. The simulation follows the source code of PyTorch's
+groups. Only tests on several GPUs can show how real groups behave.
 """
 
 import copy
@@ -47,7 +47,7 @@ def trained(world: World) -> list[Any]:
 
 
 def with_broken_pair(world: World, fails: Callable[[], None], streams: Any) -> None:
-    """Call `fails` on both ranks instead of their first transfer from rank 1 to rank 2."""
+    """Replace the first transfer from rank 1 to rank 2 by a call of `fails` on both ranks."""
 
     def made(store: str, own: int, *more: Any) -> Pair:
         pair: Any = world.pair(store, own, *more)
@@ -78,7 +78,7 @@ def test_if_nccl_does_not_connect_one_pair_all_ranks_use_host_memory(streams: An
 
 
 def test_a_rank_that_dies_while_others_connect_ends_them(streams: Any) -> None:
-    """The other ranks do not wait until `PATIENCE` is over."""
+    """The other ranks raise an error, and do not wait for `PATIENCE` seconds."""
     world = simulate_ranks(streams, GPUS[:N])
 
     def die() -> None:
@@ -150,7 +150,7 @@ def test_pytorch_takes_these_arguments_and_has_these_methods() -> None:
 
 
 def test_all_pairs_are_aborted_at_the_same_time() -> None:
-    """NCCL ends the abort of a pair only when the transfers of all other pairs have ended, too."""
+    """In NCCL, the abort of one pair ends only when the transfers of all pairs have ended."""
     n = 4
     together = threading.Barrier(n, timeout=PATIENCE)
 

@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Check that the loss is that of rank 0's input and the last rank's target."""
+    """Check that there is one warning, and that a loss has rank 0's input and the last's target."""
     rank = dist.get_rank()
     model = made()
     with warned() as said:
@@ -146,7 +146,7 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Rank 0 has both the first and the last stage, and uses only its own data."""
+    """Expect no warning if rank 0 has the first and the last stage: only its data is used."""
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))

@@ -115,7 +115,10 @@ def test_a_backward_of_the_callers_loss() -> None:
 
 
 def test_a_backward_for_the_input_only() -> None:
-    """Rank 0 asks for the gradient of its input only; the other ranks must not wait for it."""
+    """Rank 0 computes only the gradient of the input, and none of the shared weight.
+
+    The other ranks must not wait for rank 0's gradient of the weight.
+    """
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH, bias=False)
     middle, last = nn.PReLU(), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -132,7 +135,7 @@ def test_a_backward_for_the_input_only() -> None:
 
 
 def test_a_criterion_that_uses_the_weight() -> None:
-    """The gradient of a penalty in the criterion reaches all copies."""
+    """Add a penalty on the shared weight in the criterion. Its gradient must reach all copies."""
     plain, layers = gpt(), gpt()
     model = DistributedGPipe(layers, [1, 2, 1], chunks=4)
     x, target = words()
@@ -166,7 +169,10 @@ def uniform(k: int, layer: nn.Module) -> None:
 
 
 def test_layers_on_meta_begin_with_equal_copies() -> None:
-    """The values are those of one process: `init` fills the weight twice, the last time counts."""
+    """Expect the values that the shared weight has in one process.
+
+    There, `init` fills the weight twice, once for each layer that has it. The last values stay.
+    """
     with torch.device("meta"):
         model = DistributedGPipe(gpt(), [1, 2, 1], init=uniform)
         threads = GPipe(gpt(), [1, 2, 1], devices=["cpu"] * 3, init=uniform)
@@ -184,7 +190,7 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
 def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
     """Assert that a step raises an error on ranks 0 and 2, which have the shared weight.
 
-    Rank 1 may have ended its part of the mini-batch before.
+    Rank 1 may raise no error, because it may have finished its part of the step before.
     """
     error = ""
     try:
@@ -225,7 +231,7 @@ def test_copies_that_differ_are_refused(
 def test_copies_are_compared_again_later(
     first: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer with another learning rate on one rank is found."""
+    """Give each rank another learning rate. The copies then differ, and a step must find this."""
     monkeypatch.setattr(tied, "COMPARED_FIRST", first)
     monkeypatch.setattr(tied, "COMPARED_EVERY", 2)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
@@ -254,7 +260,11 @@ def test_a_frozen_weight() -> None:
 
 
 def test_a_state_fits_any_balance() -> None:
-    """The optimizer's state of the weight is saved once, under the name of the plain model."""
+    """Save a model on three ranks, and load the state into one process and another balance.
+
+    The optimizer's state of the shared weight is saved once, under the weight's name in one
+    process.
+    """
     plain, model = gpt(), DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
     of_plain, optimizer = adam(plain), adam(model)
     trained(plain, of_plain, 1, 2)
@@ -275,7 +285,7 @@ def test_a_state_fits_any_balance() -> None:
 
 
 class Functional(nn.Module):
-    """A language model that uses one weight in two functions, and has it itself."""
+    """A language model that calls two functions with one weight: for the embedding and the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +317,7 @@ def test_a_traced_module_that_uses_a_weight_twice() -> None:
 
 
 class Listed(nn.Module):
-    """A head that hides the embedding in a list."""
+    """A head that hides the embedding in a list, so that it is no submodule."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

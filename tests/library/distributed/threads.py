@@ -272,7 +272,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_made", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
-        """Leave out `distributed`, because all simulated ranks share one default generator."""
+        """Make seeds as in one process: all simulated ranks share one default generator."""
         return Seeds(*given, **options)
 
     patch.setattr(batch, "Seeds", seeds_of_one_generator)

@@ -133,7 +133,10 @@ def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_workers_allow_what_one_thread_calls() -> None:
-    """Call collectives in the criterion and in hooks of parameters, which one thread calls."""
+    """Call collectives in the criterion and in hooks of parameters.
+
+    A single thread calls the criterion and these hooks, so collectives are allowed there.
+    """
 
     def contrasting(y: Tensor, target: Tensor) -> Tensor:
         samples = torch.cat(all_gather(y))

@@ -22,7 +22,7 @@ PATIENCE = 30.0
 
 
 class Custom(Exception):
-    """An error that cannot be copied: its class takes other arguments than `Exception` keeps."""
+    """An error that cannot be copied: its class takes two arguments, and `args` has only one."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"{number}: {text}")
@@ -65,7 +65,7 @@ class Raises(nn.Module):
 
 
 def nodes(y: Tensor) -> dict[tuple[int, int], Any]:
-    """Return the node of each task in the graph of `y`, by micro-batch and stage."""
+    """Return the autograd node of each task in the graph of `y`, by micro-batch and stage."""
     found = {}
     unseen: list[Any] = [y.grad_fn]
     while unseen:
@@ -128,7 +128,10 @@ def test_two_threads_that_fail_do_not_wait_for_each_other() -> None:
 
 
 def test_the_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread inside of a partition can need the thread that has failed."""
+    """A thread that fails waits for threads inside of partitions, but only for a limited time.
+
+    Otherwise, two threads could wait for each other for ever.
+    """
     monkeypatch.setattr(in_partitions, "PATIENCE", 0.01)
     inside = InPartitions()
     goes_on = threading.Event()

@@ -87,7 +87,7 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
 
 
 class Slow(SimpleQueue[Any]):
-    """A queue with a pause after each put, in which another caller can put its items."""
+    """A queue that pauses after each `put`, so that another caller can put its items meanwhile."""
 
     def put(self, *item: Any) -> None:
         super().put(*item)
@@ -174,7 +174,7 @@ def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> Non
 
 
 def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
-    """Only runs with gradients take turns. A step must not take an evaluation for interrupted."""
+    """Begin a step while another thread evaluates. The step must not stop the evaluation."""
     model = pipeline(2, chunks=2)
     started, go_on = threading.Event(), threading.Event()
     ones = torch.ones(4, 2)
@@ -201,7 +201,7 @@ def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
 def test_a_hook_in_the_last_partition_may_call_the_pipeline(schedule: str, mode: Any) -> None:
-    """It may do so in a first pass and in a recomputation, while all worker threads are busy."""
+    """Call the pipeline in a hook, in first passes and in recomputations."""
     model = piped(linears(2), [1, 1], 2, checkpoint=mode, engine="workers", schedule=schedule)
     x = torch.linspace(-1, 1, 8).view(4, 2)
     with torch.no_grad():

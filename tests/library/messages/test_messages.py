@@ -72,7 +72,7 @@ class Cached(nn.Module):
 
 
 class Linear(nn.Module):
-    """A layer with the name of one of PyTorch's layers, like the layers of adapters."""
+    """A layer whose class has the name of a class of PyTorch, like layers of adapter libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_a_criterion_that_needs_no_target() -> None:
 
 
 def test_success_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """`sequential` guesses which arguments have a batch dimension. Wrong guesses fail silently."""
+    """`sequential` guesses which arguments have a batch dimension. Wrong guesses print nothing."""
     case = CASES["a mask as long as the batch"]
     sequential(case.make(), case.sample())
     assert capfd.readouterr() == ("", "")

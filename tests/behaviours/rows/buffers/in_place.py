@@ -90,7 +90,7 @@ def changed_after(run: Any, x: Tensor) -> list[Tensor]:
 
 
 def changed_before_backward(run: Any, x: Tensor) -> None:
-    """Change an output in place that is needed by the backward of sigmoid."""
+    """Change the output of a sigmoid in place, which the backward of the sigmoid needs."""
     y = run(x)
     y.mul_(2)
     y.sum().backward()
@@ -109,9 +109,8 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # A pipeline copies a partition's input for an in-place layer (one with the attribute
-    # `inplace`). The layer gets this input if it is the partition's first layer, or if all layers
-    # before it return their inputs.
+    # If the first layer of a partition has the attribute `inplace=True`, it gets a copy of the
+    # partition's input. Layers `Identity` and `Flatten` before it do not matter.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

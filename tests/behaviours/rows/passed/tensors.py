@@ -22,9 +22,9 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a factory of these layers.
+    """Return a factory of layers, one for each of the given functions.
 
-    `linear` and `first` build layers. Any other function is itself the forward of a layer.
+    The functions `linear` and `first` build a layer. Any other function is the forward of a layer.
     """
     factories = []
     for given in layers:

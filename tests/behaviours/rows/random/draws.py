@@ -244,7 +244,7 @@ def in_and_out_of_training(run: nn.Module, x: Tensor) -> Any:
 
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
-    """Run steps with different batch sizes. A batch of one sample runs on another engine."""
+    """Run steps with different batch sizes. With a single sample, no tasks can overlap."""
     found = []
     for size in (1, 8, 1, 1, 8, 8, 3):
         shown = step(run, x[:size])

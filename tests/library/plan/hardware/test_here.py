@@ -75,7 +75,7 @@ def test_what_works_beside_others_takes_longer(beside_it: int, monkeypatch: Monk
 def test_warns_if_other_programs_use_the_cores(
     ticks: int, seconds: float, said: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    """Other programs use one core of this process for some ticks, and another core all the time."""
+    """Other programs use the core of this process for `ticks` ticks. Other cores do not count."""
     now = iter([0.0, seconds])
     monkeypatch.setattr(others, "STAT", tmp_path / "stat")
     monkeypatch.setattr(others, "perf_counter", lambda: next(now))

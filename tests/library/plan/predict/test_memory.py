@@ -105,8 +105,8 @@ def pairs() -> Sequential:
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
     """Return a factory of three layers, of which the middle one is `function(layer, input)`.
 
-    The function uses the parameter `w` of its layer. Autograd either keeps the gradient of `w` or
-    copies it. It copies the gradient if something else refers to it.
+    The function uses the parameter `w` of its layer. Autograd keeps the computed gradient as
+    `w.grad`, or keeps a copy if something else refers to the gradient.
     """
     return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
@@ -284,7 +284,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Record the live bytes before the first task, and the maximum after forwards."""
+        """Record the live bytes before the first task, and the most after any forward so far."""
         if not before:
             before.extend(live.live)
         yield
