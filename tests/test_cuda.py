@@ -104,7 +104,7 @@ def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpo
 
 @pytest.mark.parametrize("devices", WITH_HOST)
 def test_a_weight_of_a_gpu_and_the_host(devices: Places, checkpoint: Any) -> None:
-    """The weight stays one parameter on the first device that uses it, with one gradient."""
+    """A weight that a GPU and the host share stays one parameter, on the first device with it."""
     torch.manual_seed(0)
     module, plain = with_shared_weight(), with_shared_weight()
     plain.load_state_dict(module.state_dict())

@@ -110,9 +110,9 @@ def test_imports_go_down() -> None:
 
 
 def test_each_folder_has_its_line() -> None:
-    """Each folder of the library and of `reproduce` has a line.
+    """`LAYERS` names each folder of the library and of `reproduce`.
 
-    So has each file of the library's top folder, but for those with old names.
+    It also names each file of the library's top folder, except files of old module names.
     """
     parts = {"torchgpipe", "reproduce", "benchmarks", "reproduce.error"}
     for top in ("torchgpipe", "reproduce"):

@@ -40,9 +40,9 @@ class Row:
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             outside of the pipeline ("outside").
-        others: A pattern of the error that other ranks must raise, at most 10 s after the timeout
-            if they wait for it, or else after the fault. (On a machine that is not busy, at most
-            2 s.) If the pattern is empty, other ranks must not raise.
+        others: A pattern of the error that other ranks must raise. If it is empty, they must not
+            raise an error. They may take 10 s (2 s on a machine that is not busy). This time begins
+            with the fault, or with the end of the timeout if the other ranks wait for it.
         own: A pattern of the error that the rank with the fault raises, if it can raise an error.
         engine: The engine. "ranks" uses three processes, and other engines use one process.
         rank: The rank on which the fault happens.

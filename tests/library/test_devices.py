@@ -80,7 +80,7 @@ USES: dict[str, Callable[[GPipe, Any], object]] = {
 def test_a_call_waits_at_its_end_until_pinned_memory_is_copied(
     use: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller may refill a pinned input when the call has returned."""
+    """The caller may refill a pinned input as soon as the call has returned."""
     happened: list[str] = []
     pinned = torch.rand(4, 2)
     inputs: dict[str, Any] = {

@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of shape (tokens, tokens). In one test, the batch size is the same."""
+    """A module with a mask of shape (tokens, tokens). In one case, batch size and tokens agree."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)

@@ -81,7 +81,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 
 def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outcome:
-    """Run a test, also a slow one. It has failed if it has not ended within `limit` seconds."""
+    """Run a test, even if it is slow. If it takes longer than `limit` seconds, it has failed."""
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)
     if code != 0:
@@ -92,7 +92,7 @@ def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outco
 def _run_pytest(
     tree: Path, arguments: Sequence[str], limit: float, stop: threading.Event
 ) -> tuple[int | None, str]:
-    """Run pytest; return its exit code, or None if it was ended, and what it has printed."""
+    """Run pytest. Return its exit code (`None` if pytest was stopped) and what it has printed."""
     command = [sys.executable, "-m", "pytest", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     end = time.monotonic() + limit

@@ -1,6 +1,7 @@
 """Plant losses of speed in a copy of this repository; count how often `regression` finds them.
 
-losses.json has the losses: the file, the old text, the new text, and the gates that find the loss.
+losses.json has the losses: the file, the old text, the new text, and the gates (checks of
+`regression`) that find the loss.
 
     python -m tests.planted.losses                          # 10 runs of each loss: hours
     python -m tests.planted.losses --gate counts --gate meeting --runs 1    # minutes
@@ -59,18 +60,18 @@ def read() -> list[Loss]:
 
 
 def chosen(asked: Namespace) -> list[Loss]:
-    """Return the losses to plant: of chosen gates, only the losses that they find."""
+    """Return the losses whose kind contains `--only`, and which the chosen gates should find."""
     if asked.unchanged:
         return [NOTHING]
     gates = set(asked.gates or GATES)
     losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
     if not losses:
-        raise Error(f"--only {asked.only}: no loss of these gates has this text in its kind")
+        raise Error(f"--only {asked.only}: no loss that these gates find has this text in its kind")
     return losses
 
 
 class Tally:
-    """How often each gate has judged a loss, and how often it has found it.
+    """The results for one loss: how many runs each gate had, and how many of them found the loss.
 
     Args:
         loss: The loss.
@@ -86,21 +87,21 @@ class Tally:
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
-        """Return how many runs a gate had, or all gates together (`CANNOT_TELL`)."""
+        """Return the number of a gate's runs. For the name `CANNOT_TELL`, count all runs."""
         result = self.results.get(name)
         return 0 if result is None else int(result.values[RUNS])
 
     def found(self, name: str) -> int:
-        """Return in how many runs a gate has found the loss, or no gate could tell."""
+        """Return in how many runs a gate found the loss (`CANNOT_TELL`: in how many none could)."""
         result = self.results.get(name)
         return 0 if result is None else int(result.values[FOUND])
 
     def missing(self, gates: Sequence[str], runs: int) -> list[str]:
-        """Return the gates that had less than `runs` runs."""
+        """Return the gates that had fewer than `runs` runs."""
         return [gate for gate in gates if self.runs(gate) < runs]
 
     def add(self, gates: Sequence[str], found: set[str]) -> list[Result]:
-        """Add a run of some gates, and what has found the loss; return all results."""
+        """Add a run of `gates`, of which those in `found` found the loss. Return all results."""
         for name in (*gates, CANNOT_TELL):
             values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}
             self.results[name] = Result(
@@ -110,13 +111,14 @@ class Tally:
 
 
 def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
-    """Return whether a loss was found by a gate in each of its runs, and all runs could tell.
+    """Return whether `regression` found a loss reliably.
 
-    If nothing is changed, no gate may have found anything.
+    This needs two things. One of the loss's own gates has found it in each of the gate's runs, and
+    no run has ended without a judgement. For `NOTHING`, no gate may have found anything.
 
     Args:
-        tally: The results of a loss.
-        gates: The gates that have judged it.
+        tally: The results of the loss.
+        gates: The gates that have run.
     """
     if tally.found(CANNOT_TELL):
         return False
@@ -128,7 +130,7 @@ def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
 
 
 def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
-    """Plant each loss, and run `regression` as often as runs are missing; yield the results."""
+    """Plant each loss, run `regression` until each gate has `runs` runs, and yield the results."""
     with copied() as tree:
         commit(tree)
         for tally in tallies:
@@ -154,9 +156,9 @@ def planted(loss: Loss, tree: Path) -> Iterator[None]:
 
 
 def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[str]:
-    """Compare the working tree with its commit; return the gates that find a loss.
+    """Run `regression` in a tree with a planted loss. Return the gates that find a loss.
 
-    The result also has `CANNOT_TELL` if the exit code says so.
+    If the exit code says that `regression` could not judge, the result contains `CANNOT_TELL`.
     """
     program = [sys.executable, "-m", "reproduce", *ASKED]
     if len(gates) < len(GATES):  # all gates are the default
@@ -185,7 +187,7 @@ def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[
 
 
 def commit(tree: Path) -> None:
-    """Commit the whole working tree, which may have changes that the repository lacks."""
+    """Commit all files of a tree, also those that are not committed in the original."""
     name = ["-c", "user.name=planted", "-c", "user.email=planted@localhost"]
     subprocess.run(["git", "add", "--all"], cwd=tree, check=True)
     message = ["commit", "--quiet", "--allow-empty", "--no-verify", "--message", "unchanged"]
@@ -193,11 +195,11 @@ def commit(tree: Path) -> None:
 
 
 def begun(asked: Namespace) -> Record:
-    """Return the record of this start, with the results that the file of `--out` has.
+    """Return a record for this start of the program, with the results that `--out FILE` has.
 
     Raises:
         Error: The results in the file were found with other arguments of `regression`, or the
-            arguments name gates.
+            arguments after `--` contain `--gate`.
     """
     if "--gate" in asked.arguments:
         raise Error("give --gate before --, so that the runs of each gate can be counted")
@@ -214,14 +216,14 @@ def begun(asked: Namespace) -> Record:
         other = result.config["arguments"]
         if other != asked.arguments:
             raise Error(
-                f"--out {asked.out}: its runs of regression had the arguments {other}, and not "
-                f"{asked.arguments}: name another file"
+                f"--out {asked.out}: its runs of regression had the arguments {other}, but now "
+                f"they are {asked.arguments}: name another file"
             )
     return continued(record, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count how often losses are found. Return 0 if all is as wanted (`is_as_wanted`), else 1."""
+    """Count how often losses are found. Return 0 if `is_as_wanted` is true for all, else 1."""
     parser = command("losses", __doc__, package="tests.planted")
     parser.add_argument(
         "--runs", type=positive, default=10, metavar="N", help="runs of each loss (default 10)"

@@ -93,11 +93,11 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
     asked = ["--out", str(file), "--only", "spins", "--runs", "1"]
     runs.answers = [{"times"}]
     assert main([*asked, "--", "--restarts", "14"]) == 0
-    with pytest.raises(Error, match=r"had the arguments .*'14'\], and not \[\]: name"):
+    with pytest.raises(Error, match=r"had the arguments .*'14'\], but now they are \[\]: name"):
         main(asked)
     with pytest.raises(Error, match="give --gate before --"):
         main(["--", "--gate", "times"])
-    with pytest.raises(Error, match="--only no such: no loss of these gates has this text"):
+    with pytest.raises(Error, match="--only no such: no loss that these gates find has this"):
         main(["--only", "no such"])
 
 

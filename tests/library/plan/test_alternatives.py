@@ -29,7 +29,13 @@ def model(width: int = 64, layers: int = 8) -> Sequential:
 
 
 def predictor(width: int = 64, link: float = NODE.link_bandwidth, rows: int = 1) -> Predictor:
-    """Count a model whose samples have so many rows, and predict for so fast a link."""
+    """Make a predictor for a model with linear layers.
+
+    Args:
+        width: The number of features of the layers.
+        link: The bandwidth between devices in bytes per second.
+        rows: The number of rows of a sample, each with `width` features.
+    """
     counts = count(model(width), torch.empty(2, rows, width))
     return Predictor(counts, replace(NODE, link_bandwidth=link))
 
@@ -50,7 +56,10 @@ def test_plain_training_is_a_pipeline_of_one_device() -> None:
 
 
 def test_accumulation_is_a_pipeline_of_one_device() -> None:
-    """With less memory, the batch is split into micro-batches, as by 1F1B on one device."""
+    """With less memory, one device accumulates gradients over micro-batches.
+
+    The predicted time is that of a 1F1B pipeline on one device.
+    """
     made = predictor()
     (plain,) = alternatives(made, 512, 1, SGD, PLENTY)
     (found,) = alternatives(made, 512, 1, SGD, plain.peak * 0.6)
@@ -62,7 +71,7 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
 
 
 def test_recomputation_takes_another_forward_and_saves_memory() -> None:
-    """Give so little memory that micro-batches of one sample do not fit without recomputation."""
+    """Give no memory. The result has micro-batches of one sample, and recomputation."""
     made = predictor(rows=100)
     (least,) = alternatives(made, 512, 1, SGD, 0.0)
     assert least.recomputed
@@ -97,10 +106,11 @@ def fsdp(made: Predictor, batch_size: int, devices: int) -> Alternative:
 
 
 def test_fsdp_shards_parameters_gradients_and_state() -> None:
-    """With one sample a device, activations hardly count: this is the memory of ZeRO-3.
+    """A device has one sample, so its activations take hardly any memory. The rest is as in ZeRO-3.
 
-    Four units of layers, of equal size, are gathered: the parameters of two, and the gradients of
-    one.
+    FSDP splits the layers into four equal units. A device has its shard of all parameters,
+    gradients and Adam states. It also has gathered parameters of two units, and whole gradients of
+    one unit.
     """
     made = predictor(width=512)
     whole = bytes_of(made)

@@ -85,7 +85,7 @@ def test_precision_and_headroom() -> None:
 
 
 def test_fewer_devices_than_given() -> None:
-    """The layers are so small that copies between devices take longer than they save."""
+    """With such small layers, one device is faster: copies between devices would take too long."""
     with pytest.warns(UserWarning, match="uses 1 of the 3 devices that it was given") as caught:
         model = made(devices=["cpu"] * 3)
     assert len(model.devices) == 1

@@ -135,7 +135,10 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
 
 
 def test_names_another_way_to_train_where_no_pipeline_has_room() -> None:
-    """One of two devices has two of three layers. FSDP gives it half of the optimizer's state."""
+    """Three layers do not fit on two devices: a pipeline gives two of the layers to one device.
+
+    FSDP gives each device half of the optimizer's state, so it fits.
+    """
     layers = [Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     sample = torch.empty(1, 256, dtype=torch.bfloat16)
     how: dict[str, Any] = {"batch_size": 8, "devices": 2, "headroom": 0, "hardware": "h100x8"}

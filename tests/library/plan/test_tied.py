@@ -25,7 +25,7 @@ NONE = optimizer_named("none", foreach=True)
 
 
 def language_model(*, tied: bool, frozen: bool = False) -> Sequential:
-    """Return an embedding, two layers, and a head; both ends have one weight if it is `tied`."""
+    """Return an embedding, two linear layers, and a head. If `tied`, both ends share a weight."""
     embedding = Embedding(WORDS, WIDTH)
     head = Linear(WIDTH, WORDS, bias=False)
     if tied:

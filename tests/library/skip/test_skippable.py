@@ -158,7 +158,7 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
 
 
 def layer(word: str) -> Module:
-    """Make a layer from a word: "+ab" stashes the skips a and b, "-a" pops a, "." does neither."""
+    """Make a layer from a word: "+ab" stashes the skips a and b, "-a" pops a, "." has no skips."""
     if word == ".":
         return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
@@ -168,10 +168,11 @@ def layer(word: str) -> Module:
     return made
 
 
-# Each value has three lists. The first has a string for each partition, with a word for each layer
-# (see `layer`). The second has the expected copies of skips with portals, which copy straight to
-# the target partition. The third has those without portals, from each partition to the next. "a03"
-# is a copy of the skip a from partition 0 to partition 3.
+# Each value has three lists:
+# 1. The partitions: a string for each, with a word for each layer (see `layer`).
+# 2. The expected copies with portals, which copy a skip straight to the target partition. "a03" is
+#    a copy of the skip a from partition 0 to partition 3.
+# 3. The expected copies without portals, from each partition to the next one.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),

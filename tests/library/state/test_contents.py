@@ -117,7 +117,7 @@ CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_tensors_of_any_layout_and_type(name: str, tmp_path: Path) -> None:
-    """They can be buffers, and values that are given by name."""
+    """Save such a tensor as a buffer, and as a value that is given by name."""
     convert = CONVERSIONS[name]
 
     def with_buffer(x: Tensor) -> GPipe:
@@ -175,7 +175,10 @@ def test_plain_layers_load_a_state(tmp_path: Path) -> None:
 def test_a_reader_looks_again_if_its_state_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training with `keep=1` removes a state while an evaluation reads the state."""
+    """With `keep=1`, a new save removes the state that a reader has begun to load.
+
+    The reader must then load the new state.
+    """
     model, reader = two_layers(0), two_layers(1)
     saves = Saves(tmp_path, keep=1)
     saves.save(0, model, None)

@@ -158,7 +158,7 @@ def test_a_weight_must_be_a_number(weight: Any) -> None:
 # torch.compile reads all attributes of a tensor, even `.grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_criterion_gives_the_same_gradients() -> None:
-    """Its backward works only if the graph of a micro-batch is not kept."""
+    """The backward of a compiled criterion raises an error if `step` keeps the autograd graph."""
     criterion: Any = torch.compile(nn.CrossEntropyLoss(), backend="aot_eager")
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     plain = copy.deepcopy(layers)

@@ -194,7 +194,6 @@ def test_what_was_tracked_stays_and_nothing_twice(
 
 @pytest.mark.parametrize("chunks", [2, 7, 100, None])
 def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
-    """Only the first `commit` after a mini-batch has an effect."""
     plain = BatchNorm1d(3, momentum=None)
     deferred = convert(copy.deepcopy(plain), chunks)
     commit([])

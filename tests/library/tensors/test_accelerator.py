@@ -1,6 +1,7 @@
-"""Test the one place for GPUs without a GPU: which calls of PyTorch it makes, and in which order.
+"""Test `torchgpipe.tensors.accelerator` with simulated GPUs: its calls of PyTorch, in order.
 
-No other place of the library names CUDA, or creates a tensor on the user's default device.
+Other modules of the library may not name CUDA, except by the names in `NAMES`. No module may create
+a tensor on the user's default device.
 """
 
 import ast
@@ -19,9 +20,9 @@ LIBRARY = Path(__file__).resolve().parents[3] / "torchgpipe"
 # The names with "cuda" that other files may have. `None` stands for any name.
 NAMES: dict[str, set[str] | None] = {
     "tensors/accelerator.py": None,
-    "layers/devices.py": {"cuda"},  # a method of `nn.Module`
-    "plan/count/as_on.py": {"cuda"},  # as data: which operators autocast casts on CUDA
-    "distributed/wires/nccl.py": {"CUDA_LAUNCH_BLOCKING"},  # a variable of the environment
+    "layers/devices.py": {"cuda"},  # `nn.Module.cuda`
+    "plan/count/as_on.py": {"cuda"},  # the operators that autocast casts on CUDA
+    "distributed/wires/nccl.py": {"CUDA_LAUNCH_BLOCKING"},  # an environment variable
 }
 # The functions of PyTorch that create a tensor on the default device.
 FACTORIES = "arange empty eye full linspace ones rand randint randn tensor zeros"
@@ -37,7 +38,7 @@ class FakeStream:
 
 
 class FakeAccelerator:
-    """GPUs with a current device, and a current stream of each device."""
+    """Simulated GPUs: one of them is the current device, and each has a current stream."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.index = 0
@@ -159,7 +160,7 @@ def test_what_streams_and_events_have(kind: type) -> None:
 
 
 def names_of_cuda(path: Path) -> set[str]:
-    """Return the names, and the strings without spaces, that have "cuda" in them."""
+    """Return the names and strings in a file that contain "cuda", but no strings with spaces."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         for field in ("id", "attr", "name", "asname", "module", "arg", "value"):
@@ -180,7 +181,10 @@ def test_one_place_names_cuda() -> None:
 
 
 def without_device(path: Path) -> Iterator[str]:
-    """Yield each call of a factory without a device, also by `partial`, with its line."""
+    """Yield the line of each call of a factory function of PyTorch without `device=`.
+
+    This includes calls of `partial` with such a function.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue

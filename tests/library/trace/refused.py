@@ -129,9 +129,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# The values, by names in `FORWARDS`: whether the error quotes the line of the forward, and other
-# texts in the error. For names that are not in `SAID`, the error quotes the line and contains
-# `asks_for(name)`.
+# The keys are names in `FORWARDS`. The values are: whether the error quotes the line of the
+# forward; and other texts that the error must have. For names that are not here, the error quotes
+# the line and has the texts of `asks_for(name)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),

@@ -58,7 +58,7 @@ def test_what_it_takes(shapes: Any) -> None:
 
 
 class Attends(nn.Module):
-    """A module whose two arguments have lengths of their own."""
+    """A module with two arguments, whose lengths may differ from each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_wrong_lengths(tokens: tuple[int, int], mask: tuple[int, int], message: 
 
 
 class Scaled(nn.Module):
-    """A module whose factor depends on the length, and is no whole number."""
+    """A module that multiplies by a number that depends on the length, and is not whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Indexed(nn.Module):
 
 
 class Counted(Indexed):
-    """A submodule that reads the contents of the index."""
+    """A submodule that converts the values of the tensor `index` to Python numbers."""
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         return x[torch.arange(len(x)), [int(k) for k in index]]
@@ -211,7 +211,10 @@ def test_a_sample_that_does_not_fit_longer_lengths() -> None:
 
 
 class Divided(nn.Module):
-    """A submodule that divides by a length, which the module around it writes into a dictionary."""
+    """A submodule that divides by a length. It finds the length in a dictionary.
+
+    The module around it writes the length into this dictionary.
+    """
 
     def __init__(self, known: dict[str, int]) -> None:
         super().__init__()
@@ -233,7 +236,11 @@ class Noting(nn.Module):
 
 
 def test_lengths_are_compared_with_the_module() -> None:
-    """The module's own forward does not run in layers, so the length in the dictionary is old."""
+    """`sequential` must find layers that use an old length, and so differ from the module.
+
+    The module's own forward does not run in layers, so nothing writes the new length into the
+    dictionary.
+    """
     sample = torch.randn(2, 8, WIDTH)
     sequential(Noting(), sample)
     with pytest.raises(Untraceable, match="compute something else than the module does"):
@@ -275,7 +282,7 @@ def test_a_cache_is_refused_with_the_recipe(past: Any, message: str) -> None:
 
 
 def test_generation_without_a_cache() -> None:
-    """Greedy generation by a pipeline's forwards gives the tokens of the module."""
+    """Generate tokens greedily by calls of a pipeline. They must equal the module's tokens."""
     module = GPT().eval()
     layers = sequential(module, text(2, 4), dynamic_shapes=SHAPES)
     model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)

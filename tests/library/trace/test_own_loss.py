@@ -1,4 +1,4 @@
-"""Models that compute their own loss: the error has a recipe, which does the same as the model."""
+"""Test models that compute their own loss: the error says how to compute this loss in `step`."""
 
 import re
 from typing import Any

@@ -246,7 +246,7 @@ GATE: list[tuple[str, int, str, str]] = [
 def test_the_gate(asked: str, code: int, said: str, shown: str, command: Any) -> None:
     """`--fail-on-regression` changes the exit code of `compare`, but not the printed table.
 
-    It is silent only if every row of A was judged, and none is worse.
+    The option prints an error unless every row of A was judged, and none is worse.
     """
     arguments = shlex.split(asked)
     if not said.startswith(ALLOWED):

@@ -34,7 +34,7 @@ HOST = "https://host.example"
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change into a repository with a package and its cases; return the repository's folder.
 
-    For git, the folder above it is the server `HOST`.
+    If git is given an address on the server `HOST`, it uses the folder above the repository.
     """
     root = tmp_path / "own"
     (root / "mine").mkdir(parents=True)
@@ -54,7 +54,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Do not run any case; return a dictionary with the reasons why cases do not run."""
+    """Replace the trial of the cases: a case runs unless the returned dictionary has a reason."""
     reasons: dict[str, str] = {}
 
     def unable(project: object, cases: Mapping[str, object]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_the_workflow_of_another_package(
     options: list[str], installs: str, file: str | None, command: Any
 ) -> None:
-    """The address of this program is in one place, and no index is asked for its name."""
+    """The workflow has the address of this program once, and installs it from no package index."""
     if file is not None:
         Path(file).touch()
 

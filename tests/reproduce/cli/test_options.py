@@ -1,4 +1,4 @@
-"""Tests that one word stands for one thing in all commands, and that each command has its options.
+"""Tests that an option has one meaning in all commands, and that commands have the usual options.
 
 `ONE_WORD` has each option that several commands have, with the forms in which the help shows it.
 """

@@ -81,10 +81,13 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 
 
 def test_times_of_schedules_are_in_one_unit(command: Any) -> None:
-    """A stage of Interleaved1F1B is half as large as one of 1F1B, and so a column is half a unit.
+    """Times of two schedules can be compared, because they have the same unit.
 
-    With 3 devices and 6 micro-batches, a step of 1F1B takes 6 + 2 times a forward and a backward,
-    so 8 x 3 units. Two stages on each device halve the time in which devices wait: 7 x 3 units.
+    There are 3 devices and 6 micro-batches. A forward takes one unit, and a backward two.
+
+    - A step of 1F1B takes the time of 6 + 2 forwards and backwards: 8 x 3 units.
+    - Interleaved1F1B has two stages on each device, which halves the idle time: 7 x 3 units. Its
+      stages are half as large, so a column of the picture is half a unit.
     """
     size = ("-n", "3", "-m", "6")
     plain, _ = command("schedule", "1F1B", *size)

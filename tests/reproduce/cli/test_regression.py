@@ -38,15 +38,15 @@ def made_up(
     lost: str | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace the gates, and the measuring of the revisions, by made-up lines and samples.
+    """Replace the gates (checks that measure no time) and the timing of the revisions by fakes.
 
     Args:
         monkeypatch: The fixture that replaces the functions.
-        slower: For each case in which the head is slower, the factor.
-        ends: The error that ends the measuring.
-        since: By which factor all cases are slower than in the revision of `--also`.
-        busy: Whether other programs use the cores.
-        lost: The gate that finds a loss.
+        slower: For each case that is slower in the head revision, the factor.
+        ends: The error that ends the timing.
+        since: The factor by which all cases are slower than in the revision of `--also`.
+        busy: Whether other programs use the cores during the timing.
+        lost: The name of the gate that reports a loss of speed.
         unable: For each revision (`base` or `head`), the cases that it cannot run.
     """
 

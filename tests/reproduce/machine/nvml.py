@@ -9,11 +9,11 @@ NOT_SUPPORTED = 3
 
 
 class Nvml:
-    """A library of C functions, each of which writes what it tells to the place it is given.
+    """A fake C library. Each function writes its answer to the place that its last argument names.
 
     Args:
-        tell: For each function, what it tells for its other arguments. If there is an error of
-            look-up, the function fails.
+        tell: For each function of the library, a Python function that returns the answer for the
+            other arguments. If it raises `LookupError`, the C function returns an error code.
     """
 
     def __init__(self, tell: Mapping[str, Callable[..., Any]]) -> None:
@@ -26,7 +26,7 @@ class Nvml:
 
 
 def _as_int(x: Any) -> Any:
-    """Return a number as it arrives if it is given as an `int` of C, which has 32 bits."""
+    """Convert a Python `int` to an `int` of C, which has 32 bits. Leave other values unchanged."""
     return ctypes.c_int(x).value if isinstance(x, int) else x
 
 

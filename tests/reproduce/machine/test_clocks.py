@@ -1,6 +1,6 @@
-"""Tests of what the driver is asked about the clocks of GPUs, with a library that stands in for it.
+"""Tests of the clock rates and other states of GPUs. A fake library stands in for NVIDIA's driver.
 
-Records have its answers from the start and from the end of a run, and from each round.
+Records have the driver's answers from the start and the end of a run, and from each round.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ SLOWEST = {"clock": 1755, "memory_clock": 2600}
 
 @pytest.fixture(params=NAMES)
 def nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Nvml:
-    """Replace NVML by a library that knows two GPUs."""
+    """Replace NVML by a fake library with two GPUs."""
 
     def properties(device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(uuid=f"0a-{device.index + 1}")

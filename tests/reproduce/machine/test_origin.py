@@ -1,4 +1,4 @@
-"""An address of git tells from where this program can be installed elsewhere."""
+"""Tests of the git address from which this program can be installed on another machine."""
 
 import json
 from importlib import metadata
@@ -61,7 +61,7 @@ def test_what_was_installed_from_a_folder_has_no_address(monkeypatch: pytest.Mon
 def test_a_checkout_comes_from_its_remote(
     source: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit must have been pushed. A tag of it is its name."""
+    """The commit must have been pushed. The address names it by its tag, or else by its hash."""
     installed(monkeypatch, source)
     monkeypatch.setattr(origin, "ROOT", tmp_path)
     monkeypatch.setattr(origin, "checkout", lambda: checkout(tmp_path))

@@ -167,8 +167,8 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # significant, but too small
-        (POWERS, times(1.2, POWERS), False, "~"),  # large, but not significant
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # a significant, but small difference
+        (POWERS, times(1.2, POWERS), False, "~"),  # a large, but not significant difference
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),
@@ -195,7 +195,7 @@ def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: s
 
 @pytest.mark.parametrize("second", [1.0, 1.005])
 def test_equal_samples_have_an_exact_p(second: float) -> None:
-    """Both times, one division of ten samples into two fives is as extreme, on either side."""
+    """Of the 252 divisions of ten samples into two fives, two are as extreme as the given one."""
     base = [1.0, second, 1.01, 1.02, 1.03]
 
     decision = compare_samples(base, [2.0, 2.01, 2.02, 2.03, 2.04])

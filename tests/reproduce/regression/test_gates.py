@@ -1,4 +1,4 @@
-"""Tests of the gates of `regression` that measure no time: programs that judge a version."""
+"""Tests of the gates of `regression`: programs that check a version, and measure no time."""
 
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,14 @@ def test_a_gate_judges_the_new_version_beside_the_old_one(
 
 
 def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
-    """If the package does not run, nothing is timed: it could wait for ever."""
+    """If a gate says that the package does not run, an error is raised, and nothing is timed."""
     made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
     with pytest.raises(Error, match=r"^gate: the package does not run$"):
         gates.judged_by("a.gate", *made)
 
 
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
-    """Make two versions of a package, for which a gate prints lines and has an exit code."""
+    """Make two versions of a package, each with the exit code and the lines of its gate."""
     monkeypatch.setattr(gates, "ROOT", folder)
     (folder / "a").mkdir()
     (folder / "a" / "gate.py").write_text(GATE)

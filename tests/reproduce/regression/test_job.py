@@ -29,7 +29,10 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Return a function that replaces the measuring program by a script; `job` is its input."""
+    """Return a function that replaces the measuring program by a script.
+
+    The program's input is in the script's variable `job`.
+    """
 
     def be(script: str) -> None:
         package = tmp_path / "reproduce" / "regression"

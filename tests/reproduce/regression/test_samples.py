@@ -172,7 +172,7 @@ def test_what_is_called_real(name: str, pytestconfig: pytest.Config) -> None:
 
 
 def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, Samples]:
-    """Make samples of the overlap cases; others use the cores in `busy` of 20 restarts."""
+    """Make samples of the overlap cases. Other programs use the cores in `busy` of 20 restarts."""
     found = {}
     for k, case in enumerate(OVERLAP):
         samples = made(ratio, noise, seed=9 + k)
@@ -183,7 +183,7 @@ def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, S
 def test_overlap_is_a_family_of_its_own() -> None:
     """Overlap cases (which measure wall-clock time) do not change the mean of the other cases.
 
-    All tests of the table share the risk of a false alarm.
+    The allowed risk of a false alarm is divided by the number of all significance tests.
     """
     others = eight(SAME, 0.01)
     overlap = overlapping(SLOWER)
@@ -231,7 +231,7 @@ def test_cpu_time_is_judged_on_a_busy_machine() -> None:
     [(1 + WALL * ALSO * 0.9, None), (1 + WALL * ALSO * 1.1, "worse than v1: overlap never, ")],
 )
 def test_many_small_losses_add_up(since: float, said: str | None) -> None:
-    """The second old version has a threshold of its own, which is wider."""
+    """The comparison with the older version of `--also` has a wider threshold of its own."""
     samples = {}
     for case, each in overlapping(since, 0.001).items():
         samples[case] = replace(each, base=each.head, also=each.base)

@@ -61,7 +61,10 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="session")
 def own(records: list[Record]) -> list[Record]:
-    """Return a run of one's own, of which a round was disturbed, and an older one, left out."""
+    """Return two runs of the reader's own, in which other programs disturbed a row.
+
+    The report shows only the newer run.
+    """
     source = records[-1]
     results = []
     for result in source.results:

@@ -40,7 +40,10 @@ def number(value: float) -> Number:
 
 @pytest.fixture(scope="module")
 def whole(records: list[Record], own: list[Record]) -> str:
-    """Return the page with all that it can have: also traces, a history and files left out."""
+    """Return a page with everything that a report can have.
+
+    This includes traces, a history, and a list of files that could not be read.
+    """
     title = "amoebanet-speed: a name of a row that does not fit into one line of a title"
     lines = []
     for i in range(8):
@@ -72,7 +75,7 @@ def run(
 
 
 def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> None:
-    """Each word in a table, and each word with a digit elsewhere, is in one line."""
+    """No word in a table is broken over two lines. Elsewhere, no word with a digit is."""
     count, broken = run(
         """const broken = [];
         let count = 0;
@@ -99,7 +102,7 @@ def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> N
 
 
 def test_tables_scroll_and_the_page_does_not(run: Callable[..., Any]) -> None:
-    """On paper, where nothing scrolls, tables fit. On a wide screen, figures fill the width."""
+    """On screens, only tables scroll. On paper, tables fit. On wide screens, figures are wide."""
     width, paper, wide, figures = run(
         """const limit = document.documentElement.clientWidth, wide = [];
         const paper = matchMedia("print").matches;
@@ -188,7 +191,7 @@ def test_two_series_of_a_figure_differ_in_dash_and_marker(run: Callable[..., Any
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast of two CSS colours, which the guidelines WCAG define."""
+    """Return the contrast of two CSS colours, as the accessibility guidelines WCAG define it."""
     dark, light = sorted([luminance(one), luminance(other)])
     return (light + 0.05) / (dark + 0.05)
 
@@ -208,7 +211,7 @@ def luminance(color: str) -> float:
 def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(
     run: Callable[..., Any],
 ) -> None:
-    """The page follows the colour scheme, and text has the contrast of the WCAG: 4.5 to 1."""
+    """The page follows the colour scheme. Text has the contrast that WCAG demands: 4.5 to 1."""
     dark, ground, colors = run(
         """const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];
         const colors = texts.map(what => {

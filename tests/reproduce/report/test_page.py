@@ -81,8 +81,8 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
 
 
 # For each section, texts that must be in it: cells of rows, and descriptions of figures. A `#`
-# stands for a number of the committed runs, such as 1.86 (1.84-1.94), which changes when they are
-# made anew. `test_the_numbers_are_those_of_the_records` looks at these numbers.
+# stands for a number of a committed run, such as 1.86 (1.84-1.94), because a new run changes it.
+# `test_the_numbers_are_those_of_the_records` checks these numbers.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
         "samples/s row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
@@ -194,7 +194,10 @@ def test_figures_fit_a_page(text: str) -> None:
 def test_own_runs_are_shown_and_what_is_left_out_is_named(
     records: list[Record], own: list[Record]
 ) -> None:
-    """Own runs have columns of their own, with a star where disturbed, unless published."""
+    """The reader's own runs have columns of their own, unless these runs are published.
+
+    A star marks numbers of disturbed runs.
+    """
     published = replace(records[0], name="a copy", kind="measured", run=own[1].run)
     made = one_line(re.sub("<[^>]*>", " ", page(records, own=own, skipped=["x.json: broken"])))
 

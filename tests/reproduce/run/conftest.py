@@ -26,8 +26,8 @@ from torchgpipe.plan.predict.replay import Event, Timeline
 
 from ..tiny import CORES, TINY
 
-SECONDS = 2.0  # of an emulated step
-UNIT = 1e-6  # seconds of a unit of work, as a first timing would find
+SECONDS = 2.0  # the time of an emulated step
+UNIT = 1e-6  # the seconds for a unit of work, as a first timing would find
 ROWS = TINY["tiny-speed"].scale("small").rows
 # The names of all results when these rows are run on two devices.
 EVERY = []
@@ -115,7 +115,7 @@ counted: dict[str, dict[str, Any]] = {}
 
 
 def counted_once(row: Row) -> dict[str, Any]:
-    """Return a model's numbers of parameters and bytes. Counting a published one takes a second."""
+    """Count a model's parameters and bytes. Count each model once, because this takes a second."""
     model = str((row.model, row.size, row.num_classes, row.optimizer))
     if model not in counted:
         counted[model] = count(row)

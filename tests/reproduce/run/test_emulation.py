@@ -66,7 +66,7 @@ def recomputed(row: Row, m: int) -> int:
 
 
 class Clocks:
-    """Fake clocks: each reading comes later than the last by more; wall time is 3 x CPU time."""
+    """Fake clocks. The time between two readings grows. Wall time is 3 times the CPU time."""
 
     marks = 0
 
@@ -127,7 +127,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
     """Return made-up times of tasks; micro-batch k takes as long as micro-batch `like[k]`."""
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the seconds of each micro-batch and partition; zeros after `count` of them."""
+        """Return seconds by micro-batch and partition: zero from micro-batch `count` on."""
         costs = []
         for k, i in enumerate(like):
             if k < count:
@@ -266,7 +266,10 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
 def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host's seconds of a task are the median of three steps. Only GPUs have tasks issued."""
+    """The seconds in which the host issues (submits) a task are the median over three steps.
+
+    They are measured only for GPUs.
+    """
     row = pipeline(3)
     emulated = emulation(row)
     emulated.runs = [ran(row)]
@@ -305,9 +308,9 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
         (62, 16, (10, 3)),  # the last micro-batch has two samples, the others have four
         (6, 2, (6, 2)),
         (5, 4, (3, 2)),  # the micro-batches have 2, 2 and 1 samples
-        # The row has micro-batches of 15 samples, and a last one of 10 samples. Two micro-batches
-        # (15 + 10 = 25 samples) do not work: 25 samples in 2 chunks have 13 samples each.
-        # With 85 samples in 6 chunks, each micro-batch has 15 samples, as in the row.
+        # The next row has micro-batches of 15 samples, and a last one of 10 samples. Two of them
+        # (15 + 10 = 25 samples) are not enough: 25 samples in 2 chunks make a micro-batch of 13.
+        # But 85 samples in 6 chunks make micro-batches of 15 samples, as in the row.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],

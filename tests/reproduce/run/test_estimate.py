@@ -54,7 +54,7 @@ class Timed:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepTimes]:
-    """Return a function that makes `StepTimes`, whose first timing is by a fake clock."""
+    """Return a function that makes `StepTimes`, which times the first step by a fake clock."""
     clock = SimpleNamespace(perf_counter=lambda: Timed.clock)
     monkeypatch.setattr("reproduce.run.estimate.time", clock)
     monkeypatch.setattr("reproduce.run.estimate.Training", Timed)
@@ -85,7 +85,7 @@ def test_a_first_timing_is_scaled_by_the_work(times: Callable[..., StepTimes]) -
 def test_nothing_is_known_without_a_timing(
     times: Callable[..., StepTimes], error: Exception | None
 ) -> None:
-    """A step that fails has no time, and neither has a step on devices that hold no data."""
+    """There is no guess if a step fails, or if the devices are `meta` devices without data."""
     Timed.error = error
     devices = find_devices("meta" if error is None else "cpu", 1)
     found = times(devices=devices)
@@ -132,7 +132,7 @@ def timed_work() -> float:
     ],
 )
 def test_other_steps_do_not_count(times: Callable[..., StepTimes], changes: dict[str, Any]) -> None:
-    """Steps of other work, disturbed steps, and steps of fewer micro-batches do not count."""
+    """Earlier steps do not count if they were disturbed, or did other work than this row."""
     before = result_of(ROW, **{"samples": {"step_time": [1.0]}, **changes})
     emulated = before.emulated
     found = times(record_of("before", before))

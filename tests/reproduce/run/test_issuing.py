@@ -1,4 +1,4 @@
-"""Tests of how long the host takes to issue work, with a clock that the work itself moves on."""
+"""Tests of the seconds in which the host issues (submits) work, with a simulated clock."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LAUNCH, WAIT = 0.25, 64.0
 
 
 class Clock:
-    """A clock on which a layer takes seconds to issue, and a wait for the device takes longer."""
+    """A simulated clock, which layers advance, and on which a wait for the device takes long."""
 
     now = 0.0
 
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Launches(nn.Module):
-    """A layer whose forward and backward take seconds to issue."""
+    """A layer whose forward and backward advance the clock when they are issued."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def run(layers: list[Launches]) -> None:
 @pytest.mark.parametrize(
     ("least", "pauses"),
     [
-        (0.0, 1 + 3 + 3),  # one at first, and one before each forward and each backward of 3 layers
-        (2 * LAUNCH, 1 + 1 + 2),  # after two forwards; after the last forward, and each backward
+        (0.0, 1 + 3 + 3),  # pauses: at the start, and before each forward and backward of 3 layers
+        (2 * LAUNCH, 1 + 1 + 2),  # at the start, before the last forward and last two backwards
         (100.0, 1),
     ],
 )
@@ -88,7 +88,7 @@ def test_layers_have_no_hooks_afterwards(clock: Clock) -> None:
 def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each reading of the clock comes a second later, and waiting for the device takes a minute."""
+    """A simulated clock advances by a second when it is read, and by a minute in a pause."""
     now = 0.0
 
     def wait(devices: Devices) -> None:

@@ -31,9 +31,9 @@ TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it 
     ("steps", "changes", "timed", "said"),
     [
         ([], LONG, 1, TOO_LONG),
-        (["--steps=2"], LONG, 2, TOO_LONG),  # `--steps` changes how often rows run, not which
-        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows use none of these seconds
-        ([], {**ENDED, "warmup": 0}, 4, None),  # a run has at least `least_steps`
+        (["--steps=2"], LONG, 2, TOO_LONG),  # even with `--steps`, the rows are not measured
+        ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows take none of the 190 seconds
+        ([], {**ENDED, "warmup": 0}, 4, None),  # each row has at least `least_steps` steps
         (["--steps=6"], ENDED, 6, None),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round that other programs disturb is run again, or if time is up, its rows get a mark."""
+    """A round that other programs disturb is run again. If time is up, its rows get a mark."""
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
     monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})

@@ -11,12 +11,12 @@ def as_fast(row: Row) -> list[float]:
 
 
 def halved(row: Row) -> float:
-    """Return the seconds of a step of half the speed."""
+    """Return the seconds of a step at 25 samples/s, half of the median of `as_fast`."""
     return row.batch_size / 25.0
 
 
 def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
-    """The table of utilization has the column, but only if there are such numbers."""
+    """The table of utilization has this column only if results have `one_thread_time`."""
     values = {"bubble": 0.5, "utilization": [0.5]}
     for more in ({}, {"one_thread_time": halved}):
         made = ran("unet-speed", "paper", as_fast, "cuda", emulated=True, **values, **more)

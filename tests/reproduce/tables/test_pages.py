@@ -96,7 +96,7 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 
 
 def busy(made: Record) -> Record:
-    """Return a copy of a record in which other programs disturbed every row."""
+    """Return a copy of a record, changed as if other programs had disturbed every row."""
     results = []
     for result in made.results:
         samples = {**result.samples, "others": [0.2]}
@@ -158,7 +158,10 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of an engine; `speeds` has the samples/s of a row's steps, or its status."""
+    """Make results of an engine.
+
+    `speeds` has, for each row, the samples/s of its steps, or its status.
+    """
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 

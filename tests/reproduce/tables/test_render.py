@@ -54,7 +54,7 @@ def test_what_is_committed_is_as_its_records_say() -> None:
 
 
 def test_a_short_block_says_over_what_a_ratio_is() -> None:
-    """README has such a block: it keeps the note on the heading "emul./meas."."""
+    """A short block, as in README, keeps the note that explains the heading "emul./meas."."""
     text = render(ROOT)[ROOT / "README.md"]
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]

@@ -126,9 +126,9 @@ def test_long_steps_are_timed_seldom(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer takes `seconds` for a sample's forward, and a step has two forwards and a backward.
+    """Profile a layer that takes `seconds` for the forward of one sample.
 
-    So a step takes four times as long.
+    A timed step has two forwards and a backward, so it takes `4 * seconds` for each sample.
     """
     monkeypatch.setattr(profiled, "perf_counter", lambda: clock.now)
     timed = []
@@ -154,7 +154,7 @@ def test_long_steps_are_timed_seldom(
 def test_devices_slow_each_other_down_with_the_first_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of layers that take 0.8 s for a step, two are run by each of the devices that work."""
+    """Each device runs the first layers that together take `A_PART` seconds or more: here two."""
     copied: list[int] = []
 
     def sharing(works: Any) -> float:

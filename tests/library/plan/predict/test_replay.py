@@ -70,7 +70,7 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """The times when devices become free and when the inputs of tasks arrive, by the rules."""
+    """When each device becomes free, and when the inputs of each task arrive, in seconds."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -126,7 +126,10 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
 
 
 def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list[list[float]]]:
-    """Return tables of tasks that take equally long on all partitions; nothing is recomputed."""
+    """Return tables of seconds, equal for all micro-batches and partitions, without recomputation.
+
+    A table has a row for each of `m` micro-batches, and a column for each of `n` partitions.
+    """
     seconds: dict[Kind, float] = {"forward": forward, "recompute": 0.0, "backward": backward}
     return {kind: [[each] * n] * m for kind, each in seconds.items()}
 
@@ -141,10 +144,10 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_one_thread_issues_the_tasks_of_all_devices() -> None:
-    """A device begins a task when the thread begins to issue it, and ends it when that is done.
+    """A device works on a task at least as long as the thread takes to issue (submit) the task.
 
-    Two devices have two micro-batches. A forward takes one second, and to issue it takes one and a
-    half. A backward takes two seconds, and to issue it takes half a second.
+    - A forward takes one second on the device, and the thread issues it in one and a half.
+    - A backward takes two seconds on the device, and the thread issues it in half a second.
     """
     costs = replace(costs_of(1.0, 2.0, 2, 2), issue=of_tasks(1.5, 0.5, 2, 2))
 
@@ -165,7 +168,7 @@ def test_one_thread_issues_the_tasks_of_all_devices() -> None:
 
 
 def test_the_thread_issues_tasks_in_the_order_of_clock_cycles() -> None:
-    """The thread does not issue all tasks of a micro-batch before those of the next one."""
+    """The thread issues a task of micro-batch 1 before the last task of micro-batch 0."""
     costs = replace(costs_of(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
     found = spans(replay(costs))
     assert found["forward 1 0"] == (2.0, 3.0)
@@ -221,8 +224,8 @@ def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
 ) -> None:
     """Compare the predicted order of tasks with a real run on the CPU.
 
-    In one thread, each recomputation comes right before its backward. With several threads, it can
-    come earlier.
+    With one thread, each recomputation comes right before its backward. With several threads, a
+    recomputation can come earlier.
     """
     n = len(balance)
     ran: list[tuple[str, int, int]] = []
