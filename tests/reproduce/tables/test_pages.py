@@ -158,10 +158,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of an engine.
-
-    `speeds` has, for each row, the samples/s of its steps, or its status.
-    """
+    """Make results of an engine. `speeds` maps a row's name to samples/s, or to its status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
