@@ -98,7 +98,7 @@ class Ranks:
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """If all ranks of an exchange wait for it, send them the values of all of them.
+        """If all ranks of an exchange wait for it, send all values to each of them.
 
         If another rank of the exchange has already ended the test, send `None`.
         """

@@ -27,7 +27,7 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 class Net(Module):
-    """A module with a criterion as a method, like users of training frameworks write.
+    """A module with a criterion as a method, as users of training frameworks write it.
 
     Tests replace its `layers` by a pipeline.
     """

@@ -1,4 +1,4 @@
-"""The predictions of the league are what the code predicts today, and their errors are right."""
+"""The predictions in docs/league.md are what the code predicts today. Their errors are right."""
 
 from typing import Any
 

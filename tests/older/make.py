@@ -1,4 +1,4 @@
-"""The model whose state is in `data`. Revision 414bf55 of this project saved these files.
+"""The model whose state is in the folder `data`. Revision 414bf55 of this project saved the files.
 
 The function that saved them is in this module at revision 438bf2e.
 """
@@ -41,7 +41,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def drawn(engine: Any) -> Tensor:
-    """Return a mask of the numbers that a pipeline's dropouts keep, equal on every machine."""
+    """Run dropouts in a pipeline. The output shows which numbers they keep, on any machine."""
     torch.manual_seed(5)
     dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
     model = GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)

@@ -73,7 +73,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def quick_ranks(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fork ranks from a server, as `forked_ranks` does; but start new ones with `--slow`."""
+    """Fork ranks from a server, as `forked_ranks` does. With `--slow`, start new ones instead."""
     with nullcontext() if pytestconfig.getoption("slow") else forked_ranks():
         yield
 

@@ -117,7 +117,7 @@ def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> A
 
 
 def sharing_layers(run: Any) -> Any:
-    """Return another pipeline with the layers of `run`."""
+    """Return a second pipeline, made of the same layers as the pipeline `run`."""
     if isinstance(run, Plain):
         return run
     return GPipe(

@@ -244,8 +244,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# Only one function, the first item of a row, raises an error for these arguments. The other items
-# are the sample, the options, and a part of the error message.
+# Each row has: the only balancing function that raises an error for the arguments; the sample; the
+# options; and a part of the error message.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),

@@ -182,7 +182,7 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each tensor between two ranks is sent once in each direction, and so is each skip.
+    """Check that ranks send each activation, skip and gradient only once.
 
     Ranks send the shapes of tensors only if the shapes are new.
     """

@@ -71,8 +71,8 @@ def summed() -> nn.Module:
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
     """Run a step whose first layer works in place. Return the input, which must not change.
 
-    For plain layers, the first layer does not work in place: their micro-batches are views of one
-    tensor, and PyTorch raises an error if such a view is changed in place.
+    Without a pipeline, the first layer does not work in place, because there the micro-batches are
+    views of one tensor. PyTorch raises an error if such a view is changed in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()

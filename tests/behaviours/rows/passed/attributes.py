@@ -20,7 +20,7 @@ HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
-    """Return tanh of a tensor, and give it these Python attributes (or default ones)."""
+    """Return the tanh of a tensor, with the given Python attributes or with default ones."""
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
     y = x.tanh()

@@ -42,7 +42,7 @@ def accumulated(pipe: Pipe) -> Pipe:
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Return a function that trains a pipeline with these mini-batches."""
+    """Return a function that trains a pipeline with the given mini-batches."""
 
     def action(pipe: Pipe) -> Pipe:
         for given in batches:
