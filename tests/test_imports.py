@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Files of a package can import files of packages in the lines below its own line, and none in the
-# same line. A folder within a package is a package of its own, which has a line of its own.
+# A package may import only packages in the lines below its own line. Packages in one line may not
+# import each other. A folder within a package is a package of its own, with a line of its own.
 LAYERS = [
     {"benchmarks"},
     {"reproduce"},

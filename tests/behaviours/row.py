@@ -158,7 +158,8 @@ def but_never(message: str) -> dict[str, str]:
 def but_graph_never(message: str) -> dict[str, str]:
     """Expect the error `message`, except on the engine "graph" in the mode "never".
 
-    Without the error, the whole mini-batch has one autograd graph. With it, each task has its own.
+    On this engine and in this mode, the whole mini-batch has one autograd graph. Otherwise, each
+    task has a graph of its own.
     """
     return {"graph never": "", "": message}
 
@@ -175,8 +176,8 @@ class Case(NamedTuple):
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Return a few ways to run each row: a variation, an engine and a mode of checkpointing.
 
-    Each row runs in every variation, on every engine, and in every mode. With `pairs`, it also runs
-    on every engine in every mode. Rows have their variations on different engines.
+    For each row, every variation, every engine and every mode occurs in one of these ways. With
+    `pairs`, every pair of engine and mode occurs. The combinations differ from row to row.
     """
     found = []
     for r, row in enumerate(rows):

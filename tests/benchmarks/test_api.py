@@ -1,4 +1,4 @@
-"""The page of the API has all that is public, and docstrings become Markdown."""
+"""Tests of docs/api.md: it has all public names, and docstrings become Markdown."""
 
 import re
 from collections.abc import Callable

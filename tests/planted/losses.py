@@ -92,7 +92,10 @@ class Tally:
         return 0 if result is None else int(result.values[RUNS])
 
     def found(self, name: str) -> int:
-        """Return in how many runs a gate found the loss (`CANNOT_TELL`: in how many none could)."""
+        """Return in how many runs a gate found the loss.
+
+        For the name `CANNOT_TELL`, return in how many runs `regression` could not judge.
+        """
         result = self.results.get(name)
         return 0 if result is None else int(result.values[FOUND])
 

@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Check that there is one warning, and that a loss has rank 0's input and the last's target."""
+    """Check for one warning. A loss uses the input of rank 0 and the target of the last rank."""
     rank = dist.get_rank()
     model = made()
     with warned() as said:

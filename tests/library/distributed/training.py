@@ -86,7 +86,7 @@ def trained(
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
     """Assert that one rank's results are equal to the same results of the whole model.
 
-    Only results with this prefix are compared.
+    Only results whose names begin with `prefix` are compared.
     """
     differ = []
     for name, x in found.items():

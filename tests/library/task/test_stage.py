@@ -116,7 +116,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """Enter a context in two threads. Changes must stay until both threads have left it.
 
-    The caller leaves first after a second Ctrl-C, while another thread still runs its tasks.
+    For example, after a second Ctrl-C, the caller leaves while another thread still runs its tasks.
     """
     place = {"held": "parameter"}
     swap = Swap(place, "held", "stand-in")

@@ -21,7 +21,7 @@ LIBRARY = Path(__file__).resolve().parents[3] / "torchgpipe"
 NAMES: dict[str, set[str] | None] = {
     "tensors/accelerator.py": None,
     "layers/devices.py": {"cuda"},  # `nn.Module.cuda`
-    "plan/count/as_on.py": {"cuda"},  # the operators that autocast casts on CUDA
+    "plan/count/as_on.py": {"cuda"},
     "distributed/wires/nccl.py": {"CUDA_LAUNCH_BLOCKING"},  # an environment variable
 }
 # The functions of PyTorch that create a tensor on the default device.

@@ -18,7 +18,7 @@ WORDS, WIDTH, LENGTH = 12, 6, 7
 
 
 class Encoder(nn.Module):
-    """Encode sentences of different lengths by an LSTM over packed sequences."""
+    """A module that encodes sentences of different lengths by an LSTM over packed sequences."""
 
     def __init__(self, are_sorted: bool = False) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Test the argument `dynamic_shapes` of `sequential`: what it takes, and what is refused.
 
-That the layers compute the same as the module for each length is tested in
+Tests that the layers compute the same as the module for each length are in
 tests/behaviours/test_any_model.py.
 """
 

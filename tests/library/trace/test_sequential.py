@@ -1,7 +1,7 @@
 """Test where `sequential` cuts a module into layers, and that the module itself is not changed.
 
-Some tests also call `pipeline`, which makes a pipeline of a module. That the layers compute the
-same as the module is tested in tests/behaviours/test_any_model.py.
+Some tests also call `pipeline`, which makes a pipeline of a module. Tests that the layers compute
+the same as the module are in tests/behaviours/test_any_model.py.
 """
 
 import copy

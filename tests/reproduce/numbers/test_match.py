@@ -61,7 +61,7 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # balances may differ
     ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
-    ({"L": 6}, {"benchmark": "x"}, False),  # no common setting
+    ({"L": 6}, {"benchmark": "x"}, False),
     ({"L": 6}, {"L": 6, "changed_from": "x"}, False),  # changed by `--set`: never the original
     ({"L": 6, "changed_from": "x"}, {"L": 6, "changed_from": "x"}, True),
 ]

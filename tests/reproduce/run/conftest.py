@@ -27,7 +27,8 @@ from torchgpipe.plan.predict.replay import Event, Timeline
 from ..tiny import CORES, TINY
 
 SECONDS = 2.0  # the time of an emulated step
-UNIT = 1e-6  # the seconds for a unit of work, as a first timing would find
+UNIT = 1e-6
+"""The seconds for a unit of work, as a first timing would find."""
 ROWS = TINY["tiny-speed"].scale("small").rows
 # The names of all results when these rows are run on two devices.
 EVERY = []

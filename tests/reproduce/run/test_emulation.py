@@ -307,7 +307,7 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
         (64, 32, (4, 2)),
         (62, 16, (10, 3)),  # the last micro-batch has two samples, the others have four
         (6, 2, (6, 2)),
-        (5, 4, (3, 2)),  # the micro-batches have 2, 2 and 1 samples
+        (5, 4, (3, 2)),
         # The next row has micro-batches of 15 samples, and a last one of 10 samples. Two of them
         # (15 + 10 = 25 samples) are not enough: 25 samples in 2 chunks make a micro-batch of 13.
         # But 85 samples in 6 chunks make micro-batches of 15 samples, as in the row.

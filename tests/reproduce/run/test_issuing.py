@@ -60,8 +60,9 @@ def run(layers: list[Launches]) -> None:
 @pytest.mark.parametrize(
     ("least", "pauses"),
     [
-        (0.0, 1 + 3 + 3),  # pauses: at the start, and before each forward and backward of 3 layers
-        (2 * LAUNCH, 1 + 1 + 2),  # at the start, before the last forward and last two backwards
+        # The numbers of pauses: at the start, before forwards of 3 layers, and before backwards.
+        (0.0, 1 + 3 + 3),
+        (2 * LAUNCH, 1 + 1 + 2),
         (100.0, 1),
     ],
 )

@@ -31,9 +31,9 @@ TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it 
     ("steps", "changes", "timed", "said"),
     [
         ([], LONG, 1, TOO_LONG),
-        (["--steps=2"], LONG, 2, TOO_LONG),  # even with `--steps`, the rows are not measured
+        (["--steps=2"], LONG, 2, TOO_LONG),
         ([], {**LONG, "seconds": 190.0}, 1, None),  # optional rows take none of the 190 seconds
-        ([], {**ENDED, "warmup": 0}, 4, None),  # each row has at least `least_steps` steps
+        ([], {**ENDED, "warmup": 0}, 4, None),
         (["--steps=6"], ENDED, 6, None),
     ],
 )

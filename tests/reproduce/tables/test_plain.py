@@ -1,4 +1,4 @@
-"""Tests of the tables of records that no experiment has: published ones, the league, benchmarks.
+"""Tests of tables for records without an experiment: published results, league, and benchmarks.
 
 Each table has a line for each row, and fits into a terminal.
 """

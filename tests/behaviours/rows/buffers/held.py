@@ -165,7 +165,7 @@ def norm_by_function(self: Any, x: Tensor) -> Tensor:
 
 
 def own_norm() -> nn.Module:
-    """Return a norm with running statistics, without a norm class of PyTorch."""
+    """Return a norm with running statistics that is no instance of PyTorch's norm classes."""
     return Do(norm_by_function, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
 
 

@@ -90,7 +90,7 @@ def changed_after(run: Any, x: Tensor) -> list[Tensor]:
 
 
 def changed_before_backward(run: Any, x: Tensor) -> None:
-    """Change the output of a sigmoid in place, which the backward of the sigmoid needs."""
+    """Change the output of a sigmoid in place, although the sigmoid's backward needs it."""
     y = run(x)
     y.mul_(2)
     y.sum().backward()
