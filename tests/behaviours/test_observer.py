@@ -159,7 +159,7 @@ def test_only_forwards_without_gradients(mode: str, way: Way) -> None:
 
 
 def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> list[list[Action]]:
-    """Return a list of actions for each device."""
+    """Split a list of actions into one list for each device."""
     found = []
     for device in devices:
         own = [action for action in actions if placement[action.stage] == device]

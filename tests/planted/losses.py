@@ -47,7 +47,7 @@ TITLE = "Losses of speed that were planted, and the gates of regression that fin
 
 @dataclass
 class Loss(Row):
-    """A loss of speed, and the gates that find it."""
+    """A loss of speed, and the gates that must find it."""
 
     gates: list[str] = field(default_factory=list)
 

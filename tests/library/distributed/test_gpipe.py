@@ -69,7 +69,7 @@ def reset(k: int, layer: nn.Module) -> None:
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
-    """Train on mini-batches of these sizes. Return all results and the random generator's state."""
+    """Train on mini-batches of given sizes. Return all results and the random generator's state."""
     torch.manual_seed(3)
     results = trained(model, adam(model), 5, sizes)
     results["generator"] = torch.get_rng_state()

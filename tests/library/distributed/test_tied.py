@@ -49,7 +49,7 @@ def words(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> dict[str, Tensor]:
-    """Train on a mini-batch for each seed; return losses, norms and the final state."""
+    """Train on a mini-batch for each seed. Return losses, gradient norms and the final state."""
     parameters = [*model.parameters()]
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, parameters))
     found = {}

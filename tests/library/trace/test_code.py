@@ -35,7 +35,7 @@ def layer_1_a(self, inputs):
 
 
 class Reading(nn.Module):
-    """A module with operators that have a form of their own in the code."""
+    """A module with operators that the generated code writes in a special form."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Tests of the comparison of benchmark results.
 
-Absolute numbers of one machine are compared, otherwise ratios. Notes name rows that a side lacks.
+Numbers of one machine are compared, otherwise ratios. Notes name the rows that a record lacks.
 """
 
 from collections.abc import Mapping, Sequence
