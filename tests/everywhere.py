@@ -58,9 +58,8 @@ class Everywhere(nn.Module):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"rank \d has no parameters")
             pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # Wait until all ranks have made their pipeline. If a rank fails in its first call while
-        # another rank still makes its pipeline, the other rank would end the test here. The failed
-        # rank would wait for an exchange with it.
+        # Wait until all ranks have made their pipeline. If a rank failed before, the other ranks
+        # would end the test here, without the exchange that the failed rank waits for.
         dist.barrier()
         # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(

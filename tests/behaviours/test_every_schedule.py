@@ -87,7 +87,7 @@ STRUCTURES: dict[str, Structure] = {
 
 
 class Beside(nn.Module):
-    """What is trained by the same loss as the pipeline."""
+    """A module outside of the pipeline, which is trained by the same loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ def by_mse(beside: Beside) -> Criterion:
 
 @dataclass
 class Use:
-    """A use of `step`.
+    """The target, the criterion and the options for a call of `step`.
 
     Attributes:
-        target: A function that makes a target of inputs and their plain targets.
+        target: A function that makes the target from the inputs and the plain targets.
         criterion: A function that makes the criterion. It is called once before a step.
         options: Options of `step`.
     """
@@ -160,7 +160,7 @@ USES |= {
 
 
 def plain_step(plain: nn.Module, beside: Beside, use: Use) -> tuple[Tensor, list[Any]]:
-    """Do what `step` does, without a pipeline. Return the loss, and what was logged."""
+    """Do what `step` does, without a pipeline. Return the loss, and the logs of the criterion."""
     criterion = use.criterion(beside)
     losses, logged = [], []
     for x, t in zip(X.chunk(CHUNKS), TARGET.chunk(CHUNKS), strict=True):
@@ -216,7 +216,10 @@ def squares(y: Tensor, t: Tensor) -> Tensor:
 
 
 def assert_accumulates(model: Any, plain: nn.Sequential) -> None:
-    """Check that two steps of different sizes, divided, have the gradients of one large batch."""
+    """Accumulate gradients in two steps, and compare with the gradients of one large batch.
+
+    The steps have different sizes and sum their losses. Afterwards, the gradients are divided.
+    """
     model.step(squares, X[:3], TARGET[:3], reduction="sum")
     model.step(squares, X[3:], TARGET[3:], reduction="sum")
     for p in model.parameters():
@@ -314,7 +317,7 @@ def test_inputs_and_outputs(way: dict[str, str], schedule: str) -> None:
 @every_schedule
 @pytest.mark.quick(4)
 def test_packed_micro_batches(way: dict[str, str], schedule: str) -> None:
-    """Their samples cannot be counted, so each has a weight, here its number of sequences."""
+    """Packed samples cannot be counted, so `weight=` gives the number of sequences in a target."""
     torch.manual_seed(0)
     layers = (Embedded(), Pooled(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
     model, plain = piped_and_plain(*layers, schedule=schedule, **way)

@@ -15,7 +15,7 @@ from torchgpipe import GPipe
 
 
 class Graph(TorchDispatchMode):
-    """A graph of the operators that run in a `with` block. `replay` runs them on the same memory.
+    """A simulated CUDA graph. It records operators in a `with` block, and `replay` repeats them.
 
     Attributes:
         replays: How often the graph was replayed.
@@ -33,7 +33,7 @@ class Graph(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Run the operators again; their results replace those of the first time."""
+        """Run the operators again, and write the results into the tensors of the first run."""
         self.replays += 1
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
@@ -44,7 +44,7 @@ class Graph(TorchDispatchMode):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """Replace CUDA's streams and graphs; return the graphs that are made."""
+    """Simulate CUDA's streams and graphs. Return a list of all graphs that are made."""
     made: list[Graph] = []
 
     class Stream:

@@ -66,7 +66,7 @@ def test_a_rank_that_hangs_does_not_take_all_the_time() -> None:
 def test_the_papers_tables_are_measured_on_several_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each table has its share of the time, and is summed up by its measured rows."""
+    """Each table gets a share of the time. The summary of a table has its measured rows."""
     folder = tmp_path / "several"
     folder.mkdir()
     asked: dict[str, float] = {}

@@ -20,7 +20,7 @@ def of_tokens(output: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_micro_batches_without_labels(schedule: str) -> None:
-    """Without a weight, the loss is NaN, and the last stage's rank says what to do."""
+    """Without `weight=`, the loss is NaN, and the last stage's rank warns and says what to do."""
     torch.manual_seed(5)
     stages = 2 * WORLD if schedule == "ZBVZeroBubble" else WORLD
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(stages)])

@@ -146,7 +146,7 @@ def test_several_gradients_in_one_call_are_refused_on_all_ranks(schedule: str) -
 
 
 def test_it_moves_only_to_where_it_is() -> None:
-    """Training frameworks call `to` with the device and the type that a model already has."""
+    """Calls of `to` with the model's own device and dtype work: training frameworks make them."""
     model = pipeline()
     for there in ("cpu", torch.device("cpu"), torch.float32, X):
         assert model.to(there) is model
@@ -156,7 +156,7 @@ def test_it_moves_only_to_where_it_is() -> None:
 
 
 def test_after_the_process_group_was_destroyed() -> None:
-    """The open connections go on. A pipeline that has to connect again says what is missing."""
+    """An open pipeline still works. If it is closed, the next call says that there is no group."""
     model = pipeline()
     loss = model.step(mse_loss, X, X)
     dist.barrier()

@@ -144,7 +144,7 @@ def test_failures() -> None:
 
 
 def two_optimizers(model: nn.Module, *, exchanged: bool = False) -> list[torch.optim.Optimizer]:
-    """Return an SGD of all weights and an Adam of all biases, or the other way round."""
+    """Return an SGD for all weights and an Adam for all biases, or (`exchanged`) the reverse."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     if exchanged:
@@ -161,7 +161,8 @@ def growing_layers(seed: int) -> nn.Sequential:
 def test_several_optimizers_and_extra_state_that_grows() -> None:
     """Save on ranks; load over ranks, in one process, and into plain layers on each rank.
 
-    The schedules differ. But with two micro-batches, the order of gradients in a sum has no effect.
+    The schedules differ, and so does the order in which they add up gradients. But a sum of only
+    two micro-batches' gradients has the same bits in both orders.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -309,7 +309,7 @@ def test_a_process_that_ended_by_itself(
 def test_packages_may_be_in_the_folders_of_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkout comes before them, so its packages are the ones that are measured."""
+    """The checkout comes before PYTHONPATH, so packages of the checkout are measured."""
     (tmp_path / "told.py").write_text(
         "import json, reproduce; print(json.dumps([*reproduce.__path__]))"
     )
