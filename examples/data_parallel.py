@@ -1,10 +1,11 @@
-"""Train several replicas of a pipeline, beginning with a script for `DistributedDataParallel`.
+"""Train several replicas of a pipeline; comments show what a script for DDP has in its place.
 
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/data_parallel.py state
 
-Each replica is a pipeline over two ranks, so four ranks train two replicas. "Before" says what the
-script for `DistributedDataParallel` had in the place of the next lines. A rank has only some of the
-layers. So all ranks save their parts together, in one checkpoint in the folder `state`.
+Each replica is a pipeline over two ranks, so four ranks train two replicas. A comment that begins
+with "Before:" quotes a script for `DistributedDataParallel` (DDP): the lines below the comment
+replace what it quotes. Each rank has only some of the layers. So all ranks together save one
+checkpoint, in the folder `state`.
 """
 
 import sys

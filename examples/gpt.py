@@ -1,11 +1,12 @@
-"""Train a GPT with tied weights in one process or over ranks, with all that a training needs.
+"""Train a GPT with tied weights, in one process or over ranks; a complete training script.
 
     python examples/gpt.py states
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/gpt.py states
 
-It has a data loader, autocast to bfloat16, accumulated gradients, clipping, a learning rate that
-falls like a cosine, and the schedule 1F1B. It saves its state in the folder `states` after each
-epoch. If it is started again, it goes on from there, also over another number of ranks.
+The script has a data loader, autocast to bfloat16, accumulated gradients, gradient clipping, a
+cosine schedule of the learning rate, and the pipeline schedule 1F1B. After each epoch, it saves the
+state of the training in the folder `states`. If the script is started again, it continues from the
+last saved epoch. The number of ranks can differ from that of the first start.
 """
 
 import os
@@ -26,8 +27,8 @@ from torchgpipe.saves import Saves
 
 TEXTS, WORDS, LENGTH = 200, 50, 16
 EPOCHS = 4
-ACCUMULATE = 2  # the optimizer takes a step after so many mini-batches
-CHUNKS = 4  # micro-batches in a mini-batch
+ACCUMULATE = 2  # mini-batches for each step of the optimizer
+CHUNKS = 4  # micro-batches of each mini-batch
 
 
 def loss_of(scores: Tensor, next_tokens: Tensor) -> Tensor:

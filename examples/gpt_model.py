@@ -8,7 +8,7 @@ WIDTH, HEADS, BLOCKS = 32, 4, 4
 
 
 class Block(nn.Module):
-    """Attention to this token and those before it, and then two linear layers for each token."""
+    """A causal self-attention layer, followed by two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,10 +4,11 @@
     python examples/hugging_face.py
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/hugging_face.py
 
-Without a pipeline, a step begins with `module(**inputs, labels=labels).loss`. A pipeline computes
-the same loss in the criterion: on each micro-batch, by the model's own function. Micro-batches
-differ in how many labels they have, because the labels of padding do not count. So `weight` counts
-them as the model does. The model has random weights; for others, call `from_pretrained`.
+Without a pipeline, the loss is `module(**inputs, labels=labels).loss`. With a pipeline, a criterion
+(`loss_of`) computes the loss of each micro-batch, by the model's own loss function. This loss is a
+mean over all labels except those of padding, and their number differs between micro-batches. So the
+argument `weight` of `step` is a function that counts these labels. The model has random weights; to
+load trained weights, call `from_pretrained`.
 """
 
 import os

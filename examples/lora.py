@@ -37,7 +37,7 @@ class LoRA(nn.Module):
 
 
 def add_adapters(module: nn.Module) -> None:
-    """Freeze the parameters, and give the two linear layers of each attention an adapter."""
+    """Freeze all parameters, and add an adapter to both linear layers of each attention."""
     module.requires_grad_(False)
     for block in module.blocks:
         block.query_key_value = LoRA(block.query_key_value)
@@ -53,7 +53,7 @@ if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2
 torch.manual_seed(0)  # All ranks make the same model. Then each keeps only its own layers.
-module = GPT(words=50, length=16)  # in place of one that somebody has trained
+module = GPT(words=50, length=16)  # stands for a model that is already trained
 add_adapters(module)
 texts = torch.randint(50, (32, 1)).repeat(1, 17)  # each repeats one word
 

@@ -3,8 +3,9 @@
     python examples/unet.py
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/unet.py
 
-The forward of the U-Net is written as always. `pipeline` finds its layers and its skips, and plans
-which device has which layers. Here each device may use 4 MiB, so that the model needs both devices.
+The forward of the U-Net is written as without a pipeline. The function `pipeline` finds the layers
+and the skips, and plans which device has which layers. Here each device may use only 4 MiB, so that
+the model needs both devices.
 A skip is sent directly to the device that uses it.
 """
 

@@ -128,9 +128,9 @@ def other_parameters(model: Module, batches: Batches) -> list[Any]:
 
 
 def checkpoint_files(model: Module, other: Module, batches: Batches) -> None:
-    """Train a step with `model` and save; load the state into `other`, and train another step.
+    """Train `model` for a step, save its state, load it into `other`, and train `other` for a step.
 
-    The pipeline `other` can have another balance than `model`.
+    If both are pipelines, their balances can differ.
     """
     optimizer, other_optimizer = Adam(model.parameters()), Adam(other.parameters())
     first, second, *_ = batches

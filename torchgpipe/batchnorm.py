@@ -1,4 +1,4 @@
-"""Deferred batch normalization, under its module name of torchgpipe 0.0.7."""
+"""Re-export `DeferredBatchNorm`, so that imports written for torchgpipe 0.0.7 work."""
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 

@@ -1,4 +1,4 @@
-"""`is_checkpointing` and `is_recomputing`, under their module name of torchgpipe 0.0.7."""
+"""Re-export two functions, so that imports written for torchgpipe 0.0.7 work."""
 
 from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing
 

@@ -20,7 +20,8 @@ def clip_gradients(
 
     Args:
         partitions: The partitions of this rank, by their indices in the model, in order.
-        copies: Parameters that another rank has, too, and counts in the norm.
+        copies: Parameters that another rank has, too. That rank counts their gradients in the
+            norm, so this rank does not.
         exchange: Sends a tensor to all ranks, and returns the tensors of all ranks.
         max_norm: The largest allowed norm.
         norm_type: The kind of norm: 2 is the Euclidean norm, infinity the largest absolute value.

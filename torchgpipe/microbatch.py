@@ -1,4 +1,4 @@
-"""Functions for micro-batches; torchgpipe 0.0.7 has them in a module of this name."""
+"""Re-export three functions, so that imports written for torchgpipe 0.0.7 work."""
 
 from torchgpipe.tensors.microbatch import check, gather, scatter
 

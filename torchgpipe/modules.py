@@ -37,8 +37,8 @@ class Swap(NamedTuple):
         place: The dictionary.
         key: The key of the entry.
         value: The temporary value.
-        may_stay: Whether another value stays that a layer has set meanwhile. Otherwise, the old
-            value is restored in any case.
+        may_stay: What happens at the end if a layer has set another value meanwhile. `True` keeps
+            the layer's value, and `False` restores the old value.
     """
 
     place: dict[str, Any]

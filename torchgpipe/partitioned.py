@@ -324,9 +324,9 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for a call (named `doing`) that all ranks make with equal `alike`.
+        """Return a context for a call (`doing`) that all ranks make with the settings `alike`.
 
-        It gives a function that sends a tensor to all ranks, and returns the tensors of all ranks.
+        It yields a function that sends a tensor to all ranks, and returns the tensors of all ranks.
         """
         return nullcontext(lambda own: [own])
 

@@ -1,4 +1,4 @@
-"""Run what a user calls on a pipeline: uncompiled, and with short tracebacks of errors."""
+"""Run a pipeline without compiling it, even within `torch.compile`; shorten error tracebacks."""
 
 from collections.abc import Callable
 from typing import Any, cast

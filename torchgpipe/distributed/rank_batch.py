@@ -98,11 +98,12 @@ class RankBatch(Batch):
         connections.liveness.activity.program = self.program
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Tell the head, run this rank's list of actions, and hear the loss.
+        """Send the head (the first message), run this rank's list of actions, and receive the loss.
 
-        The base of the seeds is in the head. It is known because the caller has entered `seeding`.
-        The rank of the last stage does not hear the loss. It tells the loss: in a `step` during the
-        run, and otherwise after this method (`_result`).
+        Only the rank of the first stage sends the head. The head contains the number that random
+        seeds are made from, so the caller must have entered the context `seeding`. The rank of the
+        last stage does not receive the loss, but sends it: in a `step` during the run, and else
+        after this method (`_result`).
         """
         if self._connections.own == self._first:
             self._tell_head()
@@ -118,9 +119,11 @@ class RankBatch(Batch):
         self._connections.tell("head", (head,), settings)
 
     def _hear_head(self) -> int:
-        """Receive the head of a mini-batch (its first message); return the base of the seeds.
+        """Receive the head, which is the first message of a mini-batch.
 
-        Also store the head's checksums and sizes, and check the head's settings.
+        Store the head's checksums of the data, and its sizes of the micro-batches. Raise an error
+        if the head's settings differ from those of this rank. Return the number from which random
+        seeds are made.
         """
         own, first = self._connections.own, self._first
         (head,), theirs = self._connections.hear("head", first)

@@ -70,8 +70,8 @@ class TiedParameter(NamedTuple):
         p = self.module._parameters.get(self.attribute)
         if p is None:
             raise RuntimeError(
-                f"{self} were one parameter when the pipeline was made, but this rank's layer has "
-                "it no more; change the layers first, then wrap them in a DistributedGPipe"
+                f"{self} were one parameter when the pipeline was made, but this rank's layer no "
+                "longer has it; change the layers first, then wrap them in a DistributedGPipe"
             )
         if hasattr(p, "device_mesh"):
             raise TypeError(
@@ -83,7 +83,7 @@ class TiedParameter(NamedTuple):
 
 
 class TiedParameters:
-    """The parameters of which this rank has a copy, and other ranks have others.
+    """The parameters of which this rank and at least one other rank have a copy.
 
     Args:
         partitions: All partitions of the model, in order.
@@ -105,7 +105,8 @@ class TiedParameters:
     def copies(self) -> dict[nn.Parameter, str]:
         """Return this rank's copies of parameters whose first use is on another rank.
 
-        The values are the parameters' names there. The plain model lists them under these names.
+        In this dictionary, the value of a copy is the parameter's name on that other rank. A model
+        without a pipeline lists the parameter under this name, too.
         """
         found = {}
         for tied in self._tied:
@@ -117,8 +118,9 @@ class TiedParameters:
     def begin_equal(self, connections: Connections) -> None:
         """Make all copies of each tied parameter equal.
 
-        The rank of the last layer that uses the parameter sends its values. Without a pipeline, the
-        last call of `init` decides about the values, too.
+        The rank of the last layer that uses the parameter sends its values to the other ranks. So
+        the values are the same as without a pipeline, where `init` is called for one layer after
+        the other, and its last call overwrites the values of earlier calls.
         """
         for tied in self._tied:
             p = tied.parameter()
@@ -143,7 +145,7 @@ class TiedParameters:
         Args:
             connections: The connections of this rank.
             guards: The guards of this rank's stages, which have the gradients of the stages.
-            io: In a `step`, it has the gradients of what the criterion has used.
+            io: In a `step`, it has the gradients that the criterion gives to parameters.
 
         Raises:
             RuntimeError: If the copies of a parameter differ, or only some of them require grad.
@@ -178,7 +180,7 @@ class TiedParameters:
     def refuse_in(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
         """Raise `RuntimeError` if the criterion of `loss()` uses a tied parameter of this rank.
 
-        Only in a `step`, the gradients of the criterion reach the copies of other ranks.
+        The gradients of a criterion reach the copies on other ranks only in a `step`.
 
         Args:
             loss: The loss.

@@ -227,7 +227,8 @@ class Batch:
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Run each program's list of actions, in the caller's modes (such as autocast).
 
-        In a `step`, the lists have all actions, else the forwards. The caller enters `seeding`.
+        In a `step`, the lists have all actions, and otherwise the forwards only. The caller must
+        have entered the context `seeding`.
         """
         self._run_noted(lists, io, self._ambient.entered)
         # Check that layers have not replaced parameters, and that modes have not changed.

@@ -169,7 +169,8 @@ class _MiniBatch:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
         # With one graph, autograd itself finds forbidden in-place changes. So a task may change a
-        # skip that waits for a later partition. Record its new version, so it is not refused there.
+        # skip that waits for a later partition. Record the skip's new version, so that the later
+        # partition does not raise an error.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)

@@ -28,8 +28,8 @@ class NodeTask(TaskGraph):
     Attributes:
         stream: The stream of the task; `None` on devices without streams.
         arrival: Makes streams wait for each other when the task's inputs are copied.
-        departure: The same for the task's outputs.
-        inside: A context for backwards: it says which threads are inside a partition.
+        departure: Makes streams wait for each other when the task's outputs are copied.
+        inside: The context in which a backward runs. It counts the threads that run a partition.
         output_form: The class of the output: `Tensor`, or a tuple class.
     """
 

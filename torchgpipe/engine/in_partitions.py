@@ -65,7 +65,7 @@ def _like(error: BaseException) -> BaseException:
     """Return an error with the same class, message and notes, but without frames.
 
     The frames of an error keep the tensors of a task alive. Autograd shows the caller the error of
-    the thread that raises first, so the errors of all threads have to tell the same.
+    the thread that raises first, so the errors of all threads must have the same text.
     """
     try:
         another = copy.copy(error)

@@ -44,7 +44,7 @@ class Workers:
         self._lock = threading.Lock()
         self._closed = False
         self._relay: Relay | None = None  # of the current run, or of an interrupted run
-        self._by = 0  # the thread that has called that run
+        self._by = 0  # the thread that has started this run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run each program in a thread, the last one in the calling thread; wait for their ends.

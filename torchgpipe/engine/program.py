@@ -93,9 +93,9 @@ class BatchIO:
         return self._output_grads[i]
 
     def take_sum(self, p: Tensor) -> Tensor | None:
-        """Return the gradient of a parameter from outside of the layers, and forget it.
+        """Return the gradient that the criterion gives a parameter, and forget this gradient.
 
-        Only in a `step`, the criterion can give a parameter such a gradient.
+        There is such a gradient only in a `step`, because only a `step` runs the criterion.
         """
         return None
 

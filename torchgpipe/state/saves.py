@@ -253,8 +253,8 @@ class Saves:
     def _newest(self) -> str | None:
         """Return the name of the newest state's folder, or `None` if there is no state.
 
-        If there is no state, raise an error if states cannot be written into the folder. So the
-        error comes before the training, and not only at the first save.
+        If there is no state, check that states can be written into the folder; raise an error if
+        not. So this error comes before the training, and not only at the first save.
         """
         whole = self._whole()
         if whole:

@@ -47,7 +47,7 @@ class State:
         return [optimizer.kind for optimizer in self._optimizers]
 
     def kind_of(self) -> dict[str, str]:
-        """Return the class of the optimizer of each optimized parameter, by their names."""
+        """Return, by the name of each optimized parameter, the name of its optimizer's class."""
         kind_of: dict[str, str] = {}
         for optimizer in self._optimizers:
             kind_of |= dict.fromkeys(optimizer.names, optimizer.kind)

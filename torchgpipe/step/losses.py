@@ -178,8 +178,8 @@ class Losses(BatchIO):
             if leaf in self._batch.elsewhere:
                 raise RuntimeError(
                     f"the criterion uses {self._batch.elsewhere[leaf]}, a parameter of another "
-                    "rank's layers, which would not get this gradient; add the gradient of such a "
-                    "penalty on each rank, for the rank's own parameters"
+                    "rank's layers, which would not get a gradient from it; for a penalty on "
+                    "parameters, add the penalty's gradient on each rank, for its own parameters"
                 )
             self._sums[leaf] = grad
         elif before.is_sparse:

@@ -8,8 +8,8 @@ from torch import Tensor
 def without_backward(loss: Tensor) -> Tensor:
     """Return the loss without its graph, and with a `backward()` that raises a clear error.
 
-    It is an ordinary tensor in all else. What is computed from it, a copy of it and what is saved
-    of it have the `backward()` of all tensors.
+    In all other ways, the returned loss is an ordinary tensor. Its copies, its saved versions and
+    the tensors that are computed from it have the usual `backward()`.
     """
     saved = loss.detach()
     returned = loss.detach()

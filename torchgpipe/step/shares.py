@@ -40,8 +40,8 @@ class Shares:
         if reduction != "mean":
             given = shortened(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
-                "reduction must be 'mean', 'sum' or 'none', or only 'mean' if there is a weight, "
-                "but got " + given
+                "reduction must be 'mean', 'sum' or 'none' (with a weight, only 'mean'), but got "
+                + given
             )
         if weight is not None and not callable(weight):
             raise TypeError(

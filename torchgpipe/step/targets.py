@@ -91,7 +91,7 @@ def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
 
 
 def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
-    """Return a copy of a mapping with other values, of its class if that is a kind of `dict`."""
+    """Return a copy of a mapping with other values: of its class, or a `dict` for rare classes."""
     items = zip(mapping, values, strict=True)
     if not isinstance(mapping, dict | UserDict):
         return dict(items)
@@ -148,11 +148,11 @@ def _is_array(x: object) -> bool:
 
 
 def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
-    """Return whether a target has to be split by its entries, and not within its entries.
+    """Return whether each entry of a target, such as a list, belongs to one sample.
 
-    A list of numbers is not split, because it can be a list of class weights that is as long as the
-    batch by chance. If all entries that are tensors have the batch size, they are tensors for the
-    whole mini-batch.
+    A list of numbers does not count: it can be a list of class weights that is as long as the batch
+    by chance. If all tensors among the entries have the batch size as dimension 0, each of them
+    belongs to the whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:

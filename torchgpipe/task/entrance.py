@@ -1,4 +1,4 @@
-"""The two ends of a task's autograd graph: the node where inputs enter, and the outputs' edges."""
+"""The ends of a task's autograd graph: a node for its inputs, and gradient edges of its outputs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -191,14 +191,14 @@ class Stage:
             if each and old != new:
                 raise RuntimeError(
                     f"partition {self.index} changed an input in place that shares memory with "
-                    "another tensor: a skip, or another input; on another partition, that tensor "
-                    "would not change; make the layer that changes the input out-of-place "
+                    "a skip or with another input, which would not change if it were on another "
+                    "partition; make the layer that changes the input out-of-place "
                     "(inplace=False), or give it a copy (x.clone())"
                 )
 
 
 def _is_away(p: Tensor, device: torch.device) -> bool:
-    """Return whether a parameter is on another device, because a partition there shares it."""
+    """Return whether a parameter is on another device than `device`."""
     if p.device.type != device.type:
         return True
     # The number of a CPU has no meaning, and its tensors have none.

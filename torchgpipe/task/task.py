@@ -103,10 +103,11 @@ class TaskGraph(GuardedTask):
         Args:
             grads: The gradients of the outputs; `None` for an output that has none.
             keep: Whether backward can be called again.
-            kind: With `"backward_inputs"`, some weight gradients are left to `backward_weights`.
+            kind: With `"backward_inputs"`, `backward_weights` later computes the weight gradients
+                of matrix products.
 
         Raises:
-            RuntimeError: If a backward has reached the inputs by another way than the outputs.
+            RuntimeError: If a backward has already reached the inputs, but not from the outputs.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)

@@ -1,8 +1,8 @@
 """The one place for what the library asks of GPUs: streams, events, memory, and the current device.
 
-Most of it is the same for all of PyTorch's accelerators: `torch.accelerator`, `torch.Stream` and
-`torch.Event`. Of these accelerators only CUDA was tried (`KIND`), and what only CUDA has is here,
-too. The one other place is NCCL (torchgpipe/distributed/wires/nccl.py).
+Most functions here use PyTorch's general interface for accelerators: `torch.accelerator`,
+`torch.Stream` and `torch.Event`. Others use functions that only CUDA has. Only CUDA was tried
+(`KIND`). Outside of this module, only torchgpipe/distributed/wires/nccl.py depends on CUDA.
 
 Devices of other types, such as the CPU, have no streams here: what is submitted to them has ended
 when the call returns.

@@ -22,8 +22,8 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
         since: A result of `sequence_number`.
 
     Returns:
-        The leaves; whether a backward has to go to all of them; and whether the graph has a node
-        that is older than `since`.
+        The leaves. Whether the graph has a node that works only in a backward to all leaves (see
+        `ONLY_WHOLE`). Whether the graph has a node that is older than `since`.
     """
     leaves: list[Tensor] = []
     only_whole = older = False

@@ -64,8 +64,8 @@ class Idle:
             self._task = task
             self._cpu = None
             return 0.0
-        # It takes a while to find the descendants. The first look at a task has returned before
-        # this, and most tasks end before the second look.
+        # It takes a while to find the descendants. So this is not done in the first look at a task,
+        # which returns above. Most tasks end before their second look.
         cpu += cpu_time_of_descendants()
         # The time can also decrease: if a descendant ends and its parent does not wait for it.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):

@@ -87,7 +87,7 @@ def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
 
 
 def sizes(description: Description) -> list[int]:
-    """Return how many bytes are sent for each tensor, without tensors that send no bytes."""
+    """Return the number of bytes of each tensor that is sent as bytes; leave out other tensors."""
     _, layouts = description
     return [layout.bytes for layout in layouts if layout is not None and layout.bytes]
 
@@ -122,7 +122,14 @@ class Predicted:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Record the number of a message's description; predict the description of the next one."""
+        """Record which description this message has, and predict that of the next message.
+
+        If this is message k of its mini-batch, the next message is predicted to have the same
+        description as message k + 1 of the previous mini-batch.
+
+        Args:
+            number: The index of this message's description in `known`.
+        """
         self._now.append(number)
         self._predict()
 

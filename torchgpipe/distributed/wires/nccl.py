@@ -1,10 +1,10 @@
 """NCCL, which transfers tensors between the GPUs of two ranks: a pair for each wire.
 
 When a rank dies, the ranks that survive raise `RankFailed`, and may go on without it. PyTorch's
-process groups for NCCL would not let them. By default, each group has a thread (the watchdog). When
+process groups for NCCL do not allow that. By default, each group has a thread (the watchdog). When
 NCCL reports that the other rank has died, this thread asks all processes of the job, through their
 store, to write down their state and to end. Then it waits for a minute, and ends its own process.
-So pairs are made differently in three ways:
+So pairs differ from such groups in three ways:
 
 - They have no watchdog. PyTorch starts none for a group that is made while the environment variable
   TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair calls

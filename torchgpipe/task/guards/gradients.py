@@ -19,9 +19,9 @@ this:
 If layers are compiled, all tasks make a graph: without one, `torch.compile` would compile each
 layer once more, for first passes only.
 
-What it costs: a first pass that makes a graph uses more time and memory: the one of the first task
-of each kind, those of steps 3 and 4, and those of compiled layers. All other first passes look up a
-value in a dictionary.
+What it costs: a first pass that makes a graph uses more time and memory. The first task of each
+kind has such a first pass, and so have the tasks of steps 3 and 4, and all tasks with compiled
+layers. All other first passes only look up a value in a dictionary.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class AmbientModes(Guard):
         """Return a copy of the caller's context variables (`contextvars`) for a recomputation.
 
         It is a copy because several threads may recompute at the same time. In the copy, `RUNNING`
-        has its current value: a recomputation is inside of another run than the first pass.
+        (the thread pools that run the current code) has its current value, because other pools can
+        run the recomputation than the first pass.
         """
         context = self._context.copy()
         context.run(RUNNING.set, RUNNING.get())

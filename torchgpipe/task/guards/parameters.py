@@ -250,9 +250,9 @@ class StandInParameters(Guard):
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return the sum of gradients of each stand-in, and clear the sums.
+        """Return, for each stand-in of a parameter, the sum of its gradients; clear the sums.
 
-        If `last` is set, a gradient that arrives later raises an error.
+        If `last` is set, a gradient that reaches a stand-in after this call raises an error.
         """
         sums = []
         for p, stand_in in self.by_parameter.items():

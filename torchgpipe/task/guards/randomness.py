@@ -6,9 +6,9 @@ the forward. So the gradients do not belong to the output of the forward.
 Section 2.3 of the GPipe paper describes recomputation. engine/seeds.py says from which generator
 each task draws.
 
-What it costs: each first pass reads the states of its generators twice, 5 KB on a CPU. If it has
-drawn, its recomputation sets these states, and sets the current ones back. A generator of a task's
-own has to watch each operator of the task.
+What it costs: each first pass reads the states of its generators twice; on a CPU, a state has 5 KB.
+If the first pass has drawn, the recomputation sets these states, and restores the current states at
+its end. If a task has a private generator, each operator of the task is watched.
 """
 
 from __future__ import annotations
