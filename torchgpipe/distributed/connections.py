@@ -83,7 +83,7 @@ class Connections(Wires):
         serial: The number of the mini-batch that this rank runs now.
         closed: Whether the connections have ended.
         parted: Whether the connections have ended by `close()`, while no rank had failed.
-        sockets: The sockets that were opened while gloo connected; a few can be of other threads.
+        sockets: The sockets that were opened while gloo connected, perhaps also by other threads.
 
     Raises:
         RankFailed: If another rank ends while the ranks connect.
@@ -261,8 +261,8 @@ class Connections(Wires):
         self.liveness.activity.hears = False
         if told != what:
             raise RuntimeError(
-                f"all ranks have to make the same calls in the same order, but rank {peer} is in "
-                f"its {told}, and not in its {what}"
+                f"all ranks have to make the same calls in the same order, but rank {peer} has "
+                f"sent {told!r}, while this rank waits for {what!r}"
             )
         return tensors, about
 

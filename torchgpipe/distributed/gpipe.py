@@ -161,7 +161,7 @@ class DistributedGPipe(Partitioned):
         # The names of the parameters of other ranks' layers, as long as this process has them.
         self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
-        self._searched, self._serial = False, 0  # whether `OtherRanksParameters` has searched
+        self._searched, self._serial = False, 0  # whether `OtherRanksParameters` has run
         self._warned = False  # whether this rank has warned that ranks have different samples
 
     def _layout(self) -> list[Crossing]:

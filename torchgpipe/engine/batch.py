@@ -111,7 +111,7 @@ class Batch:
         m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
         observer: A function that is called with each task.
-        base: The first seed, if another process has chosen it.
+        base: The number from which seeds are made, if another process has drawn it.
 
     Attributes:
         last: Whether the last stage is in this process.

@@ -126,8 +126,8 @@ class _MiniBatch:
         self._inside = InPartitions() if engine.tied else NOTHING
         # The backward of a stage's gate hands the summed gradients to the stage's parameters. All
         # tasks of the stage take the gate's output, so its backward comes after theirs. All gates
-        # are made before all tasks, and a thread of autograd runs its earliest nodes last. So if a
-        # task's backward fails, the gates that wait in the same thread have changed no gradient.
+        # are made before all tasks, because a thread of autograd runs the oldest nodes last. So if
+        # a task's backward fails, no gate in the same thread has run and changed a gradient.
         self._gates = [self._gate(guards) for guards in self._guards]
         # The skips that wait for their partition, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}

@@ -88,14 +88,14 @@ class TaskNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
         let_gradients_go_forward(True)  # until this function ends
-        outputs, task.output_form = task.forward(item)  # whose tensors are `inputs`
+        outputs, task.output_form = task.forward(item)  # the tensors of `item` are `inputs`
         task.departure.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0, device="cpu")) if tied else outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the task's backward, and its recomputation if it has none yet."""
+        """Run the task's backward, after its recomputation if that has not run yet."""
         refuse_unusual_backward(grads)
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
         task.check_unspent()

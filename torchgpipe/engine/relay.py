@@ -30,10 +30,11 @@ class Relay(Links):
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
-        # Between two programs, each direction has room for one item. To put an item into its queue,
-        # a program first takes the only ticket out of a second queue; who takes the item puts the
-        # ticket back. (Two `SimpleQueue`s are much faster than one `Queue` with a limit.) The key
-        # is the direction and the later one of the two stages.
+        # Between two programs, each direction has room for one item. So it has two queues: one for
+        # the item, and one for a ticket. To put an item into the first queue, a program must take
+        # the only ticket. The program that takes the item puts the ticket back. (Two `SimpleQueue`s
+        # are much faster than one `Queue` with a limit.) The key is the direction and the later one
+        # of the two stages.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {}
         for way, s in product(forward, between):

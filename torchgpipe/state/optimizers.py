@@ -60,7 +60,10 @@ class OptimizerState:
             self.names += group
 
     def content(self) -> Content:
-        """Return what the optimizer holds for each parameter, such as momentum, by keys."""
+        """Return a dictionary of what the optimizer holds for each parameter, such as momentum.
+
+        The keys have the form `optimizer.state.NAME.KEY`, where NAME is the parameter's name.
+        """
         content: Content = {}
         for number, values in self._states.items():
             name = self.names[number]

@@ -89,7 +89,9 @@ class Losses(BatchIO):
         return with_tensors(cut, target)
 
     def leave(self, i: int, output: Item) -> None:
-        """Compute the loss of micro-batch i; after the last one, tell the mini-batch's loss.
+        """Compute the loss of micro-batch i.
+
+        After the last micro-batch, call `batch.tell` with the loss of the mini-batch.
 
         Raises:
             RuntimeError: If gradients are on, and no loss of the mini-batch has a graph.
@@ -212,7 +214,7 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Map each leaf that can replace another tensor in the criterion to that tensor."""
+        """Return a dictionary from leaves to the tensors that they replace in the criterion."""
         meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter

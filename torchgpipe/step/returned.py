@@ -1,4 +1,4 @@
-"""The loss that `step` returns. It says so if `backward()` is called on it, which is a mistake."""
+"""The loss that `step` returns. Its `backward()` raises an error, because `step` has run it."""
 
 from typing import Any, NoReturn
 

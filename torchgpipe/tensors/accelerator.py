@@ -49,7 +49,7 @@ def all_devices() -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its index; without an index, a GPU is the current one."""
+    """Return the device. A GPU without an index gets the index of the current GPU."""
     # "cuda" and "cuda:0" are one device, and have to compare equal.
     if device.type != KIND or device.index is not None:
         return device

@@ -37,13 +37,13 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
 
 
 def leaves_of(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Tensor]:
-    """Return the leaves of a graph that begins at some nodes, but not those behind its `ends`."""
+    """Return the leaves of the graph behind the nodes `roots`, without those behind `ends`."""
     last = [node for node in _nodes_behind(roots, ends) if not node.next_functions]
     return [node.variable for node in last if hasattr(node, "variable")]
 
 
 def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """Return each node of a graph once, beginning with its roots, and without its `ends`."""
+    """Return `roots` and all nodes behind them; leave out `ends` and what is behind these."""
     unseen = [*roots]
     found: dict[Any, None] = {}
     while unseen:

@@ -68,17 +68,17 @@ class MicroBatches:
 
 
 class Structured(tuple[Tensor, ...]):
-    """The tensors of a micro-batch that has another structure, such as a mapping.
+    """The tensors of a micro-batch that is neither a tensor nor a tuple, such as a mapping.
 
     Attributes:
-        form: A function that returns the structure with the given tensors in it.
+        form: A function of such tensors that returns the micro-batch, such as the mapping.
     """
 
     form: Callable[[Sequence[Tensor]], Any]
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], form: Callable[[Sequence[Tensor]], Any]) -> "Structured":
-        """Return tensors, and the function that makes the structure of them."""
+        """Return the tensors as a `Structured`, with the attribute `form`."""
         made = cls(tensors)
         made.form = form
         return made
@@ -99,7 +99,7 @@ def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
 def form_of(value: TensorOrTensors) -> Form:
     """Return the form of `value`: `Tensor` for any tensor, or the class of the tuple.
 
-    If it is `Structured`, return the function that makes its structure.
+    If it is `Structured`, return its function `form`, which makes a mapping (or the like) of it.
     """
     if isinstance(value, Structured):
         return value.form  # type: ignore[return-value]

@@ -194,7 +194,10 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def identity(device: torch.device) -> bytes:
-    """Return the UUID of this rank's GPU, or `NO_GPU`, or `UNFIT` if NCCL cannot be used."""
+    """Return the UUID of this rank's GPU.
+
+    Without a GPU, return `NO_GPU`. If NCCL cannot be used on this rank, return `UNFIT`.
+    """
     if not accelerator.has_streams(device):
         return NO_GPU
     # With this variable, the host waits for NCCL's transfers, and so for other ranks.

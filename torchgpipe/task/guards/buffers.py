@@ -57,7 +57,7 @@ class _Slot(NamedTuple):
         module: The module that has the buffer.
         name: The name of the buffer in the module.
         tensor: The buffer.
-        version: The value of the buffer's version counter, in a list.
+        version: A list of one number: the value of the buffer's version counter.
         copy: A copy of the buffer, or `None` if the buffer needs no copy.
         shared: Whether other buffers share memory with the buffer.
     """

@@ -48,8 +48,8 @@ class GuardedTask:
         with_graph: Whether the forward makes a graph.
         found: Whether each output requires grad, according to the latest graph.
         claimed: Whether each output requires grad when it is passed to the next task.
-        edges: The edge of each output in the task's graph, where a backward begins; `None` for an
-            output without a graph, or without a list if there is no graph now.
+        edges: For each output, its edge in the task's graph, where a backward begins, or `None` if
+            the output has no graph. If the task has no graph now, there is no list.
         noted: For each guard, the values that the guard has recorded in the forward.
     """
 
