@@ -23,9 +23,9 @@ def settings_of(
         pipeline: This rank's pipeline.
         order: The name of the schedule, followed by a checksum if the user has made the schedule.
         timeout: The timeout of the pipeline.
-        checksum: The checksum of the model's parameters. It tells two models apart. For example,
-            if a script makes two pipelines, but in another order on one rank, partitions of
-            different models must not be connected.
+        checksum: The checksum of the names and shapes of the model's parameters. If it differs
+            between ranks, they run different models. For example, a script makes two pipelines,
+            and one rank makes them in another order than the other ranks.
         call: The method that the user has called, such as "loss()".
     """
     kind = pipeline._stages[0].device.type

@@ -50,7 +50,7 @@ def check_connectable(timeout: object, own: int) -> None:
 
 
 def warn_without_parameters(module: nn.Module, own: nn.ModuleList, rank: int) -> None:
-    """Warn if a rank has no parameters, because its optimizer has to be made in another way.
+    """Warn if a rank has no parameters: an optimizer cannot be made from an empty list.
 
     Args:
         module: All layers. If none of them has parameters, nobody needs an optimizer.

@@ -90,7 +90,7 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
 
 
 class Seeds:
-    """The seeds of all tasks of one mini-batch, which run at the same time.
+    """The seeds of the tasks of one mini-batch, for tasks that run at the same time.
 
     The forwards run within this object as a context. On leaving, the default generator advances by
     one number if any task has drawn random numbers.

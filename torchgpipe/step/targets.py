@@ -68,7 +68,7 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
     """Return the values in `target`, and a function that puts other values into a copy of it.
 
-    If `target` is not a container, there are no values.
+    If `target` is no mapping, list, tuple or dataclass, there are no values.
     """
     values: Values = ()
     put: Callable[[Values], Any] = list

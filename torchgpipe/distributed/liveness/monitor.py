@@ -197,7 +197,7 @@ class RankMonitor:
         self._heard.pop(peer, None)
 
     def answers(self, peer: int) -> bool:
-        """Return whether a rank is likely to answer a message that is sent now."""
+        """Return whether a rank sent a message recently, so that it is likely to answer one now."""
         last = self._heard.get(peer)
         if last is None:
             return True  # it may still be connecting
