@@ -192,7 +192,7 @@ class Connections(Wires):
 
         Args:
             end: `Sender` or `Receiver`.
-            kind: One of `wire.KINDS`.
+            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
             peer: The other rank.
             stages: The two stages that the wire connects, the lower one first.
         """
@@ -203,7 +203,7 @@ class Connections(Wires):
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a wire, which can connect two stages (the lower one first)."""
+        """Return the address of a wire to or from a rank; `stages` are those that it connects."""
         transfer = self._transfers.made.get((kind, peer, stages))
         return WireAddress(self._group, peer, tag_of(kind, stages), broken, transfer, self._limit)
 
@@ -211,7 +211,7 @@ class Connections(Wires):
         return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
 
     def message(self, about: Any, tensors: Flat) -> Message:
-        """Return a message of this mini-batch: tensors, and plain values (`about`)."""
+        """Return a message with this mini-batch's number, plain values (`about`) and tensors."""
         return Message(self.serial, about, tensors)
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
@@ -236,7 +236,7 @@ class Connections(Wires):
             what: A name for the message. Other ranks compare it with the name that they expect.
             tensors: The tensors of the message.
             about: Plain Python values that are sent in the same message.
-            kind: One of `wire.KINDS`.
+            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
         """
         for peer in self._others:
             sender = self.wire(Sender, kind, peer)
@@ -249,7 +249,7 @@ class Connections(Wires):
         Args:
             what: The name that the message has to have.
             peer: The rank that sends.
-            kind: One of `wire.KINDS`.
+            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
 
         Raises:
             RuntimeError: If the message has another name, because the ranks make different calls.

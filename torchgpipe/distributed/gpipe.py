@@ -279,8 +279,8 @@ class DistributedGPipe(Partitioned):
         connections = self._connected()
         if connections.liveness.activity.within and backward_id() == -1:
             raise RuntimeError(
-                "a layer, a hook or the criterion calls the pipeline within a call of it, but a "
-                "call needs all ranks; call it after the step, on all ranks"
+                "a layer, a hook or the criterion calls the pipeline while it runs, but such a "
+                "call needs all ranks; call the pipeline after the step, on all ranks"
             )
         self._serial += 1
         with connections.call(self._serial, "the call"):

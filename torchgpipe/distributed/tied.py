@@ -246,8 +246,8 @@ def _put(tied: TiedParameter, total: Tensor | None, guards: Sequence[StageGuards
     stand_ins = _stand_ins(tied.parameter(), guards)
     if not stand_ins:
         raise RuntimeError(
-            f"{tied} are one parameter, which was replaced, frozen or unfrozen during the "
-            "mini-batch, or in a layer that was replaced; change parameters between mini-batches"
+            f"{tied} are one parameter, but during the mini-batch, it was replaced, frozen or "
+            "unfrozen, or its layer was replaced; change parameters between mini-batches only"
         )
     for stand_in in stand_ins:
         stand_in.grad = None

@@ -114,8 +114,8 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
         return [target]
     if UNCOUNTED in sizes:
         raise ValueError(
-            "the target cannot be split, because the tensors of a micro-batch differ in dimension "
-            "0; give the target of each micro-batch: MicroBatches([...])"
+            "the target cannot be split, because the input tensors of a micro-batch differ in "
+            "dimension 0; give the target of each micro-batch: MicroBatches([...])"
         )
     if target.is_nested or target.layout is not torch.strided:
         raise ValueError(

@@ -232,7 +232,7 @@ class Transfers:
         """Make transfers through host memory for wires of a kind; on the CPU, make none.
 
         Args:
-            kind: The kind of the wires, one of `wire.KINDS`.
+            kind: The kind of the wires, such as "loss" (`wire.KINDS` lists all kinds).
             peers: The ranks at the other ends.
             device: This rank's device.
         """
