@@ -54,7 +54,8 @@ class GraphEngine:
     Args:
         stages: All stages of the pipeline, in order.
         arrangement: The schedule, and the device of each stage.
-        dependency: Whether a task takes the tie of the previous task on its stage.
+        dependency: Whether each task has a graph edge to the previous task on its stage, so that
+            their backwards run in a fixed order. The edge is a tie: an empty tensor.
         copy_streams: Whether copies between GPUs have their own streams.
     """
 
@@ -73,7 +74,7 @@ class GraphEngine:
         streams = [accelerator.current_stream(device) for device in devices]
         self.fenced = [self.copies and stream is not None for stream in streams]
         # Without copies between GPUs, autograd runs all nodes in one thread, the latest node first.
-        # This is already the right order, so no ties are needed.
+        # This is already the right order, so no ties (edges that force an order) are needed.
         self.tied = any(self.fenced)
         self.dependency = dependency
 
@@ -191,8 +192,9 @@ class _MiniBatch:
             departure=self._fence(j),
             inside=self._inside,
         )
-        # The node takes two ties: of the previous task on this stage, and of the task that has
-        # computed its inputs. So the backwards of these two tasks come after this backward.
+        # The node takes two ties (empty tensors that make edges): of the previous task on this
+        # stage, and of the task that has computed its inputs. So the backwards of these two tasks
+        # come after this backward.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
         outputs = TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)

@@ -74,6 +74,8 @@ class TaskNode(torch.autograd.Function):
     ) -> Flat:
         """Run the task's forward. `gate`, `before` and `source` only make edges of the graph.
 
+        A tie is an empty tensor that makes such an edge, to force an order of the backwards.
+
         Args:
             ctx: The node.
             task: The task.

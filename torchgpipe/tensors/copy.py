@@ -108,7 +108,8 @@ class CopyPath:
         Args:
             tensors: The tensors to copy.
             i: The index of the micro-batch.
-            fences: The fence of the sending task's outputs, and of the receiving task's inputs.
+            fences: What synchronizes the streams (`StreamFence`) for the sending task's outputs,
+                and for the receiving task's inputs.
             tie: A tensor that makes an extra edge in the graph: the backward of the task that made
                 this tensor runs after the backward of this copy.
             observer: The observer of the mini-batch.
@@ -138,7 +139,8 @@ class CopyPath:
 
         Args:
             i: The index of the micro-batch.
-            fences: The fence from which the tensors leave, and the fence at which they arrive.
+            fences: What synchronizes the streams (`StreamFence`) at the task from which the tensors
+                come, and at the task to which they go.
             observer: The observer of the mini-batch.
             tensors: The tensors to copy.
             back: Whether to copy gradients from the target back to the source.

@@ -188,7 +188,7 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Record the label that another rank has sent."""
+        """Record a label of another rank: what it does now."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:
@@ -252,7 +252,7 @@ class RankMonitor:
         """Check all ranks; return a line that says what is wrong, or `None`.
 
         Args:
-            tells: Whether to send this rank's label to other ranks.
+            tells: Whether to tell other ranks what this rank does now (its label).
         """
         late = self._overdue()
         self._looked = time.monotonic()

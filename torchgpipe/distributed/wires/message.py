@@ -155,7 +155,7 @@ class Predicted:
             ) from None
 
     def large(self) -> list[int]:
-        """Predict the sizes, in bytes, of those tensors that will not fit into the next slot."""
+        """Predict the sizes, in bytes, of tensors that do not fit into the next message's slot."""
         if self.number is None:
             return []
         expected = sizes(self.known[self.number])

@@ -88,7 +88,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Read a new description of `length` bytes, from the slot or from a separate part."""
+        """Read a new description of `length` bytes, in the slot (first buffer) or a later part."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]
