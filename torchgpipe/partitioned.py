@@ -187,7 +187,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         Args:
             criterion: A function of a micro-batch's output and target. It returns a scalar, or a
                 tuple of a scalar and a value that is kept in the list `model.logs`. Parameters that
-                it uses get gradients, too; on ranks, these must not be of other ranks' layers.
+                it uses get gradients, too, but a parameter of another rank raises an error.
             input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
                 micro-batch gets a part of each tensor, and all other values unchanged. A list with
@@ -200,7 +200,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
 
         Returns:
             The loss of the mini-batch: a scalar, or for `"none"` all losses. It has no graph, so
-            neither it nor `loss / 4` or `scaler.scale(loss)` can go backward.
+            `backward()` raises an error, also of `loss / 4` and of `scaler.scale(loss)`.
 
         Raises:
             RuntimeError: Gradients are off, a layer does something that a pipeline does not

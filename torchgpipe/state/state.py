@@ -139,9 +139,9 @@ class State:
 
     @torch.no_grad()
     def _resize_sparse(self, saved: Content) -> None:
-        """Give compressed sparse tensors of the layers as many entries as the saved ones have.
+        """Give compressed sparse tensors of the layers as many entries as the saved tensors have.
 
-        `load_state_dict` copies the entries of such a tensor only if their number is equal.
+        `load_state_dict` can load such a tensor only if the two numbers of entries are equal.
         """
         for name, x in self._model.state_dict(keep_vars=True).items():
             compressed = isinstance(x, Tensor) and x.layout not in (strided, sparse_coo)

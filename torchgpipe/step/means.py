@@ -39,9 +39,9 @@ class Counted(NamedTuple):
 
 
 def counted(loss: Tensor) -> Counted | None:
-    """Return what the cross entropy has counted from which a loss is computed.
+    """Find the cross entropy from which a loss is computed, and return what it has counted.
 
-    Return `None` if the loss has no graph, or if the graph does not begin with a cross entropy.
+    Return `None` if there is none at the end of the loss's graph, or if the loss has no graph.
     """
     node: Any = loss.grad_fn
     for _ in _AROUND:  # a limit, because a sum can have many terms
@@ -147,15 +147,16 @@ def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> lis
 
 
 def _is_index(target: object) -> bool:
-    """Return whether a target has class indices, and no probabilities, which all count."""
+    """Return whether a target has class indices (some can be ignored), not probabilities."""
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str:
-    """Return code of a function that counts the targets as the criterion has counted them.
+    """Return the code of a function that counts the targets that the criterion does not ignore.
 
-    The targets are all tensors, or all tuples or all mappings with tensors. Language models predict
-    each token but the first of a row, so they leave out the first column.
+    The targets are all tensors, or all tuples, or all mappings with tensors. A language model does
+    not predict the first token of a row. So the code also leaves out the first column, if only then
+    it counts as many targets as the criterion.
     """
     first = targets[0]
     columns: dict[str, list[Any]] = {"target": [*targets]}
@@ -177,7 +178,7 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
 
 
 def _sum_of_weights(criterion: Criterion, ignored: int) -> str:
-    """Return code of a function that adds up the class weights of a target."""
+    """Return the code of a function that adds up the class weights of a target."""
     if options_of(criterion) is None:
         classes = "class_weights"
     elif isinstance(criterion, nn.Module):

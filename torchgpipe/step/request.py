@@ -56,7 +56,7 @@ def options_of(criterion: Criterion) -> dict[str, Any] | None:
 
 
 def check_without_target(criterion: Criterion) -> None:
-    """Raise `TypeError` if `step` is given no target, and a criterion of PyTorch."""
+    """Raise `TypeError` if a criterion is from PyTorch, so that it needs a target."""
     if options_of(criterion) is not None:
         function = getattr(criterion, "func", criterion)
         name = getattr(function, "__name__", type(criterion).__name__)
@@ -64,7 +64,7 @@ def check_without_target(criterion: Criterion) -> None:
 
 
 def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Let a scaler of gradients create its scale, which each rank needs after the step.
+    """Scale a zero, so that a gradient scaler creates its scale: each rank needs it after the step.
 
     Raises:
         TypeError: `step` was given something else than a scaler.
