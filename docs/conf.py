@@ -31,9 +31,10 @@ LINK = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 
 
 def read(app: Sphinx, name: str, source: list[str]) -> None:
-    """Put the README before the index, and name files that are no pages of this site.
+    """Put the README's text before the index, and mend links in the text of a page.
 
-    A link to such a file would lead nowhere. A link to the README leads to the index.
+    A link to the README becomes a link to the index. A link to another file that is no page of this
+    site would lead nowhere, so the file's name takes its place.
     """
     if name == "index":
         app.env.note_dependency(str(README))

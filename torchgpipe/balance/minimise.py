@@ -115,8 +115,7 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
     """Move the border between each two neighbouring partitions so that they cost about the same.
 
     A move never increases the cost of the more expensive one of the two. All borders are moved in
-    turn, until none moves any more, but at most `len(starts)` times. Most borders move only a
-    little: a border is far off only if a layer costs more than an equal share.
+    turn, until none moves any more, but at most `len(starts)` times.
     """
     for _ in starts:
         before = list(starts)
@@ -143,7 +142,9 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return a list. Item k is the first layer that fits, with all later layers, into k partitions.
+    """Return, for each k, the first layer that fits, with all later layers, into k partitions.
+
+    The index in the list is k.
 
     No partition may cost more than `bound`.
     """

@@ -154,7 +154,7 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
     Args:
         module: The layers.
         sample: An input, with the structure that the layers take.
-        done: The last word of the error message "only an nn.Sequential can be …", a participle.
+        done: What is done to the module, such as "profiled", for an error message.
 
     Raises:
         TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
@@ -313,7 +313,10 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Return a copy that a layer may change in place, because it is no leaf that requires grad."""
+    """Return a copy that a layer may change in place.
+
+    Autograd forbids to change a leaf that requires grad in place, but the clone is no such leaf.
+    """
     return x.detach().requires_grad_(x.requires_grad).clone()
 
 

@@ -16,9 +16,9 @@ _CALL = "def call(self, *args, **kwargs):\n    return self._call_impl(*args, **k
 def compile_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Compile a layer by `torch.compile`, as `layer.compile()` does.
 
-    PyTorch keeps compiled code for each Python function, at most 8 times (`recompile_limit`), and
-    then runs the function uncompiled. `layer.compile()` compiles one function of `nn.Module` that
-    all modules share. So each layer is compiled by a function of its own here.
+    PyTorch keeps at most 8 compiled versions of a Python function (`recompile_limit`), and then
+    runs the function uncompiled. `layer.compile()` compiles a function of `nn.Module`, so all
+    layers would share these 8 versions. Here, a new function is made and compiled for each layer.
 
     Args:
         layer: The layer. If its forward is already compiled, as by `torch.compile(layer)`, it stays

@@ -40,7 +40,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     """Make a pipeline of any module.
 
     1. `sequential` traces the module into layers.
-    2. `plan` finds the fastest setup for the layers. One line on standard error says which.
+    2. `plan` finds the fastest setup for the layers. One line on standard error names the setup.
     3. `GPipe` makes the pipeline. Its attribute `plan` is the plan.
 
         model = pipeline(module, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
@@ -109,7 +109,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
 def schedules_of(
     schedule: str | Schedule | None, schedules: Sequence[str | Schedule] | None
 ) -> str | Schedule | Sequence[str | Schedule]:
-    """Return what a plan chooses the schedule from; raise `ValueError` if both are given.
+    """Return the schedules to choose from; raise `ValueError` if both arguments are given.
 
     Args:
         schedule: The argument of `pipeline`.

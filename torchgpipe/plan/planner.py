@@ -166,7 +166,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
 
 @contextmanager
 def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float) -> Iterator[None]:
-    """If no pipeline has room, but training without a pipeline has, let the error say so."""
+    """If no pipeline fits the memory, add to the error which other way of training fits it."""
     try:
         yield
     except Impossible as error:

@@ -48,8 +48,8 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     """Make a pipeline over ranks of any module.
 
     All ranks call this function, with the same arguments except `device`. The first rank plans, as
-    `torchgpipe.pipeline` does, and tells all other ranks the plan. One line on the first rank's
-    standard error says what it is.
+    `torchgpipe.pipeline` does, and sends the plan to all other ranks. One line on the first rank's
+    standard error describes the plan.
 
         model = distributed_pipeline(module, sample, batch_size=64)    # on every rank
         loss = model.step(nn.functional.cross_entropy, x, target)

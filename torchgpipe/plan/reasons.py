@@ -62,7 +62,7 @@ def about_bottleneck(found: Bottleneck, devices: int) -> str:
 
 
 def about_memory(best: Candidate, unlimited: float) -> str:
-    """Say how much faster the setup would be with more memory; "" if not much.
+    """Say how much faster the setup would be with more memory; "" if hardly faster.
 
     Args:
         best: The best setup.
@@ -79,11 +79,11 @@ def about_memory(best: Candidate, unlimited: float) -> str:
 def fastest_alternative(
     found: Mapping[int, Sequence[Alternative]], room: float
 ) -> Alternative | None:
-    """Return the fastest training without a pipeline that has room, or `None` if none has.
+    """Return the fastest training without a pipeline that fits the memory, or `None`.
 
     Args:
         found: The predictions without a pipeline, for each number of devices.
-        room: How many bytes of each device tensors may take.
+        room: How many bytes tensors may take on each device.
     """
     every = chain.from_iterable(found.values())
     fitting = [each for each in every if each.peak <= room]
@@ -91,7 +91,7 @@ def fastest_alternative(
 
 
 def has_room(alternative: Alternative) -> str:
-    """Say that training without a pipeline has room."""
+    """Say that this training fits the memory."""
     way = "FSDP" if alternative.way == "FSDP" else "Data parallel training"
     return f"{way} on {alternative.devices} devices has room"
 
@@ -99,12 +99,12 @@ def has_room(alternative: Alternative) -> str:
 def about_alternatives(
     best: Candidate, found: Mapping[int, Sequence[Alternative]], room: float
 ) -> str:
-    """Say which training without a pipeline has room and is faster; "" if none is.
+    """Say which training without a pipeline fits the memory and is faster; "" if none is.
 
     Args:
         best: The best setup.
         found: The predictions without a pipeline, for each number of devices.
-        room: How many bytes of each device tensors may take.
+        room: How many bytes tensors may take on each device.
     """
     fastest = fastest_alternative(found, room)
     if fastest is None or fastest.seconds * CLEARLY >= best.seconds:
@@ -126,9 +126,9 @@ def about_bubble(
     Args:
         predictor: The predictor of the model.
         best: The best setup.
-        by_devices: What was found for each number of devices.
-        candidates: The best setup for each number of devices.
-        room: How many bytes of each device tensors may take.
+        by_devices: The search's result for each number of devices, whether a setup fits or not.
+        candidates: The best setup for each number of devices for which a setup fits.
+        room: How many bytes tensors may take on each device.
     """
     setup = best.setup
     n = len(best.devices)

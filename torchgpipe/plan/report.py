@@ -45,7 +45,7 @@ class Plan:
     memory: float
     """The bytes of each device."""
     room: float
-    """How many bytes of each device tensors may take."""
+    """How many bytes tensors may take on each device."""
     precision: str
     """The types in which matrix products are computed, such as "float32 and TF32"."""
     hardware: Hardware

@@ -49,7 +49,7 @@ def of_devices(best: Candidate) -> str:
 
 
 def by_schedule(found: Iterable[tuple[str, Candidate | None]]) -> str:
-    """Return a table with the best setup of each schedule, given with the schedule's name."""
+    """Return a table of schedules with the best setup of each; `found` has names and setups."""
     lines = [f"{'schedule':<18}  devices  {COLUMNS}"]
     for name, best in found:
         devices = f"{'':>7}" if best is None else f"{len(best.devices):>7}"
@@ -84,7 +84,7 @@ def without_pipeline(
     Args:
         found: For each number of devices, data parallel training and, on several devices, FSDP.
         batch_size: The number of samples in a batch, over all devices.
-        room: How many bytes of each device tensors may take.
+        room: How many bytes tensors may take on each device.
     """
     columns = f"{'samples/s':>9}{'GiB':>7}  {'micro-batches':<13}"
     lines = [

@@ -24,7 +24,10 @@ def units(action: Action) -> float:
 
 
 class Event(NamedTuple):
-    """A task: an action or a copy, and its start and end in seconds since the step began."""
+    """A forward, recomputation, backward or copy of a micro-batch, with its start and end.
+
+    Times are in seconds since the step, or the recording of several steps, began.
+    """
 
     kind: Kind
     micro_batch: int

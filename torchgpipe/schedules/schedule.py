@@ -131,11 +131,11 @@ class Schedule:
             ahead: Whether a recomputation may start before the gradient of its task arrives.
             loss: For how many seconds one loss is computed after all forwards, while all devices
                 wait; `None` for no such loss. The schedule must begin with all forwards.
-            issue: Returns for how many seconds the host issues an action: on a GPU, it launches
-                the action's kernels. One thread issues the actions of all devices, one after
-                another, in the order in which they start if each takes its `units`. A device
-                starts an action at the earliest when the thread begins to issue it, and ends it
-                at the earliest when the thread has issued it. `None` if issuing takes no time.
+            issue: Returns for how many seconds the host issues an action (on a GPU, launches its
+                kernels). `None` if issuing takes no time. One thread issues the actions of all
+                devices, one after another, in the order in which they would start if each took
+                its `units`. A device starts an action after the thread has begun to issue it, and
+                ends the action after the thread has issued it.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.
@@ -161,8 +161,8 @@ class Schedule:
             "backward_weights": (False, gradients, nowhere),
         }
         free = [0.0] * len(self.lists)  # the time since which each device is free
-        issued = 0.0  # the time at which the thread has issued all earlier actions
         starts: dict[Action, float] = {}
+        issued = 0.0  # the time at which the thread has issued all earlier actions
         events: list[Event] = []
         for action, issue_seconds in zip(order, issues, strict=False):
             kind, i, stage = action

@@ -141,9 +141,9 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs an output.
 
-    If only skips pass the border between these two layers, the skip over the fewest layers also
-    becomes an output of layer `k`. For this, `k` and `k` + 1 are added to its stops, which are the
-    layers that make, use or pass it.
+    If only skips go from layer `k` or earlier to layer `k` + 1 or later, the skip over the fewest
+    layers also becomes an output of layer `k`. For this, `k` and `k` + 1 are added to the layers in
+    `stops` that make, use or pass the skip's tensor.
     """
     shortest = (layers, 0)
     for number, places in stops.items():

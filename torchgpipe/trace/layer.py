@@ -152,9 +152,10 @@ class Layer(Module):
         """Return the layer's state under the names that the traced module has for it.
 
         Args:
-            *args: As for `torch.nn.Module.state_dict`, and no longer used by new code.
+            *args: The deprecated positional form of the arguments below.
             destination: A dictionary to which the state is added, if not `None`.
-            prefix: What the names begin with. The layer's own name at its end is left out.
+            prefix: What the names begin with. If the prefix ends with the layer's own name, such as
+                `12:layer1/0/conv2`, this name is left out.
             keep_vars: Whether the state has the parameters themselves, and not detached tensors.
         """
         return super().state_dict(
@@ -251,7 +252,7 @@ class Layers(nn.Sequential):
         keep_names(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layers one after another. Arguments and result are those of the module."""
+        """Call the layers in order; arguments and result are those of the traced module."""
         if self.signature is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         tensors = self.signature.flat(args, kwargs)

@@ -48,18 +48,19 @@ def check_notes(root: Module, notes: Notes) -> None:
     for what, at in notes.values():
         if what != "training":
             if what == CHECKPOINT:
+                why = f"it calls {what}, which a recording cannot repeat"
                 raise refused(
                     root,
                     at,
-                    f"it calls {what}, which a recording cannot repeat",
-                    "leave it out, because the pipeline does its own checkpointing: "
-                    "checkpoint='always'; or call it in a small submodule, and keep this submodule "
-                    "as one layer: whole=[ItsClass]",
+                    why,
+                    "leave out this call, because the pipeline does its own checkpointing: "
+                    "GPipe(…, checkpoint='always'); or call it in a small submodule, and keep this "
+                    "submodule as one layer: sequential(…, whole=[ItsClass])",
                 ) from None
-            raise refused(
-                root,
-                at,
+            why = (
                 f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
-                "have no effect, when the layers run",
-                "do that in a submodule, which is then kept as one layer",
+                "have no effect, when the layers run"
+            )
+            raise refused(
+                root, at, why, "do that in a submodule, which is then kept as one layer"
             ) from None

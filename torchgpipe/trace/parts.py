@@ -39,7 +39,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def cache_in(value: Any) -> str | None:
-    """Return the name of the first class in a structure that is a cache, such as `DynamicCache`."""
+    """Return the class name of the first cache in a structure, such as `DynamicCache`, or `None`.
+
+    An object counts as a cache if its class has a name that ends with "cache".
+    """
     if type(value).__name__.lower().endswith("cache"):
         return type(value).__name__
     inner: Iterable[Any] = ()

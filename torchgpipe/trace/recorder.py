@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether calls are not recorded now: in a recorded call, or in another thread."""
+        """Return whether calls pass unrecorded: within a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
@@ -325,7 +325,7 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return an argument that is no tensor and no structure, or a placeholder for a device."""
+        """Return an argument that is no tensor and no structure; of a device, a placeholder."""
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
             return value

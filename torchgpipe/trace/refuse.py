@@ -52,7 +52,8 @@ def reason(error: BaseException) -> str:
 def class_of(module: nn.Module, root: nn.Module) -> str:
     """Return an expression for a submodule's class, for the argument `whole` of `sequential`.
 
-    It is the name of the class or, if another class has this name, contains the submodule's path.
+    Usually, the expression is the class's name. If another class has the same name, the expression
+    finds the class by the path of the submodule.
     """
     kind = type(module)
     alike = {getattr(nn, kind.__name__, kind)}

@@ -323,6 +323,6 @@ def _check_root(module: Module) -> None:
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{kind} has a scripted part, {name or kind!r}; use the module before "
+                f"{kind} has a scripted part, {name or kind!r}; give the module as it was before "
                 "torch.jit.script"
             )

@@ -50,7 +50,8 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
     for chosen in whole:
         if isinstance(chosen, str):
             raise TypeError(
-                f"{what}, but has the text {chosen!r}; give module.get_submodule({chosen!r})"
+                f"{what}, but contains the string {chosen!r}; give "
+                f"module.get_submodule({chosen!r}) instead"
             )
         if not isinstance(chosen, type | Module):
             raise TypeError(f"{what}, but has {shortened(chosen)}")

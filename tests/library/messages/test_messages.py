@@ -162,7 +162,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "a name as whole": (
         lambda: traced(lambda net, x: net.a(x), whole=["a"]),
-        ["has the text 'a'", "module.get_submodule('a')"],
+        ["contains the string 'a'", "module.get_submodule('a')"],
     ),
     "one class as whole": (
         lambda: traced(lambda net, x: net.a(x), whole=nn.Linear),

@@ -5,7 +5,7 @@ product. The kernel F(m x m, 3 x 3) computes a tile of m x m results from (m + 2
 with one multiplication for each value. A matrix product needs nine multiplications for each result
 (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). On the other
 hand, the kernel transforms images and weights, which moves bytes. It also pads images to whole
-tiles. So Winograd kernels are not faster if there are few tiles for each weight.
+tiles. If there are few tiles for each weight, this costs more than the multiplications save.
 
 The count is for m = 4, and for kernels that write transformed images to memory, like cuDNN's
 unfused kernels. cuDNN's fused kernels, which keep transformed images on the chip, are not counted:
@@ -26,7 +26,7 @@ VALUES = 36
 
 
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
-    """Return the operators that count for `aten.convolution` or `aten.convolution_backward`.
+    """Return the operators as which `aten.convolution` or `aten.convolution_backward` counts.
 
     A backward counts as one operator for each gradient that it computes. The gradient of the image
     and the gradient of the weight each take as many operations as the forward.

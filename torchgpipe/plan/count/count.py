@@ -76,7 +76,7 @@ class Counts:
 
     @functools.cached_property
     def once(self) -> list[LayerCount]:
-        """The layers for the smaller of `SIZES`, where a shared parameter is in one layer only."""
+        """The layers for the smaller of `SIZES`; a shared parameter is only in its first layer."""
         return counted_once(self.low)
 
     @functools.cached_property
@@ -270,7 +270,7 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 
 
 class _Entry(torch.autograd.Function):
-    """Stand between an input and its layer; in the backward, note that the gradient arrives.
+    """An autograd node before a layer: its backward notes that the input's gradient arrives.
 
     Without this node, the input would be a leaf of the autograd graph. If a layer passes a gradient
     on unchanged to a leaf, PyTorch copies the gradient for `.grad`. In a pipeline there is no such

@@ -55,11 +55,11 @@ class Alike:
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Measure a layer, or return the cached measurement of a layer that behaves alike.
+        """Measure a layer, or return the cached measurement of a layer that behaves the same.
 
         Args:
             measure: A function that runs the layer and measures something.
-            rehearsal: The layer and its input. The method sets its output.
+            rehearsal: The layer and its input. This method also sets the rehearsal's output.
             more: An additional part of the key. It has to differ for different kinds of
                 measurements, and contain all else that the result depends on.
         """

@@ -111,7 +111,7 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
         gives: For each input, whether the layer's backward computes its gradient.
         takes: For each output, whether the next layer's backward computes its gradient. `None` (for
             the last layer) means that all outputs get a gradient.
-        rehearsal: The layer and its input. The function sets its output.
+        rehearsal: The layer and its input. The function also sets the rehearsal's output.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]

@@ -29,7 +29,7 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
         what: What is measured within the context, for the message.
 
     Warns:
-        UserWarning: If they do. The message says how much.
+        UserWarning: If other programs use much of the cores. The message says how much.
     """
     before, start = _busy_of_others(), perf_counter()
     yield
@@ -46,7 +46,7 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
 
 
 def _busy_of_others() -> float | None:
-    """Return the seconds for which others have used this process's cores, or `None` if unknown."""
+    """Return the seconds for which other programs used this process's cores; `None` if unknown."""
     try:
         tick = os.sysconf("SC_CLK_TCK")
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}

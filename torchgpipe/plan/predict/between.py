@@ -34,7 +34,7 @@ def crossing(
 def exchanged_parameters(
     layers: Sequence[LayerCount], cuts: Cuts, placement: Sequence[int]
 ) -> dict[Tied, set[int]]:
-    """Return the trained parameters that several devices have, each with these devices.
+    """Map each trained parameter that several devices have to the numbers of these devices.
 
     Args:
         layers: The layers of the model.

@@ -17,7 +17,7 @@ action, these tensors are on a device:
 - gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
   stay allocated between steps also count;
 - update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`),
-  or the other devices' gradients of shared parameters, which arrive before it.
+  or the other devices' gradients of shared parameters, which arrive before that step.
 
 CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
 use counts on only one of these devices.
@@ -227,8 +227,9 @@ class _Device:
             routes: The bytes of all skips.
 
         Returns:
-            The traffic that takes memory here: its index in `skips`, and the bytes for each of the
-            micro-batches that it counts as `away`, `early` and `waiting`.
+            A tuple for each traffic that takes memory here. The first item is the index of the
+            traffic in `skips`. The other three are the bytes for each of the micro-batches in its
+            fields `away`, `early` and `waiting`.
         """
         found = []
         for index, traffic in enumerate(skips):

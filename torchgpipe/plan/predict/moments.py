@@ -64,9 +64,9 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All numbers in `held` and `skips`, in a fixed order.
+        """The numbers of tasks in `held` and of micro-batches in `skips`, in a fixed order.
 
-        The larger they are, the more memory the device uses.
+        The larger these numbers are, the more memory the device uses.
         """
         counts: list[int] = []
         for in_flight in self.held:

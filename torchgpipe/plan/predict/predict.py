@@ -179,9 +179,9 @@ class Predictor:
         return LayerSeconds(forward, forward, backward, weights, added, layers)
 
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
-        """Return the seconds of each layer's operators together.
+        """Return the total seconds of each layer, summed over the layer's operators.
 
-        Layers that behave alike share one tuple of operators, whose seconds are added up only once.
+        Layers that behave alike share one tuple of operators. The sum is computed only once for it.
         """
         known: dict[int, float] = {}
         for operators in layers:
@@ -201,8 +201,8 @@ class Predictor:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
         halves = setup.halves
-        # A backward adds its gradients to earlier gradients. Only the first backward has no earlier
-        # gradients, unless those of the previous step stay (`zeroed`).
+        # A backward adds its gradients to earlier gradients. Only a step's first backward finds no
+        # earlier gradients, unless gradients stay allocated between steps (`zeroed` is true).
         backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
@@ -222,8 +222,8 @@ class Predictor:
             loss=0.0 if setup.gathered else None,
             skips=skips,
             blocking=not setup.streams,
-            # On a CPU, partitions that cannot overlap run one after another. Then each
-            # recomputation runs directly before its backward.
+            # On a CPU, if partitions cannot overlap, they run one after another, and each
+            # recomputation waits for the gradient that its backward needs.
             ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
             weights=weights,
         )
@@ -280,8 +280,8 @@ class Predictor:
     def step(self, setup: Setup) -> Timeline:
         """Predict one step.
 
-        Its seconds include what follows all tasks: the exchange of gradients of parameters that
-        several devices have, and the optimizer's step.
+        The seconds of the step include what follows the last task: devices that share parameters
+        exchange the parameters' gradients, and the optimizer does its step.
         """
         layers = self.layers(setup.sizes[0]).layers
         lists = setup.lists

@@ -196,7 +196,7 @@ def predictor_here(
 
 
 def _first_layers(profile: Profile, size: int) -> int:
-    """Return how many of the first layers take `A_PART` seconds, for micro-batches of this size."""
+    """Return how many of the first layers take `A_PART` seconds together, at this batch size."""
     seconds = 0.0
     layers = zip(*profile.curves, strict=True)
     for count, curves in enumerate(layers, 1):

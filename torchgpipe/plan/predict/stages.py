@@ -66,7 +66,7 @@ class HeldBytes(NamedTuple):
 
     @classmethod
     def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "HeldBytes":
-        """Return what the stages of a device hold, from the counts' cache if it is there.
+        """Return what the stages of a device hold; the counts' cache keeps the result.
 
         Args:
             counts: The counts of the model.
@@ -119,7 +119,7 @@ class StageBytes:
 
     @classmethod
     def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
-        """Return a stage, from the counts' cache if it is there.
+        """Return the bytes of a stage; the counts' cache keeps the result.
 
         Args:
             counts: The counts of the model.

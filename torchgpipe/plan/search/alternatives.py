@@ -9,8 +9,9 @@ whose gradients are added up (gradient accumulation). These are the formulas:
 - FSDP, or ZeRO-3 (Rajbhandari et al., "ZeRO", 2019, arXiv:1910.02054). Every device keeps 1/k of
   the parameters, of the gradients and of the optimizer's state. The layers form units. All
   parameters of a unit are gathered before its forward and again before its backward, and its
-  gradients are summed and scattered after its backward. For each of the three, a device receives
-  (k - 1)/k of the unit's bytes in every micro-batch. This overlaps with computing. A device holds
+  gradients are summed and scattered after its backward. In each of these three exchanges, a device
+  receives (k - 1)/k of the unit's bytes. All three happen for every micro-batch, and they overlap
+  with computing. A device holds
   the parameters of two units (of which one is on its way) and the gradients of one unit.
 - Recomputation. The layers form about as many units as the square root of the number of layers. A
   unit keeps only its inputs, and runs again in the backward (Chen et al., "Training deep nets with
@@ -110,7 +111,7 @@ class _Share:
         return self._slowed(sum(self.predictor.layers(self.size).accumulate))
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds if the devices slow each other down."""
+        """Return the seconds of this work if all devices work at once and slow each other down."""
         return seconds * (1 + self.predictor.hardware.sharing * (self.devices - 1))
 
     def memory(self, optimizer: Optimizer, units: tuple[int, ...], most: int) -> DeviceBytes:
@@ -155,15 +156,16 @@ def alternatives(
 ) -> list[Alternative]:
     """Predict data parallel training and, on several devices, FSDP.
 
-    For each, this is the fastest number of micro-batches, with or without recomputation, among
-    those that fit the memory. If none fits, it is the one that needs the least memory.
+    For each of the two, the function tries several numbers of micro-batches, with and without
+    recomputation. It returns the fastest prediction that fits the memory. If none fits, it returns
+    the prediction with the least memory.
 
     Args:
         predictor: The predictor of the model.
         batch_size: The number of samples in a batch, over all devices.
         devices: How many devices there are.
         optimizer: The memory that the optimizer takes.
-        memory: How many bytes of each device tensors may take.
+        memory: How many bytes tensors may take on each device.
     """
     layers = predictor.layers(2).graph
     count = math.ceil(math.sqrt(len(layers)))

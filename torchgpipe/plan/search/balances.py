@@ -24,14 +24,14 @@ class Work:
 
     The seconds also give a lower bound on the step time of all balances. It has two terms:
 
-    - one micro-batch's forward and backward through all layers. (If backwards are split, the second
-      halves are left out, because they can run later.)
-    - the work of the busiest partition (`seconds`).
+    - the way: one micro-batch's forward and backward through all layers. (If backwards are split,
+      the second halves are left out, because they can run later.)
+    - the work: what the busiest partition computes (`seconds`).
 
-    In GPipe's schedule, the bound is the sum of both, and the second term is only for the other
-    micro-batches. The reason is that a partition waits while one micro-batch is in other
-    partitions: the first one in earlier partitions (at the start and at the end of the step), and
-    the last one in later partitions (in the middle of the step).
+    In GPipe's schedule, the bound is the way of one micro-batch plus the busiest partition's work
+    for all other micro-batches. The reason is that a partition waits while one micro-batch is in
+    other partitions: the first one in earlier partitions (at the start and at the end of the step),
+    and the last one in later partitions (in the middle of the step).
 
     In other schedules, the bound is the larger of the two terms.
 

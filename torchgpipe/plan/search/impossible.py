@@ -32,7 +32,7 @@ def refuse_hopeless(
         predictor: The predictor of the model.
         batch_size: The number of samples in a mini-batch.
         devices: How many devices there are.
-        memory: How many bytes of each device tensors may take.
+        memory: How many bytes tensors may take on each device.
         optimizer: The memory that the optimizer takes.
 
     Raises:
@@ -40,9 +40,10 @@ def refuse_hopeless(
             need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # Either of these can need less memory. With one micro-batch, activations of many samples exist,
-    # but each gradient is made only once. With micro-batches of one sample, activations are small,
-    # but a backward allocates gradients while the sum of earlier gradients exists.
+    # Least memory is needed either with one micro-batch or with micro-batches of one sample. With
+    # one micro-batch, activations of many samples exist, but each gradient is made only once. With
+    # micro-batches of one sample, activations are small, but a backward allocates gradients while
+    # the sum of earlier gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
@@ -134,7 +135,7 @@ def why(
         allowed: The setup that needs the least memory, among the setups that were asked for.
         batch_size: The number of samples in a mini-batch.
         devices: How many devices there are.
-        memory: How many bytes of each device tensors may take.
+        memory: How many bytes tensors may take on each device.
     """
     partitions = min(devices, len(predictor.counts))
     free = least(predictor, partitions, Choices(batch_size, allowed.setup.optimizer))

@@ -42,10 +42,10 @@ def unheard(line: str) -> None:
 
 
 class Aim(NamedTuple):
-    """What a search aims at, and who hears how far it is.
+    """What a search aims at, and the function to which it reports its progress.
 
     Attributes:
-        memory: How many bytes of each device tensors may take.
+        memory: How many bytes tensors may take on each device.
         close: A setup is good enough if its step is longer than the lower bound by at most this
             share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
         progress: Called again and again with a line that says how far the search is.

@@ -87,7 +87,7 @@ class Trial:
     Args:
         work: The setup, with the seconds and bytes of its layers.
         first: The prediction for the balance to begin with.
-        memory: How many bytes of each device tensors may take.
+        memory: How many bytes tensors may take on each device.
     """
 
     def __init__(self, work: Work, first: Candidate, memory: float) -> None:

@@ -45,8 +45,8 @@ class Call(NamedTuple):
         result: The structure of what the call returns: tuples of the numbers in `outputs`, with
             `None` for each value that is no tensor. It is `None` for other structures, such as
             dictionaries.
-        spent: In a layer, the numbers of the tensors that are not used after this call. They are
-            freed.
+        spent: The numbers of the tensors that the layer frees after this call, because none of its
+            later calls uses them.
         caller: The name of the module whose forward makes the call.
         since: If the call changes a tensor in place, the index of the call that made the tensor, or
             -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`

@@ -234,12 +234,12 @@ def _length(
 
 
 def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int] | None:
-    """Return three lengths to record: the sample's length, and two others.
+    """Return three lengths for which to record a module: the sample's length, and two others.
 
-    Shorter lengths are taken if there are any: a longer input may not fit, for example into a table
-    of positions. Their distance is a power of two that divides the length, because a module may
-    need a multiple of the size of its blocks. Length 1 is not taken, because modules and operators
-    treat it in a special way.
+    Shorter lengths are taken if possible: a longer input may not fit, for example into a table of
+    positions. Neighbouring lengths differ by a power of two that divides the sample's length,
+    because a module may need a multiple of the size of its blocks. Length 1 is not taken, because
+    modules and operators treat it in a special way.
     """
     step = min(length & -length, 1 << max(0, (length // 4).bit_length() - 1))
     if length - 2 * step >= max(2, least):

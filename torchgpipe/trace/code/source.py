@@ -284,7 +284,7 @@ def _identifier(name: str) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return the variable of a length, whose name could be that of another variable."""
+    """Return the variable for a length: its name, changed if other variables have such names."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
