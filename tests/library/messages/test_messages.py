@@ -207,11 +207,11 @@ TRACED: dict[str, Mistake] = {
     ),
     "a checkpoint": (
         lambda: traced(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False))),
-        ["torch.utils.checkpoint", "leave it out", "checkpoint='always'"],
+        ["torch.utils.checkpoint", "leave out this call", "checkpoint='always'"],
     ),
     "a reentrant checkpoint": (
         lambda: traced(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=True))),
-        ["torch.utils.checkpoint", "leave it out", "checkpoint='always'"],
+        ["torch.utils.checkpoint", "leave out this call", "checkpoint='always'"],
     ),
     "a cache": (
         lambda: sequential(Cached(), X),
