@@ -34,9 +34,9 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
 
     A copy from pinned memory still runs when this function returns. The caller of the pipeline may
     refill the pinned tensors as soon as the pipeline returns. So the pipeline has to wait for the
-    copy before it returns. It waits at its end, when the copy has nearly always ended, and not
-    here: the copy only starts when the GPU has done the work of the step before, and until then the
-    calling thread can already submit tasks.
+    copy before it returns. It waits as late as possible, at its own end: the copy starts only when
+    the GPU has done the work of the previous step, and meanwhile the calling thread can already
+    submit tasks.
 
     Args:
         input: The mini-batch, or the micro-batches that the caller has made.

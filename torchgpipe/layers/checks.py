@@ -144,7 +144,8 @@ def _memory(x: Tensor) -> int:
 def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
     """Check that buffers that two partitions share do not change within this context.
 
-    Without a pipeline, layers would change such a buffer in another order.
+    A pipeline runs layers of two partitions in another order than a plain sequence, so such a
+    change would lead to other values.
 
     Args:
         shared: The module and the name of each shared buffer.
@@ -168,6 +169,6 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
     if not kept:
         raise RuntimeError(
             "two partitions have layers that change the same buffer (such as one batch norm in "
-            "both), in another order than without a pipeline; give each partition its own layer, "
-            "or keep the layer in evaluation mode"
+            "both), but a pipeline runs these layers in another order than a plain sequence; give "
+            "each partition its own layer, or keep the layer in evaluation mode"
         )

@@ -136,7 +136,7 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
 
 
 def _say(fastest: Plan, found: Plan) -> None:
-    """Write what was decided; warn if a pipeline over fewer ranks is predicted to be faster."""
+    """Print the plan in a line; warn if a pipeline over fewer ranks is predicted to be faster."""
     print(found.summary, file=sys.stderr)
     used, given = len(fastest.best.devices), len(found.best.devices)
     if used < given:

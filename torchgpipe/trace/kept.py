@@ -119,7 +119,7 @@ def _keep(
 
 
 def _resized(signature: Signature, inputs: Tensors, sizes: Sizes, *, first: bool) -> list[Tensor]:
-    """Return the sample's tensors with other sizes: with fewer samples, or samples twice.
+    """Return the sample's tensors with other sizes: with fewer samples, or with repeated ones.
 
     The samples stay in order, because sequences can be sorted by their lengths. `first` says
     whether the first sample is among them; otherwise the last sample is.

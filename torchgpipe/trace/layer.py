@@ -219,7 +219,7 @@ class Layer(Module):
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return a layer's calls. Their field `spent` is set to the tensors to free after each call."""
+    """Return a layer's calls; set their field `spent`: the tensors to free after each call."""
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):

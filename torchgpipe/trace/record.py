@@ -216,8 +216,8 @@ class OtherSizes:
         if module.training != training:
             module.train(training)
         for part in module.modules():
-            # A batch norm in training mode would refuse a single sample. (The module's own batch
-            # norms may be in evaluation mode, so that they take it.)
+            # If there is a single sample, a batch norm in training mode would refuse it, although
+            # the batch norms of the original module may be in evaluation mode and take it.
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))

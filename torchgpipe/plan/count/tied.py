@@ -28,7 +28,7 @@ def tied_parameters(module: Sequential) -> list[tuple[Tied, ...]]:
 
 
 def counted_once(layers: Sequence[LayerCount]) -> list[LayerCount]:
-    """Return the layers without those parameters that an earlier one of them has, too.
+    """Return the layers; a parameter that several of them share stays only in the first of them.
 
     Args:
         layers: The layers of one device, or of a whole model.

@@ -118,8 +118,8 @@ def _walk(
             continue
         traffic: tuple[Traffic, ...] = ()
         if clock is not None:
-            # On the clock, a recomputation takes no time. So its traffic is that of the next
-            # action, which is the backward of the same task.
+            # In the replay of `clock`, a recomputation takes no time. So its traffic is that of the
+            # next action, which is the backward of the same task.
             timed = actions[k + 1] if kind == "recompute" else action
             traffic = clock.traffic(own, timed)
         states[stage].begin(kind, plain)

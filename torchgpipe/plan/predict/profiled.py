@@ -258,7 +258,7 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time whole steps, as long as there is patience.
+    """Time steps of the whole model for the sizes, one after another, for `PATIENCE` seconds.
 
     Return a list of runs for each size that was timed; `[]` if the memory is too small.
     """

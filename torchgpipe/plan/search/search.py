@@ -99,7 +99,7 @@ def search(
         choices: What to choose from. If any number of micro-batches is allowed, the numbers of
             `chunk_choices` are tried.
         partitions: The numbers of devices to choose from.
-        aim: When a setup fits and is good enough.
+        aim: The memory that a setup must fit, and when a setup is good enough.
 
     Returns:
         For each schedule of the choices, in their order, the best setups by number of devices.

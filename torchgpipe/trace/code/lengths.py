@@ -190,9 +190,9 @@ def _name(argument: str, length: int, entry: Any) -> str | None:
     if isinstance(entry, Dim):
         if hasattr(entry, "root"):
             raise TypeError(
-                f"dynamic_shapes has {entry.__name__} for {argument}, but only whole lengths are "
-                "supported: give Dim('length') for the tensor, and let the module make the other "
-                "length from it"
+                f"dynamic_shapes has {entry.__name__} for {argument}, but a length that is "
+                "computed from another Dim is not supported: give Dim('length') for one tensor, and let the "
+                "module make the tensor of the other length"
             )
         return str(entry.__name__)
     if type(entry) is type(Dim.DYNAMIC):

@@ -60,9 +60,10 @@ class Size:
 
 
 def fitted(numbers: Sequence[int], points: Sequence[Sizes]) -> Size | None:
-    """Return the formula that gives each number for the sizes at its place, or `None`.
+    """Return a formula that computes each number from the sizes at its point, or `None`.
 
-    With k sizes, the first 2^k points determine the formula, and all other points test it.
+    A point has a value for each of k sizes. The first 2^k points determine the formula, and all
+    other points test it.
 
     Args:
         numbers: The number at each point.
