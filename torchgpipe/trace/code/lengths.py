@@ -191,8 +191,8 @@ def _name(argument: str, length: int, entry: Any) -> str | None:
         if hasattr(entry, "root"):
             raise TypeError(
                 f"dynamic_shapes has {entry.__name__} for {argument}, but a length that is "
-                "computed from another Dim is not supported: give Dim('length') for one tensor, and let the "
-                "module make the tensor of the other length"
+                "computed from another Dim is not supported: give Dim('length') for one tensor, "
+                "and let the module make the tensor of the other length"
             )
         return str(entry.__name__)
     if type(entry) is type(Dim.DYNAMIC):
