@@ -325,7 +325,10 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return an argument that is no tensor and no structure; of a device, a placeholder."""
+        """Return an argument that is neither a tensor nor a structure.
+
+        A placeholder replaces a device of the module's type.
+        """
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
             return value

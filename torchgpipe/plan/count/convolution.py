@@ -104,5 +104,5 @@ def _winograd(weight: Tensor, tiled: Tensor, grid: Grid, moved: float) -> tuple[
 
 
 def _pixels(image: Tensor) -> float:
-    """Return how many pixels all images of a batch have together."""
+    """Return how many pixels a batch has."""
     return float(image.shape[0] * math.prod(image.shape[2:]))

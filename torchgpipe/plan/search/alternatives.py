@@ -190,7 +190,7 @@ def alternatives(
 
 
 def _micro_batches(share: int) -> Iterator[tuple[int, int]]:
-    """Yield numbers and sizes of micro-batches, each about half as large as the one before."""
+    """Yield pairs (number, size) of micro-batches; each size is about half of the one before."""
     size = share
     while True:
         yield math.ceil(share / size), size

@@ -164,7 +164,7 @@ def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices,
 
 
 def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
-    """List all combinations as (bound, number of devices, work), the lowest bound first."""
+    """List all choices as tuples (bound, number of devices, work), the lowest bound first."""
     asked: list[tuple[float, int, Work]] = []
     for work in works:
         layers = len(work.seconds)

@@ -284,19 +284,19 @@ def _identifier(name: str) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return the variable for a length: its name, changed if other variables have such names."""
+    """Return a variable's name for a length; a name that is taken gets an underscore."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
 
 def _is_attribute(module: nn.Module, name: str) -> bool:
-    """Return whether a module's attribute of this name is the submodule or tensor."""
+    """Return whether `module.name` finds the module's submodule or tensor of this name."""
     usual = hasattr(type(module), name) or name in module.__dict__
     return name.isidentifier() and not iskeyword(name) and not usual
 
 
 def _path(target: Any) -> str:
-    """Return where PyTorch has a function, such as `torch.nn.functional.linear`, or ""."""
+    """Return a function's name in PyTorch, such as `torch.nn.functional.linear`, or ""."""
     name = getattr(target, "__qualname__", "")
     for path in (
         resolve_name(target),
