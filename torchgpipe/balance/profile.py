@@ -315,7 +315,7 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
 def _fresh(x: Tensor) -> Tensor:
     """Return a copy that a layer may change in place.
 
-    Autograd forbids to change a leaf that requires grad in place, but the clone is no such leaf.
+    Autograd forbids changing a leaf that requires grad in place. The clone is no such leaf.
     """
     return x.detach().requires_grad_(x.requires_grad).clone()
 

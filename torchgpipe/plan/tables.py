@@ -61,7 +61,7 @@ def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
     """Return a table with the best setup for each number of devices.
 
     Args:
-        found: What was found for each number of devices.
+        found: The result of the search for each number of devices.
         schedules: Whether to add a column with the schedule's name.
     """
     heading = f"devices  {COLUMNS}"

@@ -103,10 +103,10 @@ class Signature:
 
     @contextmanager
     def at(self, sizes: Sizes, module: nn.Module) -> Iterator[None]:
-        """Return a context in which the module runs on a part of the sample, for other sizes.
+        """Return a context in which to run the module on the sample, resized to other sizes.
 
         Raises:
-            Untraceable: If the module raises an error for these sizes.
+            Untraceable: If the module raises an error within the context.
         """
         try:
             yield
