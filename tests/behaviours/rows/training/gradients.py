@@ -153,8 +153,8 @@ ROWS = [
     Training(
         "tied weights of two partitions",
         GRADIENTS,
-        "Embedding and output layer of language models share a weight. When this table was made, "
-        "ranks refused it. Now each rank has a copy, and the copies stay equal.",
+        "The embedding and the output layer of language models share a weight. Over ranks, each "
+        "of the two ranks has a copy of it, and the copies stay equal.",
         tied_over,
         action=losses,
         optimizer=sgd,
