@@ -121,8 +121,7 @@ def made(layers: nn.Sequential, balance: list[int], criterion: Any, recomputed: 
         if len(partitions) < 2:
             return layer
         sizes = layer.in_features, layer.out_features
-        tied = ["weight", "bias"]
-        return TiedLayerSpec(str(same[0]), nn.Linear, *sizes, tied_weight_attr=tied)
+        return TiedLayerSpec(str(same[0]), nn.Linear, *sizes, tied_weight_attr="weight")
 
     interval = max(balance) if recomputed else 0
     module = Balanced(
@@ -133,7 +132,11 @@ def made(layers: nn.Sequential, balance: list[int], criterion: Any, recomputed: 
         activation_checkpoint_interval=interval,
         dynamic_shape=True,
     )
+    own = range(module.parts[module.stage_id], module.parts[module.stage_id + 1])
     for name, tied in module.tied_modules.items():
-        layer: Any = layers._modules[name]
-        tied.load_state_dict(layer.state_dict())
+        first: Any = layers._modules[name]
+        for i in own:
+            layer: Any = layers[i]
+            if getattr(layer, "weight", None) is first.weight:
+                tied.load_state_dict(layer.state_dict())  # each layer has a bias of its own
     return module
