@@ -188,8 +188,9 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 def table(record: Record, style: str = "simple") -> str:
     """Render tables of all checked models.
 
-    A first table counts the results of each list. Then follow, for each list, the names of the
-    models whose pipelines are equal, and a table with the results of all other models.
+    The first table counts the results for each list of models (such as `torchvision`). Then, for
+    each list, come the names of the models whose pipelines gave equal results, and a table with
+    the results of all other models.
     """
     cases = by_case(record)
     summary, lists = [], []

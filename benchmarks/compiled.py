@@ -8,7 +8,8 @@ which take turns:
 - `ranks` is a `DistributedGPipe` of two partitions, each in a process
 
 The ratio is the time of a step uncompiled, divided by its time compiled. It is the median over all
-rounds. So the ratio of a pipeline shows whether it gains as much as the plain layers do.
+rounds. If the ratio of a pipeline is as high as that of `plain`, the pipeline gains as much from
+compilation as layers without a pipeline.
 """
 
 import random
@@ -54,7 +55,7 @@ Seconds = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A way to train, which is a key of `WAYS`, and the mode of checkpointing."""
+    """A way to train (a key of `WAYS`), and a checkpoint mode."""
 
     way: str
     checkpoint: str

@@ -23,7 +23,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
     Args:
         folder: The folder that `run_parts` wrote.
-        parts: The modules of the parts, by name. Each of them says what its own result means.
+        parts: The modules of the parts, by name. Each module puts its part's result into words.
     """
     about: Fields = json.loads((folder / ABOUT).read_text())
     outcomes: dict[str, Outcome] = {}
