@@ -62,14 +62,14 @@ Measured = dict[str, tuple[list[float], Tasks]]
 
 
 class Case(NamedTuple):
-    """A number of micro-batches, and the size of the tasks, which is a key of `SIZES`."""
+    """A number of micro-batches, and the size of the tasks (a key of `SIZES`)."""
 
     micro_batches: int
     size: str
 
 
 class Job(NamedTuple):
-    """A case to measure, in a number of rounds. The seed draws parameters, data and order."""
+    """A case to measure, the number of rounds, and a seed for parameters, data and the order."""
 
     case: Case
     rounds: int

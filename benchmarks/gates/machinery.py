@@ -228,7 +228,7 @@ def _titles(record: Record) -> dict[str, str]:
 
 
 def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield the table cells of a way to run the case: its times and, for an engine, its ratio."""
+    """Yield the table cells of one way to run a case: its times and, for an engine, its ratio."""
     values = found[way].values if way in found else {}
     if BOTH in values:
         yield f"{values['forward']:.0f} + {values['backward']:.0f}"

@@ -204,8 +204,8 @@ def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dic
 def _waits(calls: Sequence[Call]) -> int:
     """Count the calls in which the host waits for the device.
 
-    Explicit calls count, such as `torch.Event.synchronize`, and also calls within operators, such as
-    `Tensor.item`.
+    Explicit calls count, such as `torch.Event.synchronize`. Calls within operators count, too, such
+    as those of `Tensor.item`.
     """
     names = [name for name, on_device, *_ in calls if not on_device]
     return sum(WAIT.match(name) is not None for name in names)

@@ -26,7 +26,8 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 class Model(NamedTuple):
     """A model to plan: a function from i to the width of linear layer i; a time limit in seconds.
 
-    A plan counts equal layers only once, so models with many different layers take longer.
+    A plan counts the operations of equal layers only once. So a model with many different layers
+    takes longer.
     """
 
     width: Callable[[int], int]

@@ -63,9 +63,9 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str], None]]:
-    """Show what the command does now on standard error, by calls of a function.
+    """Yield a function that shows on standard error what the command does now.
 
-    A terminal shows it at once. Elsewhere, the first line is written after some seconds.
+    A terminal shows each text at once. Elsewhere, the first line is written after some seconds.
     """
     from reproduce.run.progress import Progress
 

@@ -182,8 +182,8 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    The page shows published, predicted, measured and emulated numbers side by side, and also those
-    of your own runs, in runs. It names the runs that it leaves out, and why. If DIR (or, by
+    The page shows published, predicted, measured and emulated numbers side by side. It also shows
+    your own runs in the folder runs. If a run is left out, the page says why. If DIR (or, by
     default, the current folder) has a history.jsonl, the page also draws the numbers of each
     revision. Files that cannot be read are skipped, and their names are printed.
     """

@@ -1,7 +1,7 @@
 """Ask NVML about CUDA devices.
 
-NVML is a C library that comes with NVIDIA's driver, so wherever the driver is, it is there. A call
-takes less than a millisecond, and no CUDA device is initialized.
+NVML is a C library that comes with NVIDIA's driver. A call takes less than a millisecond, and does
+not initialize any CUDA device.
 """
 
 import ctypes

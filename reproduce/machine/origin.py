@@ -26,7 +26,9 @@ def own_address() -> str:
     installed = _installed_from()
     if installed is not None:
         if is_folder(installed):
-            raise Error("this program was installed from a folder of this machine")
+            raise Error(
+                "this program was installed from a folder of this machine, not from a repository"
+            )
         return installed
     here = checkout()
     if here is None:

@@ -41,11 +41,11 @@ class Reading:
     Attributes:
         measurement: The exact number or the samples.
         unit: The unit of the value.
-        rounds: The round in which each sample was measured.
+        rounds: The round in which each sample was measured. (In a round, each row runs one step.)
         mean: Whether `middle` is the mean of the samples instead of their median.
         disturbed: Whether other programs or virtual machines kept the machine too busy.
-        typical: The value of `middle` if samples are compared in pairs. It is None if `middle` is
-            a median or a mean.
+        typical: The value of `middle` if it is neither the median nor the mean of the samples, as
+            for samples that are compared in pairs. Otherwise None.
     """
 
     measurement: Measurement
@@ -194,9 +194,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    The emulated throughput comes from the series `here_time`. This is the emulated time of a step
-    if copies between devices take as long as on this machine. The result is None if one of the two
-    throughputs is missing.
+    The emulated throughput comes from the record's samples `here_time`. These are the emulated
+    times of a step if copies between devices take as long as on this machine. The result is None if
+    one of the two throughputs is missing.
     """
     ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)
@@ -206,7 +206,7 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
 
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median ratio of paired samples, computed from logarithms."""
+    """Return the median ratio of paired samples: the exponential of the median log ratio."""
     logs = []
     for one, other in zip(samples, base, strict=True):
         logs.append(math.log(one / other))
