@@ -186,8 +186,8 @@ def load(path: Path) -> Record:
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
     """Return the records that have rows of an experiment, the best record first.
 
-    Finished runs are better than others. Of two such runs, the one with more undisturbed rows is
-    better, then the one with more successful rows, then the newer one. All pages use this order.
+    These questions decide, one after another: Is the run finished? Which record has more
+    undisturbed rows? Which has more successful rows? Which is newer? All pages use this order.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:

@@ -5,7 +5,8 @@ Each case is a training step on CPU devices with one thread each. There are four
 - `MACHINERY`: the layers compute next to nothing, so the time is the pipeline's own overhead;
 - `TRAINING`: small versions of AmoebaNet-D and U-Net;
 - `OVERLAP`: large matrix products, which show whether devices work at the same time;
-- `WAITING`: steps of the machinery by wall clock, in which a task that is woken late shows.
+- `WAITING`: cases with the layers of `MACHINERY`, timed by wall clock. A thread that wakes up late
+  makes them slower.
 
 torchgpipe, and the models that use it, are imported only when a case is prepared. By then, the
 caller has put the version of torchgpipe that is to be timed on `sys.path`.

@@ -74,8 +74,9 @@ def interleave(
 ) -> Iterator[dict[str, Any]]:
     """Yield a dictionary with the samples of each case for each restart of the processes.
 
-    A way is a version of the package together with arguments for it. If some ways cannot run a
-    case, a dictionary with the reasons is yielded first, and these ways are left out.
+    A case is run in several ways. A way is a version of the package, and arguments for it. If some
+    ways cannot run a case, a dictionary with the reasons is yielded first, and these ways are left
+    out.
 
     Args:
         start: `start(i)` starts a process that uses version i, like `fork` does.
@@ -83,7 +84,7 @@ def interleave(
         sampling: How many samples to take, and in which order.
 
     Raises:
-        Error: A way fails that ran before.
+        Error: A way fails in a case that it has run before.
     """
     rounds, restarts, seed, first, least = sampling
     draw = random.Random(f"{seed} {first}")

@@ -87,7 +87,7 @@ class Session:
     engines: Sequence[Engine] = ("threads",)  # a row is measured with each of these engines
     rounds: int = 0  # the number of rounds so far; in a round, each row of a group runs a step
     check: Callable[[], None] = lambda: None  # called before each step; raises an error to stop
-    # Called with an experiment's name, a row's name, and the timeline of a step of the row.
+    # called with the name of an experiment, the name of a row, and the timeline of a step
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None  # the data and the seeds of an accuracy experiment
     links: dict[str, Link] = field(default_factory=dict)  # links, by the name of their hardware

@@ -42,8 +42,8 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# Because disturbed rounds are run again, there can be more rounds than were asked for: at most this
-# number of times as many.
+# Disturbed rounds are run again, so there can be more rounds than were asked for. The number of all
+# rounds is at most this multiple of the number of rounds asked for.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
@@ -92,8 +92,8 @@ def _run_in_turn(
 ) -> Generator[GroupDone, None, list[PlannedTask]]:
     """Run rows alternately, then measure their utilization. Return the rows that ran out of memory.
 
-    Set `paired` to false if a row runs alone. Then the record does not number its rounds, because
-    there is no other row to compare it with. At the end, no tensors stay alive.
+    Set `paired` to false if a row runs alone. Then the record does not number the row's rounds,
+    because no other row ran in them. At the end, no tensors stay alive.
     """
     started = monotonic()
     with ExitStack() as processes:
@@ -123,7 +123,7 @@ class _GroupRun:
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
         self.emulated_seconds: dict[str, float] = {}  # row's name -> median of its warm-up steps
-        self.losses: dict[str, list[float]] = {}  # row's name -> losses with its first engine
+        self.losses: dict[str, list[float]] = {}  # row's name -> losses with the first engine
         self.out_of_memory: list[PlannedTask] = []
         self.round_text = ""  # which round runs, for the progress display
         self.row_number = 0  # how many rows of this round have begun
