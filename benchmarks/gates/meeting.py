@@ -2,7 +2,7 @@
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
 
-1. A replay of the schedule tells, for each task, which other tasks have to begin while it runs.
+1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
    tasks one after another, some never begin during the wait, and the wait fails.
 3. After a failed wait, the program prints the waiting task and a task that did not begin.

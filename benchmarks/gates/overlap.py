@@ -1,4 +1,4 @@
-"""Run scenes on all engines; find tasks that do not overlap."""
+"""Run scenes (training steps) on all engines; find tasks that do not overlap."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

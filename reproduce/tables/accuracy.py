@@ -117,7 +117,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Return a text such as `resnet101 on ImageNet` with each model and the dataset it saw."""
+    """Return a text such as `resnet101 on ImageNet`: the models, each with its dataset."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

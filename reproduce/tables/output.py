@@ -88,8 +88,8 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
     """Return the fields that describe a value, and the result (row) that it belongs to.
 
-    If `result` is None, the value counts as measured here, and it is not known whether other
-    programs disturbed the measurement.
+    If `result` is None, the value counts as measured. Then it is not known whether other programs
+    disturbed the measurement.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False

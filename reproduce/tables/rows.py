@@ -74,8 +74,8 @@ BUSY = Column("busy", utilization, "{:.0%}")
 class Rows:
     """The rows of a table, with methods that make the table's columns and notes.
 
-    The rows are the results `every`. But if some of these are emulated, only the emulated results
-    are rows, and measured results are shown in additional columns.
+    Usually, each result in `every` is a row. But if some results are emulated, only those are rows.
+    Measured results are then shown in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -190,7 +190,7 @@ class Rows:
 
     @property
     def published_title(self) -> str:
-        """Return how the title of a table of published or changed rows ends."""
+        """Return the end of the title of a table of published or changed rows."""
         if any("changed_from" in config for config in self.configs):
             return ", changed rows"
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)

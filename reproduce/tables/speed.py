@@ -58,12 +58,13 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group of rows with which the row is compared (`Row.group`)."""
+    """Return the name of the row's group: of the rows with which it is compared."""
     group = result.config.get("group")
     if group is not None:
         return str(group)
-    # Older versions did not record the group. In their records, a row that is not like a published
-    # row, and has no field `equal`, was compared with rows of the same batch size.
+    # Older versions did not record the group. In their records, rows that are like published rows
+    # were compared with each other. Of the other rows, those without a field `equal` were compared
+    # at equal batch size.
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -182,7 +183,7 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _changed(rows: Rows) -> Table:
-    """Make the table of rows that the option `--set` changed."""
+    """Make the table of rows that were run with settings changed by `--set`."""
 
     def name(result: Result) -> str:
         settings = result.row.removeprefix(f"{result.config['changed_from']} ").split(" ")
@@ -276,7 +277,8 @@ def _utilization(rows: Rows) -> Table:
 def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models that have run so far, in an experiment on many models.
 
-    The table belongs to the group of the last model. So it is shown when this model has run.
+    Each model is a group of rows. The table belongs to the group of the last model. So it is shown
+    when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []
