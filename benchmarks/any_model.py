@@ -97,9 +97,9 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) 
 def check_model(experiment: str, name: str, case: Case) -> Result:
     """Compare a model with pipelines of it, one for each number of partitions and checkpoint mode.
 
-    If a pipeline differs, the comparison is repeated in float64, because the difference can be
-    rounding noise. For example, the gradient of a bias before a norm is zero in theory, so its
-    computed value is only noise. In float64 the noise is small enough.
+    If a pipeline's results differ from the model's, the comparison is repeated in float64, because
+    the difference can be rounding noise. For example, the gradient of a bias before a norm is zero
+    in theory, so its computed value is only noise. In float64, the noise is small enough.
 
     Raises:
         Unequal: If a pipeline differs in float64, too. The message says where.

@@ -141,7 +141,7 @@ def _measured(job: Job) -> Iterator[Seconds]:
 
 
 def _process(k: int, link: Connection, folder: str, job: Job) -> None:
-    """Run steps uncompiled and compiled in turn, as process `k`, and send their seconds."""
+    """Run uncompiled and compiled steps in turn, as process `k`; send the seconds of each step."""
     torch.set_num_threads(1)
     count = WAYS[job.case.way]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=k, world_size=count)
@@ -206,7 +206,7 @@ def _compile(model: Any, backend: str) -> None:
 
 
 def _check_gradients(models: Sequence[nn.Module], steps: Sequence[Callable[[], object]]) -> None:
-    """Run a step of each model, and check that both compute the same gradients."""
+    """Run a step uncompiled and compiled, and check that both compute the same gradients."""
     expected: list[Tensor] | None = None
     for model, step in zip(models, steps, strict=True):
         step()

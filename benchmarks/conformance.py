@@ -2,9 +2,10 @@
 
     python -m benchmarks.conformance --out results/benchmarks/conformance.json
 
-Each check trains or evaluates a small pipeline on CPUs; tests/behaviours/rows/training has the
-checks. An engine is a pipeline of this library or of another one. Every engine runs each check, and
-the result is compared with that of the same layers without a pipeline. Two engines need packages:
+Each check trains or evaluates a small pipeline on CPUs. The folder tests/behaviours/rows/training
+has the checks. An engine is a pipeline of this library or of another one. Every engine runs each
+check, and the result is compared with that of the same layers without a pipeline. Two engines need
+packages:
 
     pip install --no-deps --target DIR torchgpipe==0.0.7     # then pass --older DIR
     pip install --target DIR deepspeed                       # then pass --deepspeed DIR

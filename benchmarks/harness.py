@@ -1,4 +1,4 @@
-"""What all benchmarks use: options, and a record that is saved after each case.
+"""What several benchmarks use: options, and a record that is saved after each case.
 
 A benchmark has cases. In each case, several *ways* to do the same work take turns: different
 engines, different versions, or a loop without a pipeline. The record has one result for each way in

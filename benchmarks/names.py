@@ -89,7 +89,7 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
     """Return the revisions of all records, and a message for each one that is not in git's history.
 
     Raises:
-        Error: This is no git clone, or a shallow one, which does not have the whole history.
+        Error: This folder is no git clone, or the clone is shallow: it lacks a part of the history.
     """
     if git(root, "rev-parse", "--is-shallow-repository") == b"true":
         raise Error("this clone is shallow: run 'git fetch --unshallow' to have its history")

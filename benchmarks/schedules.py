@@ -4,8 +4,8 @@ All schedules take turns in the same two processes. Some schedules are compared 
 
 - `ratio` is the other schedule's time for a step, divided by this schedule's time. It is the median
   over all rounds. If it is above 1, this schedule is faster.
-- `replayed` is the ratio that is predicted by replaying both schedules with the measured times of
-  their tasks.
+- `replayed` is the ratio that a simulation predicts from the measured times of both schedules'
+  tasks.
 """
 
 import random

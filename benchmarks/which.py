@@ -116,7 +116,7 @@ def predicted(case: Case) -> list[Result]:
 
 
 def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> Plan:
-    """Return the plan that the command of the case makes, or that of one of several pipelines.
+    """Return the plan for a case with one pipeline, or for one of several pipelines.
 
     Args:
         case: The case.

@@ -119,7 +119,7 @@ def raise_signalled(signum: int, frame: FrameType | None) -> None:
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C, SIGTERM and SIGHUP by `handler` until the end of the `with` block.
 
-    SIGTERM and SIGHUP stay ignored if they are ignored, as `nohup` does.
+    If SIGTERM or SIGHUP is already ignored (as under `nohup`), it stays ignored.
     """
     before = {}
     for number in ENDING:

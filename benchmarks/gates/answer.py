@@ -1,4 +1,4 @@
-"""Print what a gate has found, in the format that its option `--format` names."""
+"""Print what a gate (a program that checks speed) has found, in the format of `--format`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from reproduce.tables.output import Number, written
 
 
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
-    """Print what a gate has found.
+    """Print what a gate (a program that checks speed) has found.
 
     In the format "text", losses are not printed here: the raised error has them, and the program
     prints this error at its end.

@@ -149,7 +149,7 @@ def counted() -> Iterator[tuple[str, Counts]]:
 
 
 def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
-    """Count the last of `STEPS` steps of a pipeline, and subtract the counts of the plain loop.
+    """Count the operations that a pipeline adds in the last of `STEPS` steps. See `Counts`.
 
     Args:
         asked: The configuration.

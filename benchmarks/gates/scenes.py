@@ -49,7 +49,7 @@ class Scene(NamedTuple):
         return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
-        """Return how many units of time an action takes in the schedule's replay."""
+        """Return how many units of time an action takes when the schedule is simulated."""
         first = action[:2] in (("forward", 0), ("backward", M - 1))
         return 2.0 if self.ahead and first else 1.0
 

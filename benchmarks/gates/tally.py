@@ -14,9 +14,9 @@ The calls of the current thread count, and of all threads that it starts while t
 calls of a queue (`SimpleQueue`), lock or event count if one of the library's modules created it
 while the tally ran. Locks that are global variables of these modules also count.
 
-Ranks have threads that tell each other now and then that they are alive, so the number of their
-waits varies. There, only the waits of the thread that runs the tasks count. Reads of a
-clock do not count there, because these threads read one.
+Each rank has a thread that tells the other ranks now and then that the rank is alive. This thread
+waits and reads a clock, and how often varies from run to run. So in a rank, only the waits of the
+thread that runs the tasks count, and readings of a clock do not count.
 """
 
 import sys

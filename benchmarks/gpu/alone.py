@@ -127,7 +127,7 @@ class _Recorder(Neighbours):
 
 
 class _AloneBatch(Batch):
-    """A mini-batch of which this process runs a single partition, with the given neighbours."""
+    """A mini-batch in a process that runs only one partition."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, links: Links) -> None:
         super().__init__(engine, m, mode, None)

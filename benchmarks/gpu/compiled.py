@@ -1,4 +1,4 @@
-"""Measure what compiled layers and CUDA graphs gain where launching kernels takes the time."""
+"""Measure what compiled layers and CUDA graphs gain if launches of kernels limit the speed."""
 
 import time
 import traceback
@@ -79,7 +79,7 @@ class Graphed(nn.Module):
 
 
 def run(context: Context) -> Fields:
-    """Measure the rows, until there is no more time."""
+    """Measure one row (a model, compiled or with CUDA graphs) after another, as time permits."""
     device = context.devices[0]
     result: Fields = {"rows": {}, "left out": []}
     rows: dict[str, Callable[[], Fields]] = {}
@@ -208,7 +208,7 @@ def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: 
 
 
 def lines(result: Fields) -> list[str]:
-    """Say for each row how much faster a step is."""
+    """Say for each row how much faster a step is with compiled layers or CUDA graphs."""
     said = []
     for name, row in result["rows"].items():
         if "reason" in row:

@@ -20,8 +20,8 @@ class Counting:
     It writes the counts after each test that has passed or failed.
 
     Attributes:
-        context: Where the counts are written.
-        session: What pytest runs.
+        context: The part's context, to which the counts are written.
+        session: The session of pytest, which has the collected tests.
         counts: The numbers of tests that passed, failed and were skipped.
         failed: The names of the tests that failed.
     """

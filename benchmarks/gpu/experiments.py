@@ -1,4 +1,4 @@
-"""Run an experiment of the suite within a part, and read what its record says."""
+"""Run an experiment of `reproduce` within a part of `benchmarks.gpu`, and read its record."""
 
 import signal
 import subprocess

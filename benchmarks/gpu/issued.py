@@ -1,4 +1,4 @@
-"""Measure what a step costs the host and the device, with several torchgpipe versions in turn.
+"""Measure the time that a step takes on the host and the device, for several torchgpipe versions.
 
 `benchmarks.gpu.machinery` runs this module as a program. For each version, the program forks two
 processes, like `reproduce.regression.interleave`. In the first process, steps are timed. In the
@@ -46,7 +46,7 @@ What did not run on the device is a call of CUDA by the host. Start and end are 
 
 
 class Step:
-    """A training step of one way to run a model.
+    """A training step of a model that is run in one way (a plain loop, or a torchgpipe).
 
     Args:
         fields: The values of the fields of `Way` in `benchmarks.gates.machinery_child`.

@@ -177,7 +177,7 @@ def lines(result: Fields) -> list[str]:
 
 
 def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
-    """Return the median of a value over all cases, for each way."""
+    """Return the median of a value over all cases, for each way to run them."""
     series: dict[str, list[float]] = {}
     for ways in cases:
         for way, values in ways.items():

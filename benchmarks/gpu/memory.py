@@ -208,7 +208,7 @@ def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on the largest row of each table, and a line on how good predictions are."""
+    """Return a line on the largest row of each table, and a line on the errors of predictions."""
     said: dict[str, str] = {}
     shares = []
     lacking = []

@@ -1,8 +1,8 @@
 """Define what a part of `python -m benchmarks.gpu` is, and what it is given.
 
-A part is a module of this package. `PARTS` has the names of the modules, in the order in which they
-run. Each part runs in a process of its own, which is killed at the end of the part's time. So a
-part has to write down what it knows as soon as it knows it.
+A part is a measurement, and a module of this package. `PARTS` has the names of the modules, in the
+order in which they run. Each part runs in a process of its own, which is killed at the end of the
+part's time. So a part has to write each result to its file as soon as it has it.
 
 The module of a part has:
 
@@ -125,7 +125,7 @@ def load_parts(names: Sequence[str]) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a part is given.
+    """What a part is given: the size of its work, its folder, its deadline and more.
 
     Attributes:
         name: The name of the part.

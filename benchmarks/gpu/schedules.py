@@ -2,8 +2,8 @@
 
 1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Three things are
    compared: its gradients with those of the layers without a pipeline, its order of actions with
-   the lists of the schedule, and its memory with the largest number of activations that must be
-   kept at a time by these lists.
+   the lists of the schedule, and its memory with the largest number of micro-batches whose
+   activations these lists keep at a time.
 2. The backward of a GPT block in bfloat16 runs as a whole, and in the two halves of zero-bubble
    schedules: first the gradients of inputs, then those of weights.
 """

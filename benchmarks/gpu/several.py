@@ -120,7 +120,7 @@ def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
 
 
 def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
-    """Train a pipeline of one layer for each rank, and compare it with the same layers alone.
+    """Train a pipeline of one layer for each rank; compare it with the layers without a pipeline.
 
     Args:
         places: The device of each rank.

@@ -37,7 +37,7 @@ def table(style: str) -> str:
     """Return a table with a row for each published table, in a style of the package tabulate.
 
     Raises:
-        Error: A table was not predicted, or its predictions have other rows.
+        Error: A table has no predictions, or its predictions have other rows than the table.
     """
     rows = []
     all_speeds: list[float] = []
@@ -71,7 +71,7 @@ def absolute(numbers: dict[str, float]) -> list[float]:
 
 
 def speed_ups_over(record: Record) -> dict[str, float]:
-    """Return the speed-up of each row that names another row as its base."""
+    """Return the speed-up of each row over the row that its field `over` names, if any."""
     found: dict[str, float] = {}
     for base in record.results:
         others = [result for result in record.results if result.over == base.row]

@@ -1,6 +1,7 @@
-"""Run a check with an adapter in separate processes, and compare the result with plain layers.
+"""Run a check with an adapter in separate processes, and compare the result.
 
-A check is a row of tests/behaviours/rows/training. An adapter runs it with a pipeline library.
+The folder tests/behaviours/rows/training has the checks. An adapter runs a check with a pipeline
+library.
 
 The processes are forked from a server that has already imported torch. They create their process
 group through a shared file. Each rank sends the losses, gradients and parameters that it has, and

@@ -212,7 +212,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Return a text that says how many rows of a scale can run on the devices, and how."""
+    """Return a text that says how many rows can be measured or emulated on the devices."""
     from reproduce.run.engines import engines
 
     count = len(scale.rows)

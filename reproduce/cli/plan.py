@@ -200,7 +200,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not go with `--largest`, with the reason.
+    """Yield each option that cannot be used with `--largest`, with the reason.
 
     Args:
         asked: The values of the options.

@@ -49,8 +49,8 @@ def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, to commit it.
 
     RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
-    scale, devices and time. The run's tables are written beside the copy. Absolute paths in the
-    run's command are shortened to their last part.
+    scale, devices and time. The run's tables are written into a Markdown file of the same name.
+    Absolute paths in the run's command are shortened to their last part.
 
     A run is refused if it was not finished, if other programs disturbed it, if its source code had
     uncommitted changes or is unknown, or if results/measured already has a record of this name.

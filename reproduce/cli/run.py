@@ -194,7 +194,7 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> Interrupted | N
 
 
 def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
-    """Return a line that says how long a run will probably take, and how this is known.
+    """Return a line that says how long a run will probably take, and the source of this estimate.
 
     The time includes building the models.
     """

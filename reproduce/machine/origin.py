@@ -46,7 +46,7 @@ def own_address() -> str:
 
 
 def is_folder(address: str) -> bool:
-    """Return whether an address of git is a folder of this machine, which no other machine has.
+    """Return whether a git address is a folder of this machine, which other machines cannot read.
 
     All other addresses have a colon: `https://HOST/OWNER/NAME`, or `git@HOST:OWNER/NAME`.
     """
@@ -55,7 +55,7 @@ def is_folder(address: str) -> bool:
 
 
 def pip_address(address: str) -> str:
-    """Return the address of a git repository as pip takes it, without a user's password.
+    """Return the address of a git repository in the form that pip takes, without any password.
 
     Examples are `git+https://HOST/OWNER/REPOSITORY` and `git+ssh://git@HOST/OWNER/REPOSITORY`. A
     revision at the end, such as `@v0.1.0`, is kept.

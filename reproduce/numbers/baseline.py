@@ -19,10 +19,10 @@ def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
     a value in the baseline. If several baselines are possible, these questions decide, one after
     another:
 
-    1. Which was run like the line: measured or emulated, and by the same engine?
-    2. Which has the same scale?
-    3. Which is the row that the line's field `over` names?
-    4. Which is first in `bases`?
+    1. Which baseline was run like the line: measured or emulated, and by the same engine?
+    2. Which baseline has the same scale as the line?
+    3. Which baseline is the row that the line's field `over` names?
+    4. Which baseline is first in `bases`?
     """
     ours = line.first.result
 
@@ -38,11 +38,11 @@ def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
 def differing_baseline(
     base: Measured, side: int, rows: Sequence[Decision | None], rule: Rule
 ) -> Decision | None:
-    """Return the decision about the baseline itself if it has changed, otherwise None.
+    """Compare the baseline itself; return the decision if it has changed, otherwise None.
 
-    If the baseline became slower, all rows that are divided by it would look faster. So it counts
-    as changed if its absolute numbers differ. There is one exception: if most rows kept their ratio
-    to the baseline, the machine has become slower or faster, and not the baseline.
+    If only the baseline became slower, all rows that are divided by it would look faster. So it
+    counts as changed if its absolute numbers differ. There is one exception: if most rows kept
+    their ratio to the baseline, the machine has become slower or faster, and not the baseline.
 
     The baseline of a published or predicted table counts as unchanged.
 

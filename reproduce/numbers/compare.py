@@ -180,9 +180,9 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare an experiment in one metric.
+    """Compare the rows of an experiment in one metric.
 
-    If ratios are compared, the numbers of each line are divided by those of a line of `bases`.
+    If ratios are compared, the numbers of each line are divided by those of a line in `bases`.
     """
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)

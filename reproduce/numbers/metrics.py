@@ -151,7 +151,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
     """Return the speed-up of each timed row over the row `first`, by the name of the row.
 
-    A slash in a name, and everything after it, is left out.
+    In these names, a slash and everything after it is left out.
     """
     readings = {}
     for result in results:
@@ -168,9 +168,9 @@ def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
 def over(reading: Reading, base: Reading) -> Reading:
     """Divide the value of one row by the value of another row.
 
-    If the rows have rounds in common, the samples of each of these rounds are divided. Otherwise
-    the first sample is divided by the first sample, and so on. An exact number is combined with
-    every sample of the other value.
+    If the rows have rounds in common, the two samples of each such round are divided. Otherwise the
+    first sample is divided by the first sample, the second by the second, and so on. An exact
+    number is combined with every sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
     # The lists can have different lengths, because an exact number has no rounds.
@@ -206,7 +206,7 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
 
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median ratio of paired samples: the exponential of the median log ratio."""
+    """Return the median ratio of paired samples, computed as exp(median(log(ratios)))."""
     logs = []
     for one, other in zip(samples, base, strict=True):
         logs.append(math.log(one / other))

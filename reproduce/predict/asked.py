@@ -33,7 +33,7 @@ class Paper(NamedTuple):
 
     Attributes:
         sizes: The default sizes, such as (L, D). Empty if the model always has the same size.
-        steps: For each size, a number. The size must be a multiple of this number.
+        steps: For each size, the number of which it must be a multiple.
         most: For each size, the largest value that is tried.
     """
 

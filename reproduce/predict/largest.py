@@ -29,7 +29,7 @@ class Family(NamedTuple):
         name: The name of the models.
         names: The names of the sizes.
         sizes: The sizes with which the search starts.
-        steps: For each size, a number. The size must be a multiple of this number.
+        steps: For each size, the number of which it must be a multiple.
         most: For each size, the largest value that is tried.
         counts: Given sizes, counts the operations and bytes of the model's layers.
     """

@@ -16,9 +16,9 @@ from torchgpipe.plan.predict.predict import Predictor, Setup
 class Link:
     """A link between emulated devices: it computes the times of a step's copies.
 
-    The times come from a hardware description. They can be scaled. This is needed if the emulated
-    row runs a smaller model than the published row, or on a CPU. Its tasks then take another time,
-    so unscaled copies would be too slow or too fast in comparison with the tasks.
+    The times come from a hardware description of GPUs. If the emulated row runs on a CPU, or runs a
+    smaller model than the published row, unscaled copies would be too fast or too slow in
+    comparison with the tasks. So the times can be scaled.
 
     Args:
         hardware: The hardware description.

@@ -59,7 +59,8 @@ class Sampling(NamedTuple):
         restarts: How many times the processes are started.
         seed: The seed of the random orders.
         first: The number of the first restart. Earlier jobs have run the restarts before it.
-        least: A case is dropped if fewer ways than this can run it.
+        least: The smallest number of ways that must be able to run a case. Otherwise the case is
+            dropped.
     """
 
     rounds: int

@@ -1,8 +1,9 @@
 """Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
-That program forks the processes that are timed. They inherit its memory layout and its hash seed,
-which can by chance favour one of the two versions. So the program is run several times, one after
-another. Each of these *jobs* has a few restarts of the timed processes.
+`interleave` is a program that forks the processes to be timed. They inherit its memory layout and
+its hash seed, which can by chance favour one of the two versions. So the program is run several
+times, one after another. Each of these runs, called *jobs*, restarts the timed processes a few
+times.
 """
 
 import contextlib

@@ -9,9 +9,10 @@ Each case (a training step) is timed with all versions, in processes that are re
    noisy than a single case, and shows a change that slows all cases down.
 
 Cases are in two groups, called families: cases that are timed by CPU time, and cases that are timed
-by wall clock, which show whether devices work at the same time. Each family has its own mean. Alpha
-is the accepted risk of a false alarm in all tests together. Each test gets an equal part of it:
-alpha divided by the number of tests (Bonferroni correction).
+by wall clock, which show whether devices work at the same time. Each family has its own mean.
+
+Alpha is the accepted risk of a false alarm in all tests together. Each test gets an equal part of
+this risk: alpha divided by the number of tests (Bonferroni correction).
 """
 
 from collections.abc import Mapping, Sequence

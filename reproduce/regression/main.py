@@ -52,9 +52,9 @@ def answer(
         gates: The modules of the gates, which are checks that measure no time.
 
     Raises:
-        Error: There is no such revision, a gate says that the package does not run, or the
-            measuring job ended before it was finished. Or the timed processes are restarted so few
-            times that no difference could be significant.
+        Error: There is no such revision, a gate says that the package does not run, the process
+            that measures has died, or it restarts the timed processes too few times for a
+            significant difference.
     """
     check_restarts(settings, limits, 1 if asked.also is None else 2)
     with trees(asked.base, asked.head, settings.project, asked.also) as versions:

@@ -1,14 +1,15 @@
 """Find out in a few minutes what only a machine with GPUs can tell.
 
-docs/measured.md explains the command. It runs the parts one after another, and writes into DIR:
+docs/measured.md explains the command. It runs several measurements, called parts, one after
+another, and writes into DIR:
 
     command.json          what was asked for, and when
     page.md               what was learnt, in at most 40 lines
     archive.tar.gz        all other files
     records/              records in the format of `python -m reproduce`
     NAME/outcome.json     how the part NAME ended
-    NAME/result.json      what it found
-    NAME/log.txt          what it printed
+    NAME/result.json      what the part found
+    NAME/log.txt          what the part printed
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """End a process together with all processes that it has started (its family).
 
-A child process is found by its parent. If the parent was killed first, a child that it started at
-the last moment could not be found any more. So the family is ended in two steps:
+A process is found by the number of its parent. If the parent were killed first, a child that it
+started at the last moment could not be found any more. So the family is ended in two steps:
 
 1. All processes are stopped, parents before their children. A stopped process starts no other one,
    so the list of its children is complete.
@@ -74,7 +74,7 @@ def _runs(pid: int) -> bool:
 
 
 def _started_by(family: Sequence[int], session: int) -> list[int]:
-    """Return the other processes that processes of the family have started, or of a session."""
+    """Return further processes: those that the family has started, and those of the session."""
     found = []
     for pid, (parent, own_session) in _processes().items():
         belongs = parent in family or own_session == session

@@ -105,7 +105,7 @@ def _start(process: ForkProcess) -> None:
 
 
 def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
-    """Wait until a process has ended, but at most so many seconds, and watch the GPUs meanwhile."""
+    """Wait until a process has ended, but at most `seconds`; watch the GPUs meanwhile."""
     until = time.monotonic() + seconds
     while process.is_alive() and time.monotonic() < until:
         watch.look()
@@ -152,7 +152,7 @@ def _run(part: Part, context: Context) -> None:
 
 
 def _write_stacks(process: ForkProcess) -> None:
-    """Let a process write into its log what its threads do."""
+    """Let a process write the call stacks of its threads into its log."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
