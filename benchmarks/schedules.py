@@ -170,7 +170,7 @@ def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # Tasks are measured in a second step, so that this does not slow down the first one.
+            # Tasks are measured in a second step, because measuring would slow down the first one.
             # PyTorch's schedules ignore the observer, so their tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch

@@ -79,14 +79,15 @@ def compare_samples(
     - Independent samples are compared by the Mann-Whitney test. The ratio is the median over all
       pairs of a sample of `head` and a sample of `base`.
     - If `paired` is true, the i-th samples of both sides were measured together. Each such pair has
-      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The result is the
-      median over the geometric means of every two ratios.
-    - Samples and an exact number are compared like pairs.
+      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The resulting ratio is
+      the median over the geometric means of every two ratios.
+    - If one side is an exact number, each sample of the other side forms a pair with it.
 
     Both estimates of the ratio are by Hodges and Lehmann (1963).
 
     Raises:
-        ValueError: A number is not positive, or a side has no sample.
+        ValueError: A number is not positive, a side has no sample, or the sides of a paired
+            comparison have different numbers of samples.
     """
     base_is_exact = isinstance(base, (int, float))
     head_is_exact = isinstance(head, (int, float))

@@ -74,7 +74,7 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a captioned bar chart for each metric of an ablation, and none for other subjects."""
+    """Yield a captioned bar chart for each metric, if the rows are an ablation."""
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():

@@ -156,10 +156,10 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return a captioned figure for each number that is not the same in all revisions.
+    """Return captioned figures that show how numbers changed over git revisions.
 
-    Only measured and emulated numbers are drawn. Numbers of different machines are in different
-    figures.
+    A number that is the same in all revisions has no figure. Only measured and emulated numbers are
+    drawn. Numbers of different machines are in different figures.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):

@@ -113,9 +113,10 @@ def _template() -> jinja2.Template:
 
 
 def whole(text: str) -> Markup:
-    """Return a text as HTML. Browsers do not break its numbers, and words with a hyphen or slash.
+    """Return a text as HTML in which some words stay on one line.
 
-    A mean and its deviation, such as `22.0 ± 0.1`, are one number.
+    These are numbers, and words with a hyphen or a slash. A mean and its deviation, such as
+    `22.0 ± 0.1`, count as one number.
     """
     text = text.replace(" +- ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     parts = []
@@ -134,7 +135,7 @@ def _has_other_numbers(subject: Subject) -> bool:
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return what the template needs for the section about an experiment or published table."""
+    """Return the template's variables for the section about an experiment or published table."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:

@@ -187,8 +187,8 @@ def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
 def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) -> None:
     """Tell the progress display how many steps the tasks of a group will probably run.
 
-    Each task also builds a model, which counts as one step. So does the step that watches how busy
-    the devices of a measured row are.
+    Building the model of a task counts as one step. For a measured row, there is another step,
+    which watches how busy the devices are.
     """
     guesses: dict[PlannedTask, float | None] = {}
     skipped: set[PlannedTask] = set()
@@ -212,7 +212,7 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
 
 
 def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether a row whose step takes these seconds takes too long to be measured."""
+    """Return whether measuring a row takes too long, if a step takes `seconds`."""
     scale = session.scale
     return seconds * (scale.least_steps + scale.warmup) > LARGEST_SHARE * group.limit
 
@@ -223,7 +223,7 @@ def rounds_wanted(session: Session) -> int:
 
 
 def time_is_over(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether a group that has run for these seconds is beyond its time limit."""
+    """Return whether a group that has run for `seconds` has used up its time limit."""
     return session.steps is None and seconds > group.limit
 
 

@@ -1,4 +1,4 @@
-"""Define `Session`, which has all that a running experiment needs, of whatever kind it is."""
+"""Define `Session`, which has all that a running experiment of any kind needs."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -145,7 +145,7 @@ class Session:
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result of `row`. By default, its fields are as if measured with threads."""
+        """Return a result of `row`. By default, it is one measured with the engine `threads`."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,

@@ -241,16 +241,16 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, beyond those of the run that is continued."""
+        """Return how many undisturbed rounds to run, besides those before an interruption."""
         return max(1, rounds_wanted(self.session) - self._rounds_before())
 
     def _rounds_before(self) -> int:
-        """Return how many rounds the run that is continued has."""
+        """Return how many rounds ran before an interruption, if an interrupted run is continued."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         return min(before, default=0)
 
     def _expect(self, so_far: SoFar) -> None:
-        """Tell the progress display how many rounds will probably follow those of this run."""
+        """Tell the progress display how many further rounds will probably run."""
         session = self.session
         before = self._rounds_before()
         jobs = {session.job(task): task for task in self.running}

@@ -1,4 +1,4 @@
-"""Compare emulated throughputs with predicted ones, and with those if one thread drives all GPUs.
+"""Compare emulated throughputs with predicted ones, and with an emulation of one host thread.
 
 On GPUs, a thread of the host issues tasks: it launches their kernels. Usually, an emulation assumes
 that each device has a thread of its own. It can also assume that one thread issues the tasks of all

@@ -27,8 +27,9 @@ Measured = dict[str, dict[str, MeasuredRow]]
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     """Return what was measured or emulated for the published rows, on each machine.
 
-    If several records of a machine have a row, a record that measured it is preferred to one that
-    emulated it. Among these, the best one counts (`ranked`). A row that no record has is left out.
+    If several records of a machine have a row, one that measured it is preferred to one that
+    emulated it. Of several such records, the best one counts (`ranked`). A row that no record has
+    is left out.
     """
     found: Measured = {}
     for record in ranked(readable(folder), experiment):

@@ -1,7 +1,7 @@
 """Make the plain table of a record: a line for each row, and a column for each of its numbers.
 
-The papers' tables, the league and the records of `benchmarks` are shown in this way, and the runs
-of experiments that this program does not know.
+This table is for records without a table of their own: the papers' tables, the league, the records
+of `benchmarks`, and runs of experiments that this program does not know.
 """
 
 import textwrap

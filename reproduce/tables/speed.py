@@ -63,8 +63,8 @@ def _group(result: Result) -> str:
     if group is not None:
         return str(group)
     # Older versions did not record the group. In their records, rows that are like published rows
-    # were compared with each other. Of the other rows, those without a field `equal` were compared
-    # at equal batch size.
+    # are grouped by their configuration, and other rows by their field `equal`. Without this field,
+    # the batch size was equal.
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -307,7 +307,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns of the table of models that show the speed-ups on n devices."""
+    """Yield the columns that show the speed-ups of all models on n devices."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -3,8 +3,8 @@
 The parent process sends requests to all ranks. A request is one of these pairs:
 
 - the name of an engine, and a function that returns the training to run (`Work`);
-- `"step"`, and the time at which a training step begins on all ranks;
-- `"record"`, and the time at which a training step begins whose timeline is recorded.
+- `"step"`, and the time at which a training step shall begin on all ranks;
+- `"record"`, and the time at which a step shall begin whose timeline is recorded.
 
 A rank replies with one of these pairs:
 
