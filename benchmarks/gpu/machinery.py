@@ -139,7 +139,7 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
 
 
 def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
-    """Return a text if this library made the host wait for the device in a case: it never may."""
+    """Return a text about the fault that this library made the host wait in a case, if it did."""
     waits = found.get(HERE, {}).get("waits")
     return [f"{name} ({waits} a step)"] if waits else []
 
@@ -187,7 +187,7 @@ def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
 
 
 def _about_waits(result: Fields) -> Iterator[str]:
-    """Say in which cases this library made the host wait for the device, which is a fault."""
+    """Say in which cases this library made the host wait for the device. Each is a fault."""
     counted = sum("waits" in ways.get(HERE, {}) for ways in result["cases"].values())
     if result["faults"]:
         named = _first(result["faults"])

@@ -129,7 +129,7 @@ class _Measured:
             yield
 
     def result(self, device: torch.device, scale: str | None) -> Result:
-        """Return the row's result for the record. Rows of a dry run repeat no published row."""
+        """Return the row's result for the record. In a dry run, it reproduces no published row."""
         row = self.row
         table = self.experiment.table if scale == "paper" else None
         fields = self.fields

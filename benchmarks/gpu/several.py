@@ -125,7 +125,7 @@ def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: After so many seconds, ranks that have not ended count as failed.
+        limit: The seconds after which ranks that have not ended count as failed.
 
     Returns:
         - `ranks`: the number of ranks
@@ -148,7 +148,7 @@ def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: After so many seconds, ranks that have said nothing count as failed.
+        limit: The seconds after which ranks that have sent no result count as failed.
 
     Returns:
         - `others`: the number of the other ranks

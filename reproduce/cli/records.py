@@ -92,8 +92,9 @@ def reasons_against(record: Record, run: Run) -> Iterator[str]:
 def published_name(record: Record, run: Run) -> str:
     """Return the name of a published record: its experiments, scale, devices and time.
 
-    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. For results that belong
-    to no experiment, such as those of `python -m benchmarks.gpu`, it begins with the record's name.
+    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. Some results belong to
+    no experiment, such as those of `python -m benchmarks.gpu`. For them, the name of the record
+    stands in place of an experiment.
     """
     from reproduce.experiments import EXPERIMENTS
 
