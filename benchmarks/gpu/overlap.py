@@ -116,7 +116,7 @@ def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
     - "one after another": the sum of the seconds of all tasks and copies
     - "copies hidden": the share of the copies' time in which a device computed
     - "recomputed ahead": the share of recomputations on the first device that began before the
-      gradient for their backward was there
+      gradient for their backward was computed
     """
     values: dict[str, list[float]] = defaultdict(list)
     for step in steps:

@@ -72,7 +72,7 @@ class Progress:
         self.jobs[job].left = steps
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Take `steps` off the expected steps of a job or a group; by default, all of them."""
+        """Lower the number of expected steps of a job or a group by `steps`, by default to zero."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)

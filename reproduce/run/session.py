@@ -141,7 +141,7 @@ class Session:
         self.progress.start(job, text, typical=typical)
 
     def finish(self, name: object, steps: int | None = None) -> None:
-        """Take `steps` off the expected steps of a row or group; by default, all of them."""
+        """Lower the number of expected steps of a row or group by `steps`, by default to zero."""
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:

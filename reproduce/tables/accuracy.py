@@ -106,7 +106,7 @@ def _notes(rows: Rows) -> Notes:
 
 
 def _error_or_progress(result: Result) -> object:
-    """Return a row's final error. Without one, return how far its training came, or a reason."""
+    """Return a row's final error or, if it has none, the last epoch of its training or a reason."""
     error = final_error(result)
     if error is not None:
         return error

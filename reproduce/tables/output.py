@@ -155,8 +155,8 @@ def _base(entry: Entry) -> Result | None:
 def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the numbers that a plan predicts, for each number of devices.
 
-    They are the numbers of the best pipeline and, for comparison, of training without a pipeline:
-    data parallel, and FSDP.
+    They are the numbers of the best pipeline and, for comparison, those of data parallel training
+    and of FSDP.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for n, found in plan.by_devices.items():

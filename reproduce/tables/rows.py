@@ -38,7 +38,7 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Return whether a row repeats a published row, be it with the same or with a smaller model."""
+    """Return whether a row repeats a published row, with the same model or a smaller one."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
@@ -136,7 +136,7 @@ class Rows:
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
-        """Return the published speed-up of the published row that this row reproduces."""
+        """Return the speed-up of the published row that this row reproduces."""
         base = self.named(result.over)
         return speed_up(self.paper(result), self.paper(base))
 
@@ -199,7 +199,7 @@ class Rows:
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
         """Yield notes that explain the emulated numbers, if there are any.
 
-        Set `ratio` if the table also has a column of emulated samples/s over measured samples/s.
+        Set `ratio` if the table also has a column of emulated samples/s / measured samples/s.
         """
         if not self.emulated:
             return
@@ -235,7 +235,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on the scale, batch sizes and steps, and on the model if all share one."""
+        """Return a note on the scale, the batch sizes, the steps, and the model if all share one."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

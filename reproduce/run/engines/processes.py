@@ -8,8 +8,8 @@ The parent process sends requests to all ranks. A request is one of these pairs:
 
 A rank replies with one of these pairs:
 
-- `"answer"`, and the result. That of a step is the time at which the step ended, the loss, and the
-  timeline's events.
+- `"answer"`, and the result. The result of a step is the time at which the step ended, the loss,
+  and the timeline's events.
 - `"failed"`, and the reason. Then the rank ends.
 - `"waits"`, and a line that says that the rank waits long for other ranks. A further reply follows.
 """
