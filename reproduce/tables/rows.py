@@ -235,7 +235,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on the scale, the batch sizes, the steps, and the model if all share one."""
+        """Return a note on the scale, batch sizes and steps, and on the model if all share it."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()
