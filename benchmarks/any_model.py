@@ -97,9 +97,9 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) 
 def check_model(experiment: str, name: str, case: Case) -> Result:
     """Compare a model with pipelines of it, one for each number of partitions and checkpoint mode.
 
-    If a pipeline differs, the comparison is repeated in float64, because the difference can be
-    rounding noise. For example, the gradient of a bias before a norm is zero in theory, so its
-    computed value is only noise. In float64 the noise is small enough.
+    If a pipeline's results differ from the model's, the comparison is repeated in float64, because
+    the difference can be rounding noise. For example, the gradient of a bias before a norm is zero
+    in theory, so its computed value is only noise. In float64, the noise is small enough.
 
     Raises:
         Unequal: If a pipeline differs in float64, too. The message says where.
@@ -188,8 +188,9 @@ def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Name
 def table(record: Record, style: str = "simple") -> str:
     """Render tables of all checked models.
 
-    A first table counts the results of each list. Then follow, for each list, the names of the
-    models whose pipelines are equal, and a table with the results of all other models.
+    The first table counts the results for each list of models (such as `torchvision`). Then, for
+    each list, come the names of the models whose pipelines gave equal results, and a table with
+    the results of all other models.
     """
     cases = by_case(record)
     summary, lists = [], []

@@ -1,8 +1,8 @@
 """The models of `benchmarks.any_model`, by name: functions that build a model and a batch.
 
 Weights are random, and nothing is downloaded. Models are in training mode, but without dropout, so
-that the results of a model and its pipeline can be compared. Images are small, if the model accepts
-small images.
+that the results of a model and its pipeline can be compared. If a model accepts small images, its
+images are small.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Write what docs/api.md says of each public class and function, from their docstrings.
+"""Make the text of docs/api.md from the docstrings of the public classes and functions.
 
 `python -m benchmarks.render` writes the page. It is plain Markdown, which can be read in the
 repository and on the site.
@@ -133,8 +133,8 @@ def members_of(
     Args:
         owner: The class.
         members: Their names.
-        described: All methods that the page has described, with the heading of each. The methods of
-            this class are added.
+        described: Maps each method that the page has described to its heading. This function adds
+            the methods of the class.
     """
     properties = []
     elsewhere = []
@@ -168,7 +168,7 @@ def parsed(public: Any) -> ast.ClassDef | ast.FunctionDef:
 
 
 def header(function: Callable[..., Any], shown: str) -> str:
-    """Return the signature of a function as its code has it, without `self`.
+    """Return the signature of a function as it is written in the code, without `self`.
 
     Args:
         function: The function.

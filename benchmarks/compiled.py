@@ -8,7 +8,8 @@ which take turns:
 - `ranks` is a `DistributedGPipe` of two partitions, each in a process
 
 The ratio is the time of a step uncompiled, divided by its time compiled. It is the median over all
-rounds. So the ratio of a pipeline shows whether it gains as much as the plain layers do.
+rounds. If the ratio of a pipeline is as high as that of `plain`, the pipeline gains as much from
+compilation as layers without a pipeline.
 """
 
 import random
@@ -54,7 +55,7 @@ Seconds = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A way to train, which is a key of `WAYS`, and the mode of checkpointing."""
+    """A way to train (a key of `WAYS`), and a checkpoint mode."""
 
     way: str
     checkpoint: str
@@ -140,7 +141,7 @@ def _measured(job: Job) -> Iterator[Seconds]:
 
 
 def _process(k: int, link: Connection, folder: str, job: Job) -> None:
-    """Run steps uncompiled and compiled in turn, as process `k`, and send their seconds."""
+    """Run uncompiled and compiled steps in turn, as process `k`; send the seconds of each step."""
     torch.set_num_threads(1)
     count = WAYS[job.case.way]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=k, world_size=count)
@@ -205,7 +206,7 @@ def _compile(model: Any, backend: str) -> None:
 
 
 def _check_gradients(models: Sequence[nn.Module], steps: Sequence[Callable[[], object]]) -> None:
-    """Run a step of each model, and check that both compute the same gradients."""
+    """Run a step uncompiled and compiled, and check that both compute the same gradients."""
     expected: list[Tensor] | None = None
     for model, step in zip(models, steps, strict=True):
         step()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.conformance --out results/benchmarks/conformance.json
 
-Each check trains or evaluates a small pipeline on CPUs; tests/behaviours/rows/training has the
-checks. An engine is a pipeline of this library or of another one. Every engine runs each check, and
-the result is compared with that of the same layers without a pipeline. Two engines need packages:
+Each check trains or evaluates a small pipeline on CPUs. The folder tests/behaviours/rows/training
+has the checks. An engine is a pipeline of this library or of another one. Every engine runs each
+check, and the result is compared with that of the same layers without a pipeline. Two engines need
+packages:
 
     pip install --no-deps --target DIR torchgpipe==0.0.7     # then pass --older DIR
     pip install --target DIR deepspeed                       # then pass --deepspeed DIR
@@ -154,8 +155,8 @@ def counted(record: Record, style: str) -> str:
 def checked(record: Record, style: str) -> str:
     """Render the results of all checks: for each group of checks, a table and a list.
 
-    A table has a column for this library's engines together, and one for each other engine. The
-    list says why each check matters, and what the engines said that failed it.
+    A table has one column for all engines of this library, and one for each other engine. The list
+    says why each check matters. If an engine failed the check, the list has its error message.
     """
     groups: dict[str, dict[str, dict[str, Result]]] = {}
     for name, ends in by_case(record).items():
@@ -189,7 +190,11 @@ def outcome(result: Result | None) -> str:
 
 
 def here_word(results: Sequence[Result]) -> str:
-    """Return the cell of this library's results: a word, or the engines that have another one."""
+    """Return the cell of this library's results in a check.
+
+    If all engines have the same outcome, this is its word. Otherwise, the cell names the engines
+    that were not right, each with the word for its outcome.
+    """
     words = {result.row: outcome(result) for result in results}
     if len(set(words.values())) <= 1:
         return next(iter(words.values()), "")
@@ -197,7 +202,7 @@ def here_word(results: Sequence[Result]) -> str:
 
 
 def reasons(results: Sequence[Result]) -> str:
-    """Return what the engines said that did not get the results of the plain layers.
+    """Return the messages of the engines whose results differ from those without a pipeline.
 
     An example is "*fails* (ScheduleGPipe, Schedule1F1B): RuntimeError: …".
     """

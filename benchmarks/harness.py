@@ -1,9 +1,9 @@
-"""What all benchmarks use: options, and a record that is saved after each case.
+"""What several benchmarks use: options, and a record that is saved after each case.
 
 A benchmark has cases. In each case, several *ways* to do the same work take turns: different
-engines, different versions, or a plain loop. The record has one result for each case and way. The
-result's field `experiment` names the case, and its field `row` names the way. Of the measured
-samples, the record keeps only a summary.
+engines, different versions, or a loop without a pipeline. The record has one result for each way in
+each case. The result's field `experiment` names the case, and its field `row` names the way. The
+record keeps only a summary of the measured samples.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return a record's results in nested dictionaries: by case, and then by way."""
+    """Return a record's results in nested dictionaries: by case, then by way to run the case."""
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:
         found.setdefault(result.experiment, {})[result.row] = result

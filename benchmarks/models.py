@@ -18,7 +18,7 @@ def gpt2() -> Example:
 
 
 def gpt2_long() -> Example:
-    """Return a GPT-2 of medium width whose samples are long."""
+    """Return a GPT-2 with the width of GPT-2 medium, and a sample of 16,384 tokens."""
     return tied(gpt(layers=24, width=1024, heads=16, tokens=16_384))
 
 

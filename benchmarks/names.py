@@ -1,10 +1,10 @@
-"""Check that pages name only what there is, and that the revisions of records are in git's history.
+"""Check that pages name only what exists, and that the revisions of records are in git's history.
 
     python -m benchmarks.names            # `make lint` runs this
 
 A page may name a revision only if a record in `results/` was measured at it. Code in a page (in
 backticks, or in a block) may name only files, modules, make targets and options that exist.
-CHANGELOG.md is no such page: it also names what is gone.
+CHANGELOG.md is not checked, because it also names what has been removed.
 """
 
 import functools
@@ -60,14 +60,14 @@ PROGRAMS = (
 
 
 class Code(NamedTuple):
-    """A line of a block of code, or code between backticks; and the number of its line."""
+    """A piece of code in a page, and the number of its line."""
 
     line: int
     text: str
 
 
 def main() -> int:
-    """Print what pages name although it is not there. Return the exit code."""
+    """Print what pages name although it does not exist. Return the exit code."""
     sys.excepthook = fail
     revisions, found = recorded_revisions(ROOT)
     for page in pages(ROOT):
@@ -86,10 +86,10 @@ def pages(root: Path) -> list[Path]:
 
 
 def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
-    """Return the revisions of all records, and a line for each one that is not in history.
+    """Return the revisions of all records, and a message for each one that is not in git's history.
 
     Raises:
-        Error: This is no git clone, or a shallow one, which does not have the whole history.
+        Error: This folder is no git clone, or the clone is shallow: it lacks a part of the history.
     """
     if git(root, "rev-parse", "--is-shallow-repository") == b"true":
         raise Error("this clone is shallow: run 'git fetch --unshallow' to have its history")
@@ -109,7 +109,7 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield what a page names although it is not there, with the numbers of lines.
+    """Yield what a page names although it does not exist: the number of the line, and a message.
 
     Args:
         text: The text of the page.
@@ -125,9 +125,11 @@ def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def pieces(text: str) -> Iterator[Code]:
-    """Yield all code of a page: commands of a shell line by line, all other code in one piece.
+    """Yield all pieces of code in a page.
 
-    Blocks of the languages `text` and `output` are left out: pictures, and what programs print.
+    A block of shell commands has a piece for each line. Any other block, and code in backticks, is
+    one piece. Blocks of the languages `text` and `output` are left out, because they show pictures
+    and what programs print.
     """
     for match in CODE.finditer(text):
         number = text.count("\n", 0, match.start()) + 1
@@ -143,7 +145,7 @@ def pieces(text: str) -> Iterator[Code]:
 
 
 def _in_code(code: str) -> list[str]:
-    """Return what code names although it is not there."""
+    """Return messages about what code names although it does not exist."""
     found = []
     for pattern, exists, what in (
         (MODULE, _module_exists, "there is no module {}"),
@@ -175,9 +177,10 @@ def _resolves(name: str) -> bool:
 
 
 def _file_exists(path: str) -> bool:
-    """Return whether there is such a file or folder, or git ignores it, as what a command writes.
+    """Return whether a page may name this file or folder.
 
-    A name in capitals, such as `tests/FILE`, stands for any file.
+    It may if the file exists, if git ignores it (then a command writes it), or if its name is in
+    capitals. A name such as `tests/FILE` stands for any file.
     """
     path = path.rstrip("./")
     if Path(path).name.isupper() or any(ROOT.glob(path)):
@@ -197,9 +200,10 @@ def _is_command(name: str) -> bool:
 
 
 def _unknown_options(code: str) -> Iterator[str]:
-    """Yield options in code that its program does not have, or no program if code names none.
+    """Yield a message about each option in code that its program does not have.
 
-    Options after ` -- ` are for another program, to which this one passes them.
+    If the code names no program, the options of all programs are allowed. Options after ` -- ` are
+    not checked, because the program passes them to another program.
     """
     own, _, _ = code.partition(" -- ")
     options = OPTION.findall(own)

@@ -1,6 +1,7 @@
 """Build pipelines on CPU devices with a chosen engine.
 
-One choice is the graph engine as it works on several GPUs.
+An engine is a way to run the partitions. One choice is the graph engine as it works on several
+GPUs.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""Rewrite what is made from records and from docstrings in the docs, also from benchmarks' records.
+"""Rewrite the parts of the docs that are made from records and from docstrings.
 
     python -m benchmarks.render            # or `make results`
     python -m benchmarks.render --check    # `make lint` runs this
 
 `python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
-import `benchmarks`. This program runs the same command, but also passes the function that renders
-the tables of benchmarks, and the page of the API.
+import `benchmarks`. This program runs the same command, and passes it a function that makes the
+tables of benchmarks and the text of the API.
 """
 
 import sys

@@ -4,8 +4,8 @@ All schedules take turns in the same two processes. Some schedules are compared 
 
 - `ratio` is the other schedule's time for a step, divided by this schedule's time. It is the median
   over all rounds. If it is above 1, this schedule is faster.
-- `replayed` is the ratio that is predicted by replaying both schedules with the measured times of
-  their tasks.
+- `replayed` is the ratio that a simulation predicts from the measured times of both schedules'
+  tasks.
 """
 
 import random
@@ -62,14 +62,14 @@ Measured = dict[str, tuple[list[float], Tasks]]
 
 
 class Case(NamedTuple):
-    """A number of micro-batches, and the size of the tasks, which is a key of `SIZES`."""
+    """A number of micro-batches, and the size of the tasks (a key of `SIZES`)."""
 
     micro_batches: int
     size: str
 
 
 class Job(NamedTuple):
-    """A case to measure, in a number of rounds. The seed draws parameters, data and order."""
+    """A case to measure, the number of rounds, and a seed for parameters, data and the order."""
 
     case: Case
     rounds: int
@@ -170,7 +170,7 @@ def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # Tasks are measured in a second step, so that this does not slow down the first one.
+            # Tasks are measured in a second step, because measuring would slow down the first one.
             # PyTorch's schedules ignore the observer, so their tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch

@@ -1,9 +1,9 @@
 """Simulate devices: streams with simulated clocks, which replace the streams of GPUs.
 
-The devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission, and logs the
-calls. Its clock is the simulated time at which all work so far has ended. The host itself takes no
-time, but can wait for streams. A copy occupies the current stream of the source device, and that of
-the target device.
+The devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission. Its clock is
+the simulated time at which all its work so far has ended. The host itself takes no time, but can
+wait for streams. A copy occupies the current stream of the source device, and that of the target
+device. A log notes who waits for whom, and which stream uses memory.
 """
 
 import threading
@@ -25,7 +25,7 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Wait for work that two ranks do together. All other work has ended already."""
+        """Wait for the work of a transfer between two ranks. All other work has ended already."""
         if self.work is not None:
             self.work.wait()
 
@@ -62,9 +62,9 @@ class Streams:
     """All simulated streams.
 
     Args:
-        patch: The pytest fixture that replaces the library's streams, and restores them at its end.
-        seconds: The seconds of a copy, by the indices of its two devices, the lower index first.
-            Other copies take no time.
+        patch: The pytest fixture by which the library's streams are replaced until the test ends.
+        seconds: The seconds of a copy between two devices. A key has the indices of the devices,
+            the lower index first. A copy without a key takes no time.
     """
 
     patch: pytest.MonkeyPatch

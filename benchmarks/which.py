@@ -66,7 +66,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """The command that predicts the case, except for several pipelines."""
+        """The command that makes the same predictions, but not those for several pipelines."""
         return (
             f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
             f"\\\n    --batch-size {self.batch_size} --optimizer {OPTIMIZER} --master-weights "
@@ -116,11 +116,12 @@ def predicted(case: Case) -> list[Result]:
 
 
 def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> Plan:
-    """Return the plan for a case, as the command of the case makes it.
+    """Return the plan for a case with one pipeline, or for one of several pipelines.
 
     Args:
         case: The case.
-        pipelines: How many pipelines share the devices and the batch. The plan is for one of them.
+        pipelines: How many pipelines share the devices and the batch equally. The plan is for one
+            of them.
         memory: The bytes of each device; by default those of the hardware description.
 
     Raises:
@@ -147,7 +148,7 @@ def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
     Args:
         case: The case.
         each: The prediction.
-        room: How many bytes of each device tensors may take.
+        room: How many bytes tensors may take on each device.
     """
     config = {
         "micro_batches": each.micro_batches,
@@ -161,8 +162,9 @@ def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
 def several_pipelines(case: Case, planned: Plan) -> Result:
     """Return the result of several pipelines, which share the devices and the batch.
 
-    Of all numbers of pipelines, the result is that of the fastest. After a step, the pipelines sum
-    their gradients, for which each device has room for a second copy of its gradients.
+    All possible numbers of pipelines are tried, and the fastest result is returned. After a step,
+    the pipelines sum up their gradients. For this, each device keeps memory free for a second copy
+    of its gradients.
     """
     layers = planned.predictor.counts.once
     gradients = sum([layer.parameters for layer in layers])
@@ -213,7 +215,7 @@ def result(case: Case, way: str, config: Fields, seconds: float | None, allocate
         case: The case.
         way: One of `WAYS`.
         config: How the case is trained.
-        seconds: The seconds of a step, or `None` if the devices have no room.
+        seconds: The seconds of a step, or `None` if the memory of the devices is too small.
         allocated: The bytes of the fullest device.
     """
     if seconds is None:
@@ -235,12 +237,12 @@ def result(case: Case, way: str, config: Fields, seconds: float | None, allocate
 
 
 def throughput(result: Result) -> float:
-    """Return the samples per second of a result, or 0 if the devices have no room."""
+    """Return the samples per second of a result, or 0 if the devices' memory is too small."""
     return float(result.values.get("throughput", 0.0))
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render the samples per second of all cases, how each way was set up, and the commands."""
+    """Render the samples per second of all cases, the settings of each way, and the commands."""
     speeds = []
     setups = []
     commands = []
@@ -293,7 +295,7 @@ def speed(result: Result) -> str:
 
 
 def recomputed(result: Result) -> bool:
-    """Return whether activations are recomputed, of some micro-batches at least."""
+    """Return whether activations are recomputed, at least those of some micro-batches."""
     return bool(result.config.get("recomputed", result.config.get("checkpoint") != "never"))
 
 

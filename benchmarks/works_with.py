@@ -20,7 +20,7 @@ TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
-    """Render how often each engine had each outcome, and the tables of all tools and checks."""
+    """Render three parts: a count of each engine's outcomes, the tools, and the checks."""
     rows = []
     notes = []
     for row in TOOLS:

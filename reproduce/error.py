@@ -119,7 +119,7 @@ def raise_signalled(signum: int, frame: FrameType | None) -> None:
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C, SIGTERM and SIGHUP by `handler` until the end of the `with` block.
 
-    SIGTERM and SIGHUP stay ignored if they are ignored, as `nohup` does.
+    If SIGTERM or SIGHUP is already ignored (as under `nohup`), it stays ignored.
     """
     before = {}
     for number in ENDING:
@@ -136,10 +136,11 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 def interruptible() -> Iterator[Callable[[], None]]:
     """Make sure that Ctrl-C, SIGTERM or SIGHUP ends a run.
 
-    The handler of the signal raises an exception in the main thread. This exception is lost if the
-    thread is in a destructor or in the callback of a weak reference. Such code often runs, because
-    it frees tensors. So the signal is remembered. Yield a function that raises the exception again
-    if there was a signal. The run calls this function between steps.
+    The handler of the signal raises an exception in the main thread. Python drops this exception if
+    the thread is in a destructor or in the callback of a weak reference. Such code often runs,
+    because it frees tensors. So the handler also remembers the signal. This context manager yields
+    a function that raises the exception again if there was a signal. The run calls the function
+    between steps.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Print what a gate has found, in the format that its option `--format` names."""
+"""Print what a gate (a program that checks speed) has found, in the format of `--format`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,9 +8,10 @@ from reproduce.tables.output import Number, written
 
 
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
-    """Print what a gate has found.
+    """Print what a gate (a program that checks speed) has found.
 
-    As text, losses are only in the error, so that they are not printed twice.
+    In the format "text", losses are not printed here: the raised error has them, and the program
+    prints this error at its end.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".
@@ -31,5 +32,5 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict of a number, as `regression` calls it."""
+    """Return the verdict of a number in the words of the command `regression`."""
     return "worse" if lost else "~"

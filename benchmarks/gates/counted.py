@@ -24,7 +24,10 @@ from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 class Model(NamedTuple):
     """A model whose operations are counted.
 
-    It is given by a function that builds its layers, a sample's shape, and options of `GPipe`.
+    Attributes:
+        build: Returns the layers.
+        shape: The shape of a sample.
+        options: Options of `GPipe`.
     """
 
     build: Callable[[], Sequential]
@@ -103,11 +106,16 @@ for model, n, m, modes, engines, schedules in _TABLE:
 class Counts(NamedTuple):
     """The operations that a pipeline adds in one training step (a forward and a backward).
 
-    `operators` (counts by name) and `nodes` (of autograd graphs) are differences: the counts of the
-    pipeline minus the counts of a plain loop over the same layers and micro-batches. The loop runs
-    two forwards of each checkpointed micro-batch. So operators inside layers, which differ between
-    PyTorch versions, cancel out. `waits` are calls that may wait for another thread, and `idles`
-    are calls that pass time. Before the step, each `.grad` is None. The counts of ranks are added.
+    `operators` and `nodes` are differences: the counts of the pipeline minus the counts of a loop
+    that runs the same layers on each micro-batch. Like the pipeline, the loop runs two forwards of
+    a checkpointed micro-batch. So operators inside layers, which differ between PyTorch versions,
+    cancel out. Before the step, each `.grad` is None. The counts of several ranks are summed up.
+
+    Attributes:
+        operators: The counts of operators, by name.
+        nodes: The number of nodes of autograd graphs.
+        waits: The number of calls that may wait for another thread.
+        idles: The number of sleeps, readings of a clock, and looks into a queue.
     """
 
     operators: Counter[str]
@@ -125,7 +133,7 @@ class Counts(NamedTuple):
         }
 
     def plus(self, other: "Counts", sign: int = 1) -> "Counts":
-        """Return the sums of the counts of both, or their differences if `sign` is -1."""
+        """Add the counts of `other` or, if `sign` is -1, subtract them."""
         operators = Counter(self.operators)
         for operator, number in other.operators.items():
             operators[operator] += sign * number
@@ -141,11 +149,11 @@ def counted() -> Iterator[tuple[str, Counts]]:
 
 
 def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
-    """Count the last of `STEPS` steps of a pipeline, and subtract the counts of the plain loop.
+    """Count the operations that a pipeline adds in the last of `STEPS` steps. See `Counts`.
 
     Args:
         asked: The configuration.
-        ranks: The processes that run it, if it is one of ranks.
+        ranks: The processes that run the step, if the configuration has ranks.
     """
     if asked.engine == RANKS:
         assert ranks is not None

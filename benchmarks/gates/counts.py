@@ -4,8 +4,8 @@
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
 Unlike times, counts are the same in each run. `benchmarks.gates.counted` says what is counted, and
-`benchmarks.gates.tally` says how. If a count becomes lower, it also has to be written to the file:
-otherwise, nobody would notice if it became as high as before.
+`benchmarks.gates.tally` says how. A lower count also has to be written to the file. Otherwise,
+nobody would notice if the count later rose to its old value.
 
 The orders in which devices run their tasks are compared in the same way, with `orders.json`.
 """
@@ -60,7 +60,10 @@ def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> 
 
 
 def other_orders(file: Orders, noted: Orders) -> list[str]:
-    """Return a line for each order that differs from the file's, with the first other task."""
+    """Return a line for each order of tasks that differs from the file's order.
+
+    The line says from which task on the two orders differ.
+    """
     lines = _missing(ORDERS, file, noted)
     for name in noted.keys() & file.keys():
         for device, (before, now) in enumerate(zip(file[name], noted[name], strict=True)):
@@ -121,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
-    """Yield the fields for CSV and JSON of each count. It is worse if the file has another one."""
+    """Yield each count for CSV and JSON. Its verdict is "worse" if it differs from the file's."""
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
         before = file.get(name, {})
@@ -131,7 +134,7 @@ def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Ite
 
 
 def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
-    """Yield the same fields of each order, whose value has a text for each device."""
+    """Yield each order of tasks for CSV and JSON. Its value is a list: a text for each device."""
     for name, now in noted.items():
         about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
         yield {**about, "metric": "order", "value": now, "verdict": called(file.get(name) != now)}
@@ -149,7 +152,7 @@ def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
 
 
 def _write(name: str, rows: Mapping[str, object]) -> None:
-    """Write a file of rows, a line for each."""
+    """Write a JSON file with a line for each row."""
     lines = [f"{json.dumps(row)}: {json.dumps(found)}" for row, found in rows.items()]
     text = ",\n".join(lines)
     write_atomically(FOLDER / name, f"{{\n{text}\n}}\n")

@@ -1,7 +1,7 @@
-"""End a gate with one line and exit code 2 if the pipeline that it judges does not run.
+"""End a gate with one line and exit code 2 if the pipeline that it checks does not run.
 
-A gate imports the library within `in_one_line`, so that even an error in the library's syntax ends
-the gate in this way.
+A gate imports the library within `in_one_line`. So a syntax error in the library, too, ends the
+gate with one line.
 """
 
 import multiprocessing
@@ -21,10 +21,10 @@ the cores.
 
 @contextmanager
 def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Turn every exception of the library into an `Error`; end the program if it hangs.
+    """Turn every exception in the `with` block into an `Error`; end the program if it hangs.
 
     Args:
-        gate: The name of the gate, with which the line begins.
+        gate: The name of the gate, with which the error message begins.
         patience: After this many seconds in the `with` block, the program ends.
 
     Raises:
@@ -45,7 +45,7 @@ def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
 
 
 def _give_up(gate: str, patience: float) -> None:
-    """End this program and its child processes. Its main thread may wait for ever."""
+    """End this program and its child processes, although its main thread hangs."""
     line = f"{gate}: the pipeline does not run: it has not ended after {patience:g} seconds"
     print(line, file=sys.stderr, flush=True)
     for process in multiprocessing.active_children():

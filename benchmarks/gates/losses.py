@@ -1,6 +1,8 @@
-"""Make the table of planted losses of speed: in how many runs which gate of `regression` finds one.
+"""Make the table of planted losses of speed.
 
-`tests/planted/losses.py` plants the losses, and writes the record.
+A planted loss is a change of the library that makes it slower on purpose. The table says in how
+many runs each gate of `regression` found it. `tests/planted/losses.py` plants the losses, and
+writes the record.
 """
 
 from benchmarks.harness import by_case

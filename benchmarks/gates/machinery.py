@@ -1,12 +1,13 @@
 """Measure the overhead of pipelines, compared with a plain loop or with another torchgpipe version.
 
+A plain loop runs the same layers on one micro-batch after another, without a pipeline.
 docs/measured.md has the commands. The table has two times, of `model(x)` and of `loss.backward()`,
 in microseconds per task: the median over all steps, divided by the number of tasks (n partitions
 times m micro-batches). The time of the layers is included.
 
 For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
-loop. If another version is given, the total time is divided by that of the other version's same
-engine, or of its only engine. On CUDA, all partitions are on one GPU.
+loop. If another version is given, the divisor is the total time of the same engine in that version,
+or of its only engine. On CUDA, all partitions are on one GPU.
 """
 
 import runpy
@@ -228,7 +229,7 @@ def _titles(record: Record) -> dict[str, str]:
 
 
 def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield the table cells of a way to run the case: its times and, for an engine, its ratio."""
+    """Yield the table cells of one way to run a case: its times and, for an engine, its ratio."""
     values = found[way].values if way in found else {}
     if BOTH in values:
         yield f"{values['forward']:.0f} + {values['backward']:.0f}"

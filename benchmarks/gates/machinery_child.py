@@ -58,9 +58,15 @@ MODES = ("never", "except_last", "always")
 class Way(NamedTuple):
     """The options of one measurement: a model and how it runs.
 
-    `n` is the number of partitions, and `m` is the number of micro-batches, each of which has
-    `samples` samples. `engine` is "plain" for a plain loop, an engine of `benchmarks.pipelines`, or
-    `None` for the default engine of `GPipe`.
+    Attributes:
+        model: A key of `MODELS`.
+        n: The number of partitions.
+        m: The number of micro-batches.
+        checkpoint: The checkpoint mode.
+        device: The device of all partitions.
+        engine: "plain" for a loop without a pipeline, an engine of `benchmarks.pipelines`, or
+            `None` for the default engine of `GPipe`.
+        samples: The number of samples in each micro-batch.
     """
 
     model: str
@@ -77,7 +83,7 @@ class Subject:
 
     Args:
         way: How the model runs.
-        layers: The layers of the model. By default, they are built.
+        layers: The layers of the model. By default, they are built from `way`.
     """
 
     def __init__(self, way: Way, layers: nn.Sequential | None = None) -> None:

@@ -1,10 +1,10 @@
 """Check that the tasks of a pipeline overlap, without measuring time.
 
-    python -m benchmarks.gates.meeting    # exit with 1 if tasks do not overlap that should
+    python -m benchmarks.gates.meeting    # exit with 1 if tasks that should overlap do not
 
-1. A replay of the schedule tells, for each task, which other tasks have to begin while it runs.
+1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
-   tasks one after another, some never begin during the wait, and the wait fails.
+   tasks one after another, some of them cannot begin during the wait, and the wait fails.
 3. After a failed wait, the program prints the waiting task and a task that did not begin.
 
 A waiting task looks into a shared store again and again. It gives up after a number of looks, not
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all scenes on every engine; print the first one of each engine that does not overlap."""
+    """Run all training steps on every engine; print the first of each engine without overlap."""
     options = command("gates.meeting", __doc__, record=False).parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()

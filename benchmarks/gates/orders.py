@@ -32,7 +32,8 @@ def orders() -> Iterator[tuple[str, list[str]]]:
 def order(engine: str, schedule: str, mode: Mode) -> list[str]:
     """Return for each device the order of its tasks in a training step, such as `0a 1a R0a B0a`.
 
-    `torchgpipe.schedules.texts` explains the texts. The letter of the stage is always there.
+    `torchgpipe.schedules.texts` explains these texts. Unlike there, each task has the letter of its
+    stage, even if each device has a single stage.
     """
     placement = make(schedule, N, M).placement
     tasks: list[list[str]] = [[] for _ in range(N)]

@@ -1,4 +1,4 @@
-"""Run scenes on all engines; find tasks that do not overlap."""
+"""Run scenes (training steps) on all engines; find tasks that do not overlap."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +73,7 @@ class Board:
     def twice(
         self, store: Any, model: Any, after: Callable[[], object] = lambda: None
     ) -> str | None:
-        """Run a step twice, because a pipeline handles its first mini-batch unlike later ones.
+        """Run a step twice, because a pipeline treats its first mini-batch differently from others.
 
         Return a line about a task that gave up waiting, or `None`.
         """

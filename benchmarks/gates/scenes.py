@@ -1,4 +1,4 @@
-"""Training steps whose tasks have to overlap, and what the replay of a schedule says about them."""
+"""Training steps whose tasks have to overlap, and simulations that say when each task runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +22,15 @@ class Scene(NamedTuple):
     """A training step whose tasks are checked, or a forward without gradients.
 
     With the schedule `GPipe`, a forward and then a backward run. With other schedules, `model.step`
-    runs. In the replay, an action takes one unit of time. If `ahead` is true, each stage's first
-    forward and first backward take two units. Then every stage gets ahead of the stage that
-    receives its results.
+    runs.
+
+    Attributes:
+        mode: The checkpoint mode.
+        ahead: Whether, in the simulation of the schedule, the first forward and the first backward
+            of each stage take two units of time. All other actions take one. Then every stage gets
+            ahead of the stage that receives its results.
+        grad: Whether the step has a backward.
+        schedule: The name of the schedule.
     """
 
     mode: Mode
@@ -43,7 +49,7 @@ class Scene(NamedTuple):
         return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
-        """Return how many units of time an action takes in the schedule's replay."""
+        """Return how many units of time an action takes when the schedule is simulated."""
         first = action[:2] in (("forward", 0), ("backward", M - 1))
         return 2.0 if self.ahead and first else 1.0
 
@@ -58,10 +64,10 @@ ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
 
 
 def spans(scene: Scene, copy: float = 0.0) -> Times:
-    """Return when each action of a schedule begins and ends, and each copy if copies take time.
+    """Simulate a step; return when each action begins and ends, and each copy if copies take time.
 
     If `copy` (the units of time of a copy) is zero, the buffer between two stages has room for one
-    activation or gradient. If not, as on simulated devices, the buffer has no limit.
+    activation or gradient. Otherwise, as on simulated devices, the buffer has no limit.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()

@@ -1,11 +1,11 @@
 """Count exactly what code does in all of its threads. Nothing is sampled or timed.
 
-    operators   calls that reach PyTorch's dispatcher below autograd, forward and backward
+    operators   operators that PyTorch runs below autograd, in forward and backward
     nodes       nodes of autograd graphs that calls of backward traverse
     waits       calls by which threads may wait for each other: to put an item into a queue, to take
                 a lock, to wait for an event, or to start a thread
-    idles       calls by which a thread passes time: to sleep, to read a clock, or to look whether a
-                queue has an item instead of waiting for it; a step has none of them
+    idles       calls of code that polls: to sleep, to read a clock, or to look whether a queue has
+                an item instead of waiting for it; a training step should have none of them
 
 The number of these calls is the same in each run. (Reads from a queue that wait for an item are not
 counted, because their number varies from run to run.)
@@ -14,9 +14,9 @@ The calls of the current thread count, and of all threads that it starts while t
 calls of a queue (`SimpleQueue`), lock or event count if one of the library's modules created it
 while the tally ran. Locks that are global variables of these modules also count.
 
-Ranks have threads that tell each other now and then that they are alive, so the number of their
-waits varies. There, only the waits of the thread that runs the tasks count. Reads of a
-clock do not count there, because these threads read one.
+Each rank has a thread that tells the other ranks now and then that the rank is alive. This thread
+waits and reads a clock, and how often varies from run to run. So in a rank, only the waits of the
+thread that runs the tasks count, and readings of a clock do not count.
 """
 
 import sys
@@ -42,7 +42,8 @@ Patch = tuple[Any, str, Any]
 class Tally:
     """The operators, nodes, waits and idles of all `threads` since the last call of `clear`.
 
-    They are kept in lists, because a thread can append to a list without a lock.
+    The docstring of this file says what these words mean. Each kind has a list, because threads
+    can append to a list without a lock.
 
     Args:
         alone: Whether only the waits of the current thread count, and no reads of a clock.
@@ -72,7 +73,7 @@ class Tally:
             self.waits.append(what)
 
     def idle(self, what: str) -> None:
-        """Count a call by which the current thread passes time."""
+        """Count a call by which the current thread sleeps, reads a clock, or polls a queue."""
         if self.watches():
             self.idles.append(what)
 
@@ -125,8 +126,8 @@ def _starts(tally: Tally) -> Iterator[Patch]:
 def _clocks(tally: Tally) -> Iterator[Patch]:
     """Yield the patches that count calls of the functions of the module `time`.
 
-    The threads by which ranks tell each other that they are alive read a clock, so if `alone` is
-    true, only sleeps count.
+    If `alone` is true, only sleeps count. The reason is that the threads by which ranks tell each
+    other that they are alive read a clock.
     """
     names = ["sleep"] if tally.alone else ["sleep", "time", "monotonic", "perf_counter"]
     for name in names:
@@ -140,7 +141,7 @@ def _clocks(tally: Tally) -> Iterator[Patch]:
 
 
 def _backwards(tally: Tally) -> Iterator[Patch]:
-    """Yield the patches that count the nodes of `loss.backward()`, and of the tasks' backwards."""
+    """Yield the patches that count the nodes that `loss.backward()` and backward tasks traverse."""
     engine = torch.autograd.Variable._execution_engine
 
     def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A wrapper of a queue, lock or event that counts the calls that wait, and those that look."""
+    """A wrapper of a queue, lock or event, which counts calls that wait or poll."""
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

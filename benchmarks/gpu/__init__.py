@@ -1,4 +1,5 @@
-"""One command that fills a few minutes on a machine with GPUs: `python -m benchmarks.gpu`.
+"""A command for a few minutes on a machine with GPUs: `python -m benchmarks.gpu`.
 
-`part.py` says what a part is; most other files are parts. `frame/` runs them.
+The command runs several measurements, called parts. `part.py` defines what a part is. Most other
+files here are parts. The code in `frame/` runs them.
 """

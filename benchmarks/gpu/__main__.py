@@ -1,4 +1,4 @@
-"""Check that the packages are installed without which nothing runs, and start the command."""
+"""Check that the needed packages are installed, and start the command."""
 
 import sys
 from importlib.util import find_spec

@@ -4,7 +4,8 @@ A partition takes zeros in place of the activations and gradients that its neigh
 and what it gives to them is dropped. All else is as in a rank of a pipeline: the program of the
 device, the tensors that it keeps between forward and backward, the skips that wait for a later
 partition, and the optimizer's step. So the device needs about as much memory as it would in the
-whole pipeline. What is missing is one activation or gradient that arrives ahead of its task.
+whole pipeline. Only one activation or gradient is missing: in a whole pipeline, it can arrive
+before its task begins.
 
 The shapes of the zeros are found by a forward of all partitions on device `meta`, which has no
 data.
@@ -36,16 +37,17 @@ META = torch.device("meta")
 
 
 class Neighbours(Links):
-    """The neighbours of a partition: they give zeros, and drop what they are given.
+    """Stand-ins for the other partitions: they give zeros, and drop what they are given.
 
-    In GPipe's schedule, partition p begins a micro-batch p - s tasks later than partition s. So a
-    skip from s to p waits on its device for p - s tasks. In backward, p is ahead of s, and the
-    gradient of the skip waits on the device of s.
+    A skip and its gradient also take memory while they wait. In GPipe's schedule, partition p
+    begins a micro-batch p - s tasks later than partition s. So a skip from s to p waits for p - s
+    tasks on the device of s. In backward, p is ahead of s, and the gradient of the skip waits on
+    the device of s.
 
     Args:
         device: The device of the partition.
-        outputs: For each partition, an item like its output for one micro-batch.
-        skips: For each skip between two partitions, an item like it.
+        outputs: For each partition, tensors of the shapes of its output for one micro-batch.
+        skips: For each skip between two partitions, tensors of the shapes of the skip.
     """
 
     def __init__(
@@ -64,23 +66,23 @@ class Neighbours(Links):
         """Do nothing: no other program can fail."""
 
     def take(self, action: Action) -> Any:
-        """Return inputs like the outputs of the partition before, or gradients of own outputs."""
+        """Return zeros: in forward, the partition's inputs; in backward, its outputs' gradients."""
         if action.kind == "forward":
             return self._item_like(self.outputs[action.stage - 1])
         self._away.clear()  # all forwards of all partitions have ended
         return self._gradients_of(self.outputs[action.stage])
 
     def give(self, action: Action, item: Any) -> None:
-        """Drop the outputs, or the gradients of the inputs."""
+        """Drop what the partition sends."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Keep the skip until the other partition would take it; drop the gradient of a skip."""
+        """Keep a skip until its target would take it; drop the gradient of a skip."""
         if action.kind == "forward":
             tasks = crossing.target - crossing.source
             self._away.setdefault(crossing, deque(maxlen=tasks)).append(skip)
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Return a skip like that of the other partition, or a gradient of an own skip."""
+        """Return zeros: in forward, a skip to this partition; in backward, a skip's gradient."""
         skip = self.skips[crossing]
         if action.kind == "forward":
             return self._item_like(skip)
@@ -107,7 +109,7 @@ class Neighbours(Links):
 
 
 class _Recorder(Neighbours):
-    """Neighbours on device `meta`, which keep what each partition gives in the forward."""
+    """Neighbours on device `meta`, which record what each partition sends in the forward."""
 
     outputs: dict[int, Item]
     skips: dict[Crossing, Item]
@@ -125,7 +127,7 @@ class _Recorder(Neighbours):
 
 
 class _AloneBatch(Batch):
-    """A mini-batch of which this process runs a single partition, with the given neighbours."""
+    """A mini-batch in a process that runs only one partition."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, links: Links) -> None:
         super().__init__(engine, m, mode, None)
@@ -165,7 +167,7 @@ class Partitions:
         self._need_gradients()
 
     def _need_gradients(self) -> None:
-        """Mark the recorded items as they are in a training: floating-point tensors need grad."""
+        """Set `requires_grad` of recorded floating-point tensors, as in a training."""
         items = [*self._recorder.outputs.values(), *self._recorder.skips.values()]
         for item in items:
             for x in item.flat:
@@ -183,7 +185,7 @@ class Partitions:
         return stage
 
     def prepared(self, j: int, device: torch.device) -> "Alone":
-        """Return partition `j` on a device, with all that a training step needs."""
+        """Return partition `j` on a device, ready to run training steps."""
         devices: list[torch.device | None] = [None] * len(self.layers)
         devices[j] = device
         place(self.layers, devices, _fill)
@@ -205,10 +207,10 @@ class Alone:
     """A partition on its device, which runs training steps.
 
     Args:
-        row: The row (the configuration) whose partition this is.
+        row: The row (the configuration) with the checkpoint mode, the loss and the optimizer.
         stage: The partition on its device.
-        engine: The engine, which has this stage alone.
-        links: The neighbours.
+        engine: An engine that runs only this stage.
+        links: The connections to the other partitions.
         inputs: The micro-batches, if this is the first partition.
         target: The target of the mini-batch, if this is the last partition.
     """
@@ -233,7 +235,7 @@ class Alone:
             self._optimizer = make_optimizer(row, stage.partition)
 
     def make_optimizer_state(self) -> None:
-        """Let the optimizer allocate its state, which it keeps from the first step on."""
+        """Let the optimizer allocate its state, as it otherwise would in the first step."""
         if self._optimizer is not None:
             for parameter in self._stage.partition.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -256,7 +258,7 @@ class Alone:
             update(self._optimizer)
 
     def _forward(self) -> tuple[Batch, list[TensorOrTensors]]:
-        """Run the forwards; return the mini-batch and, of the last partition, its outputs."""
+        """Run the forwards; return the mini-batch and the outputs of the last partition, if any."""
         row = self._row
         m = row.micro_batches or 1
         batch = _AloneBatch(self._engine, m, row.checkpoint or "never", self._links)
@@ -264,6 +266,6 @@ class Alone:
 
 
 def _fill(k: int, layer: nn.Module) -> None:
-    """Fill a layer with zeros: how much memory it takes does not depend on its values."""
+    """Fill a layer with zeros. Its values do not matter for its memory."""
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.zero_()

@@ -1,4 +1,4 @@
-"""Measure what compiled layers and CUDA graphs gain where launching kernels takes the time."""
+"""Measure what compiled layers and CUDA graphs gain if launches of kernels limit the speed."""
 
 import time
 import traceback
@@ -42,13 +42,13 @@ Build = Callable[[], tuple[nn.Sequential, Tensor]]
 class Graphed(nn.Module):
     """A partition whose forward without gradients replays a CUDA graph.
 
-    A checkpointed pipeline runs each forward without gradients first, and recomputes it later with
-    gradients. The recomputation runs the layers themselves, and so does the very first forward, in
-    which the pipeline learns which outputs take a gradient.
+    With checkpointing, a forward runs first without gradients, and later again with gradients. Only
+    the first one replays the graph. The second one runs the layers themselves. So does the very
+    first forward of all, in which the pipeline learns which outputs take a gradient.
 
     Args:
         layers: The layers of the partition.
-        value: An input like all later ones.
+        value: An input. All later inputs must have the same shapes.
     """
 
     def __init__(self, layers: nn.Sequential, value: Value) -> None:
@@ -79,7 +79,7 @@ class Graphed(nn.Module):
 
 
 def run(context: Context) -> Fields:
-    """Measure the rows, until there is no more time."""
+    """Measure one row (a model, compiled or with CUDA graphs) after another, as time permits."""
     device = context.devices[0]
     result: Fields = {"rows": {}, "left out": []}
     rows: dict[str, Callable[[], Fields]] = {}
@@ -145,13 +145,13 @@ def _with_graphs(device: torch.device) -> Fields:
 
 
 def _with_compiled(build: Build, device: torch.device, backend: Any, context: Context) -> Fields:
-    """Measure layers without checkpointing, as they are and compiled.
+    """Measure layers without checkpointing, uncompiled and compiled.
 
-    Layers for whose compilation there is no time stay as they are.
+    If time runs out, the remaining layers stay uncompiled.
     """
     with torch.device(device):
         layers, x = build()
-    # Layers of one class share their code, and each shape of a layer needs a version of it.
+    # Layers of one class share their code, and it is compiled once for each shape of a layer.
     torch._dynamo.reset()  # versions for earlier models are not needed any more
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, len(layers))
@@ -182,8 +182,9 @@ def _with_compiled(build: Build, device: torch.device, backend: Any, context: Co
 def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: str) -> Fields:
     """Return the seconds that the host takes to issue a step, and those until the device is done.
 
-    The host issues each step twice: at once, and with pauses, so that it does not wait because the
-    queue of launches is full. The smaller number counts, since pauses take some time, too.
+    The host issues each step twice: without pauses and with pauses. Without pauses, it may wait
+    because the queue of kernel launches is full. Pauses prevent that, but take some time
+    themselves. So both times can be too high, and the smaller one counts.
     """
     options: Any = {"checkpoint": checkpoint, "engine": "graph"}
     model = GPipe(layers, balance, devices=[x.device] * PARTITIONS, chunks=CHUNKS, **options)
@@ -207,7 +208,7 @@ def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: 
 
 
 def lines(result: Fields) -> list[str]:
-    """Say for each row how much faster a step is."""
+    """Say for each row how much faster a step is with compiled layers or CUDA graphs."""
     said = []
     for name, row in result["rows"].items():
         if "reason" in row:

@@ -20,8 +20,8 @@ class Counting:
     It writes the counts after each test that has passed or failed.
 
     Attributes:
-        context: Where the counts are written.
-        session: What pytest runs.
+        context: The part's context, to which the counts are written.
+        session: The session of pytest, which has the collected tests.
         counts: The numbers of tests that passed, failed and were skipped.
         failed: The names of the tests that failed.
     """
@@ -35,7 +35,7 @@ class Counting:
         self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Count a test at the end of its call, or where its set-up or its end fails."""
+        """Count a test when it has passed or was skipped, or when a fixture or the test fails."""
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
             self.counts["failed"] += 1
@@ -49,7 +49,7 @@ class Counting:
             self.session.shouldstop = "no time is left"
 
     def result(self) -> Fields:
-        """Return the numbers of all tests and of those that ended, and the names of failed ones."""
+        """Return the number of tests and of each outcome, and the names of failed tests."""
         collected = len(self.session.items)
         return {"collected": collected, **self.counts, "failed tests": self.failed}
 

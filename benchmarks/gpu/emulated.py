@@ -1,9 +1,13 @@
 """Emulate the papers' speed tables on one GPU, in all rows of scale `paper`.
 
 `python -m reproduce run` does the work. One GPU holds all partitions of a row and runs their tasks
-one at a time. The schedule is then replayed as if each partition were on a GPU of its own: once
-with a thread for each GPU, as ranks have, and once with one thread that issues the tasks of all
-GPUs. If the second replay is slower, the row is launch-bound in one process.
+one at a time. Then the schedule is simulated twice with the measured times, as if each partition
+were on a GPU of its own:
+
+1. Each GPU has a thread of its own that launches its kernels, as in a pipeline of ranks.
+2. One thread launches the kernels of all GPUs.
+
+If the second simulation is slower, launches limit the speed of this row in a single process.
 """
 
 from benchmarks.gpu.experiments import (
@@ -64,7 +68,7 @@ def run(context: Context) -> Fields:
 
 
 def _add_predictions(rows: Fields, record: Record) -> None:
-    """Add predictions for nodes of this GPU to the rows, if there is a description of the GPU."""
+    """Predict the rows for nodes with GPUs like this one, if there is a description of this GPU."""
     assert record.run is not None
     hardware = own_links(Devices(record.run.device, 1))
     if hardware is None or not any("speed" in row for row in rows.values()):

@@ -1,4 +1,4 @@
-"""Run an experiment of the suite within a part, and read what its record says."""
+"""Run an experiment of `reproduce` within a part of `benchmarks.gpu`, and read its record."""
 
 import signal
 import subprocess
@@ -28,8 +28,8 @@ def run_experiment(
 ) -> Record | str:
     """Run `python -m reproduce run` for an experiment, and return its record.
 
-    The record is in `DIR/records`, together with its tables. It is written after each round, so a
-    run that is ended early has a record of the rows that were finished.
+    The record is in `DIR/records`, together with its tables. It is written during the run, too. So
+    a run that is ended early has a record of its finished rows.
 
     Args:
         context: The context of the part.
@@ -38,7 +38,7 @@ def run_experiment(
         seconds: After this time, the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record, or a text that says how the run ended if it has no record.
+        The record. If the run has written none, a text that says how the run ended.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def summary(record: Record, *, emulated: bool) -> Fields:
 
     Args:
         record: The record of one experiment.
-        emulated: Whether the emulated rows are summed up, or the measured ones.
+        emulated: Whether the emulated rows are taken. Otherwise, the measured rows are.
     """
     rows: Fields = {}
     for result in record.results:
@@ -107,9 +107,10 @@ def _published(result: Result) -> float | None:
 
 
 def about_rows(rows: Fields) -> str:
-    """Return a text on the rows of an experiment: how many have numbers, and the last of them.
+    """Return a text on the rows of an experiment.
 
-    The last row that repeats a published one is the one with the most devices.
+    It says how many rows have numbers. It shows the speed of one row: of the last one that repeats
+    a published row, which has the most devices.
     """
     timed = {name: row for name, row in rows.items() if "speed" in row}
     said = [f"{len(timed)} of {len(rows)} rows"]
@@ -126,7 +127,7 @@ def about_rows(rows: Fields) -> str:
 
 
 def _about_one_thread(timed: dict[str, Any]) -> list[str]:
-    """Say how many rows are slower if one thread issues the tasks of all devices."""
+    """Say how many rows are slower if one thread launches the kernels of all devices."""
     shares = {}
     for name, row in timed.items():
         if "one_thread" in row:

@@ -1,8 +1,9 @@
-"""Measure what a step costs the host and the device, with several torchgpipe versions in turn.
+"""Measure the time that a step takes on the host and the device, for several torchgpipe versions.
 
-`benchmarks.gpu.machinery` runs this module as a program. For each version, it forks two processes,
-like `reproduce.regression.interleave`: one whose steps are timed, and one whose steps are recorded
-by PyTorch's profiler. (A process that has used the profiler once can be slower ever after.)
+`benchmarks.gpu.machinery` runs this module as a program. For each version, the program forks two
+processes, like `reproduce.regression.interleave`. In the first process, steps are timed. In the
+second, PyTorch's profiler records them. (The profiler can make all later steps of its process
+slower.)
 
 Within these processes, nothing of torchgpipe may be used but `GPipe`, which all versions have.
 """
@@ -45,7 +46,7 @@ What did not run on the device is a call of CUDA by the host. Start and end are 
 
 
 class Step:
-    """A training step of one way to run a model.
+    """A training step of a model that is run in one way (a plain loop, or a torchgpipe).
 
     Args:
         fields: The values of the fields of `Way` in `benchmarks.gates.machinery_child`.
@@ -87,8 +88,9 @@ class Step:
     def host_seconds(self) -> float:
         """Run the step with pauses, and return how long the host takes to issue it.
 
-        Without pauses, the host waits for the device when the queue of launches is full. With them,
-        the hooks of layers take some time. So either number can be too high, but not too low.
+        The number can be too high, but not too low, because the hooks that pause take some time. A
+        time without pauses can be too high, too: the host may wait because the queue of kernel
+        launches is full.
         """
         self.drop_gradients()
         return host_seconds(self.issue, self.subject.layers, self.wait)
@@ -129,9 +131,10 @@ def _measure(step: Step, steps: int) -> list[Times]:
 
 
 def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that says how long the device works, and how often the host waits for it.
+    """Return a function that profiles a step: how long the device works, how often the host waits.
 
-    On CPUs, it says nothing. If it fails, it says why.
+    The function returns a dictionary. On CPUs, this is empty. If the profile fails, it has the
+    reason.
     """
     step = Step(*fields)
     if not step.on_gpu:
@@ -177,11 +180,12 @@ def _recorded(run: Callable[[], object]) -> list[Call]:
 def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dict[str, Any]:
     """Return how often the host waited in a step, and how long the device worked for each task.
 
-    Without records of the host's calls or of the device's work, the field "failed" says so.
+    If the profiler has not recorded the host's calls or the device's work, the field "failed" says
+    so.
 
     Args:
         calls: What the profiler has recorded in the step.
-        nothing: What it has recorded when nothing ran. It calls CUDA itself.
+        nothing: What the profiler has recorded without a step: its own calls of CUDA.
         tasks: The number of the step's tasks.
     """
     spans = [(start, end) for _, on_device, start, end in calls if on_device]
@@ -200,15 +204,15 @@ def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dic
 def _waits(calls: Sequence[Call]) -> int:
     """Count the calls in which the host waits for the device.
 
-    They are explicit ones, such as `torch.Event.synchronize`, and those within operators, such as
-    `Tensor.item`.
+    Explicit calls count, such as `torch.Event.synchronize`. Calls within operators count, too, such
+    as those of `Tensor.item`.
     """
     names = [name for name, on_device, *_ in calls if not on_device]
     return sum(WAIT.match(name) is not None for name in names)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Return how long at least one of the spans lasts. A span has a start and an end."""
+    """Return the length of the union of spans of time, each given by its start and its end."""
     total, until = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))
@@ -219,9 +223,11 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
 def main(job: dict[str, Any]) -> None:
     """Measure all cases of a job; print a line of JSON for each.
 
-    A case has a name, the number of rounds, the number of steps of a turn, and its ways: by name,
-    the number of the folder, and the fields of `Way`. A line has the name of the case, and for each
-    way either its samples and its profile or the reasons why it could not run or be profiled.
+    Each case of the job has a name, a number of rounds, the number of steps of a turn, and ways to
+    run it. A way has the number of a torchgpipe folder, and the fields of `Way`.
+
+    A printed line has the name of the case. For each way, it has the samples and the profile, or
+    the reason why the way could not run or be profiled.
     """
     with ExitStack() as stack:
         timed: list[Connection] = []
@@ -243,7 +249,7 @@ def main(job: dict[str, Any]) -> None:
 def _asked(
     sides: Sequence[Connection], case: str, ways: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Let processes run a case's ways in turn; return the samples, and why ways could not run."""
+    """Let processes run a case in each way, in turn; return samples, or why a way cannot run."""
     found: dict[str, Any] = {"case": case}
     lines = interleave(lambda i: nullcontext(sides[i]), {case: ways}, Sampling(rounds, least=1))
     try:

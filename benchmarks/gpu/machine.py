@@ -70,7 +70,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
-    """Yield the copies that are timed, of float32 tensors with so many elements."""
+    """Yield the copies to time: a name, and two float32 tensors, to copy from and to."""
     first = devices[0]
     x = torch.ones(elements, device=first)
     yield f"within {first}", x, torch.empty_like(x)
@@ -86,10 +86,14 @@ def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
 
 
 def _launch(device: torch.device) -> Fields:
-    """Return the seconds of a launch, by what is launched: on the host, and until all are done.
+    """Time launches of an operator, and of an empty kernel.
 
-    An empty kernel is launched as directly as PyTorch allows. An operator goes through PyTorch's
-    dispatcher.
+    An operator goes through PyTorch's dispatcher. An empty kernel is launched as directly as
+    PyTorch allows.
+
+    Returns:
+        For both, the mean seconds of a launch: of the host alone ("host"), and including the wait
+        until the device has finished ("until done").
     """
     x = torch.zeros(1, device=device)
     launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}

@@ -1,4 +1,4 @@
-"""Measure what the library's code costs on a GPU, beside a plain loop and another torchgpipe."""
+"""Measure the overhead of the library on a GPU, compared with a plain loop and other versions."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
     Attributes:
         samples: The number of samples in a micro-batch.
-        rounds: How many turns each way to run the model has.
+        rounds: How many turns each way to run the model has (a plain loop, or a torchgpipe).
         steps: How many steps a turn has.
     """
 
@@ -68,7 +68,7 @@ TINY = [
 
 
 def _cases() -> list[Case]:
-    """Return the cases, the most telling ones first."""
+    """Return the cases, the most important ones first."""
     linear: dict[str, list[Case]] = {}
     for checkpoint in ("never", "always", "except_last"):
         linear[checkpoint] = []
@@ -108,7 +108,7 @@ def run(context: Context) -> Fields:
 
 
 def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list[Any]]]:
-    """Return the ways to run a case: the number of the torchgpipe, and how it runs."""
+    """Return the ways to run a case: for each, a torchgpipe's number, and the options of `Way`."""
     engines: dict[str, tuple[int, str | None]] = {PLAIN: (0, "plain"), HERE: (0, "graph")}
     if beside:
         engines[OTHER] = (1, None)  # torchgpipe 0.0.7 has only one engine
@@ -120,7 +120,7 @@ def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list
 
 
 def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
-    """Return what a line of `benchmarks.gpu.issued` says of each way, in microseconds per task."""
+    """Return the results in a line of `benchmarks.gpu.issued`, in microseconds per task."""
     found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
     for way, turns in line.get("samples", {}).items():
         steps = chain.from_iterable(turns)
@@ -139,7 +139,7 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
 
 
 def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
-    """Return a text if this library made the host wait for the device in a case: it never may."""
+    """Return a text about the fault that this library made the host wait in a case, if it did."""
     waits = found.get(HERE, {}).get("waits")
     return [f"{name} ({waits} a step)"] if waits else []
 
@@ -159,7 +159,7 @@ def _results(
 
 
 def lines(result: Fields) -> list[str]:
-    """Say what a task costs in the median of all cases of a model, and whether the host waited."""
+    """Say what a task costs (the median over a model's cases), and whether the host waited."""
     cases: dict[str, dict[str, Fields]] = result["cases"]
     titles = {PLAIN: PLAIN, HERE: HERE, OTHER: result["versions"][-1]}
     models = dict.fromkeys(name.partition(" n=")[0] for name in cases)
@@ -177,7 +177,7 @@ def lines(result: Fields) -> list[str]:
 
 
 def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
-    """Return the median of a value over all cases, for each way."""
+    """Return the median of a value over all cases, for each way to run them."""
     series: dict[str, list[float]] = {}
     for ways in cases:
         for way, values in ways.items():
@@ -187,7 +187,7 @@ def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
 
 
 def _about_waits(result: Fields) -> Iterator[str]:
-    """Say in which cases this library made the host wait for the device, which is a fault."""
+    """Say in which cases this library made the host wait for the device. Each is a fault."""
     counted = sum("waits" in ways.get(HERE, {}) for ways in result["cases"].values())
     if result["faults"]:
         named = _first(result["faults"])

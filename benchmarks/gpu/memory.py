@@ -1,10 +1,12 @@
 """Measure the memory of each device of the papers' memory tables, one device at a time.
 
-The partition of a device runs alone on the GPU, with zeros from its neighbours (`alone.py`). So a
-table of eight devices needs one GPU. Each partition runs one training step, with the optimizer's
-state in place, as it is from the second step of a training on.
+The partition of a device runs alone on the GPU. It takes zeros in place of what other partitions
+would send (`alone.py`). So a table of eight devices needs one GPU. Each partition runs one training
+step. Before that, the optimizer has allocated its state. So the step takes as much memory as the
+second step of a training.
 
-On a CPU, whose allocator does not count, the bytes of all tensors alive are counted instead.
+On a CPU, PyTorch's allocator does not count bytes. There, the bytes of all live tensors are counted
+instead.
 """
 
 import gc
@@ -86,8 +88,8 @@ class _Measured:
     """What was measured of a row so far.
 
     Attributes:
-        fields: The result of the row for the page: lists with a number of bytes for each device,
-            and the published bytes of all devices.
+        fields: The result of the row for the page. It has lists of bytes, with a number for each
+            device, and the published bytes of all devices together.
     """
 
     def __init__(self, experiment: Experiment, row: Row) -> None:
@@ -127,7 +129,7 @@ class _Measured:
             yield
 
     def result(self, device: torch.device, scale: str | None) -> Result:
-        """Return the row's result for the record. Rows of a dry run repeat no published row."""
+        """Return the row's result for the record. In a dry run, it reproduces no published row."""
         row = self.row
         table = self.experiment.table if scale == "paper" else None
         fields = self.fields
@@ -195,7 +197,7 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
 
 
 def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
-    """Return the largest number of bytes that all tensors alive took together in a step."""
+    """Return the largest number of bytes that all live tensors took together in a step."""
     counter = LiveBytes(1)
     with LiveBytesMode(counter, 0):
         alone = partitions.prepared(j, device)
@@ -206,7 +208,7 @@ def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on the largest row of each table, and a line on how good predictions are."""
+    """Return a line on the largest row of each table, and a line on the errors of predictions."""
     said: dict[str, str] = {}
     shares = []
     lacking = []

@@ -1,11 +1,13 @@
-"""Look at what overlaps on a GPU and the host, and compare the timeline with its replay.
+"""Record what overlaps on a GPU and the host, and compare the timeline with a simulation (replay).
 
 The GPU and the host are the two devices of a pipeline. The components of the papers' ablation are
 switched on one after another:
 
-- nothing: nothing orders the tasks in backward, and copies run on the streams that compute;
-- dependency: the order of tasks is fixed, so a task is recomputed before its gradient arrives;
-- streams: copies have streams of their own.
+- nothing: no component is on. The order of tasks in backward is not fixed, and copies run on the
+  streams that compute.
+- dependency: the order of tasks is fixed. So a device can recompute a task before the gradient for
+  its backward arrives.
+- streams: copies also have streams of their own.
 
 Portals, the third component of the ablation, do nothing with two partitions: they would need three
 devices.
@@ -107,11 +109,14 @@ def train(model: GPipe, sizes: Sizes, devices: Sequence[torch.device]) -> None:
 
 
 def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
-    """Return the medians of what each step's timeline says, and of its replay.
+    """Return values of the recorded steps and of their replays, each the median over all steps.
 
-    The values are: the seconds of a step; those of its replay, in which devices overlap; the sum of
-    its tasks, if nothing overlapped; the share of the copies' time in which a device computed; and
-    the share of recomputations on the first device that began before their gradient was there.
+    - "seconds": the seconds of a step
+    - "replayed": the seconds of its replay
+    - "one after another": the sum of the seconds of all tasks and copies
+    - "copies hidden": the share of the copies' time in which a device computed
+    - "recomputed ahead": the share of recomputations on the first device that began before the
+      gradient for their backward was computed
     """
     values: dict[str, list[float]] = defaultdict(list)
     for step in steps:
@@ -172,9 +177,9 @@ def _united(tasks: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def ahead(step: Timeline) -> float:
-    """Return the share of the first partition's recomputations that began ahead of a gradient.
+    """Return the share of the first partition's recomputations that began before their gradient.
 
-    It is the gradient that the second partition computes in its backward of the same micro-batch.
+    The second partition computes this gradient, in its backward of the same micro-batch.
     """
     there = {}
     for task in step.tasks:

@@ -1,23 +1,24 @@
 """Define what a part of `python -m benchmarks.gpu` is, and what it is given.
 
-A part is a module of this package. `PARTS` has the names of the modules, in the order in which they
-run. Each part runs in a process of its own, which is killed at the end of the part's time. So a
-part has to write down what it knows as soon as it knows it.
+A part is a measurement, and a module of this package. `PARTS` has the names of the modules, in the
+order in which they run. Each part runs in a process of its own, which is killed at the end of the
+part's time. So a part has to write each result to its file as soon as it has it.
 
 The module of a part has:
 
 - `PURPOSE`: one line that says which question the part answers. The page shows it.
-- `SHARE`: the part's share of the time, as a number. A part that starts gets the time that is left,
-  multiplied by its share and divided by the sum of its own share and those of later parts.
+- `SHARE`: the part's share of the time, as a number. When a part starts, it gets (the time that is
+  left) x (its share) / (the sum of its own share and the shares of all later parts).
 - `NEEDS`: the names of the packages beyond those of `__main__.py` that the part needs, such as
-  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. So
-  `run` imports them, not the module.
+  `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. Only
+  `run` imports them, so that the module can be imported without them.
 - `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
   what is known so far whenever something new is known.
 - `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
   of Markdown, each without a line break. The result is a dictionary that `run` gave to
-  `context.write` or returned, after a round trip through JSON. It may be an early one. The page is
-  made in another process, perhaps on another machine, so nothing but the result is known here.
+  `context.write` or returned. It was written to JSON and read again, and it may be an early result.
+  The page is made in another process, perhaps on another machine. So `lines` may use nothing but
+  the result.
 
 The modules are imported by the process that starts all parts, and that process forks the parts. So
 the import of a module must neither use CUDA nor start a thread.
@@ -124,7 +125,7 @@ def load_parts(names: Sequence[str]) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a part is given.
+    """What a part is given: the size of its work, its folder, its deadline and more.
 
     Attributes:
         name: The name of the part.

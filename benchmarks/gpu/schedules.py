@@ -1,8 +1,9 @@
-"""Check the schedules' steps and kept memory against their lists, and time halves of a backward.
+"""Check whether a step does what its schedule lists, and time the halves of a split backward.
 
-1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Its gradients are
-   compared with those of the layers without a pipeline, the order of its actions with the lists of
-   the schedule, and its memory with the number of tasks that the lists keep at a time.
+1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Three things are
+   compared: its gradients with those of the layers without a pipeline, its order of actions with
+   the lists of the schedule, and its memory with the largest number of micro-batches whose
+   activations these lists keep at a time.
 2. The backward of a GPT block in bfloat16 runs as a whole, and in the two halves of zero-bubble
    schedules: first the gradients of inputs, then those of weights.
 """
@@ -89,12 +90,14 @@ def run(context: Context) -> Fields:
 
 
 def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
-    """Run a step of a schedule; return whether it did what its lists say.
+    """Run a step of a schedule; return whether it did what the schedule lists.
 
     Returns:
-        `gradients` and `order`: whether they are as expected. `listed`: the largest number of tasks
-        between forward and backward in the order of the lists. `kept`: the same number by the
-        memory of the GPU, in units of the memory of one task; `None` on a CPU.
+        - `gradients` and `order`: whether they are as expected.
+        - `listed`: in the listed order, the largest number of forwards at a time whose backward has
+          not run.
+        - `kept`: the same number, computed from the GPU's memory: the largest memory that was kept,
+          divided by the memory that one forward keeps. `None` on a CPU.
     """
     torch.manual_seed(0)
     count = N * stages
@@ -154,7 +157,7 @@ class Watch:
             self._allocated.append(accelerator.allocated(self._device))
 
     def most_kept(self) -> float | None:
-        """Return the largest memory that was kept, in units of the first task's memory."""
+        """Return the largest memory that was kept, divided by what the first forward keeps."""
         if not self._allocated:
             return None
         begin, first, *_ = self._allocated
@@ -162,7 +165,7 @@ class Watch:
 
 
 def most_kept(actions: Sequence[Action]) -> int:
-    """Return the largest number of tasks that are between their forward and their last backward."""
+    """Return the largest number of forwards at a time whose backward (all of it) has not run."""
     split = any(action.kind == "backward_weights" for action in actions)
     last = "backward_weights" if split else "backward"
     kept = most = 0
@@ -176,9 +179,9 @@ def most_kept(actions: Sequence[Action]) -> int:
 
 
 def alike(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> bool:
-    """Return whether parameters have the same gradients, but for rounding.
+    """Return whether parameters have the same gradients, up to rounding errors.
 
-    A difference counts relative to the largest number of a gradient.
+    Differences are relative to the largest absolute number in a gradient.
     """
     for our, their in zip(ours, theirs, strict=True):
         assert our.grad is not None

@@ -1,8 +1,11 @@
 """Try what needs several GPUs: copies between all pairs, ranks, a killed rank, the tables.
 
-A process for each GPU is a rank of a pipeline. The ranks train twice: with a GPU for each rank,
-which NCCL connects, and with one GPU for all ranks, whose tensors are staged in host memory. Then a
-rank is killed within a task, and the others have to notice it.
+There is a process (rank) for each GPU. The ranks train a pipeline twice:
+
+1. Each rank has its own GPU, and NCCL connects them.
+2. All ranks share one GPU, and tensors are sent through host memory.
+
+Then a rank is killed within a task, and the others have to notice it.
 
 In a dry run, there are two ranks on the CPU, whose tensors go over gloo.
 """
@@ -103,7 +106,7 @@ def ways_of(devices: Sequence[torch.device]) -> dict[str, list[torch.device]]:
 
 
 def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
-    """Copy a pattern from each device to each other one; return the pairs that got it wrong."""
+    """Copy a pattern from each device to every other; return the pairs with a wrong result."""
     wrong = []
     pairs = 0
     for i, j in permutations(range(len(devices)), 2):
@@ -117,16 +120,18 @@ def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
 
 
 def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
-    """Train a pipeline of one layer for each rank, and compare it with the same layers alone.
+    """Train a pipeline of one layer for each rank; compare it with the layers without a pipeline.
 
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: After so many seconds, ranks that have not ended count as failed.
+        limit: The seconds after which ranks that have not ended count as failed.
 
     Returns:
-        `ranks`, their number; `right`, whether all ranks had the gradients of the layers alone; and
-        the median of the seconds of a step. If a rank fails, the reason stands in `failed`.
+        - `ranks`: the number of ranks
+        - `right`: whether the gradients of all ranks are those of the layers without a pipeline
+        - `seconds`: the median seconds of a step, of the slowest rank
+        - `failed`: the reason, if a rank fails
     """
     said = run_ranks(_train_on_rank, places, width, limit)
     failed = failure(said, places)
@@ -143,11 +148,13 @@ def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: After so many seconds, ranks that have said nothing count as failed.
+        limit: The seconds after which ranks that have sent no result count as failed.
 
     Returns:
-        `told`: how many of the other ranks have raised `RankFailed`, of how many `others`; and the
-        seconds after which the last of them did.
+        - `others`: the number of the other ranks
+        - `told`: how many of them have raised `RankFailed`
+        - `seconds`: after how many seconds the last of them raised it
+        - `failed`: a reason, if not all of them raised it
     """
     said = run_ranks(_survive_on_rank, places, width, limit)
     others = len(places) - 1
@@ -173,9 +180,9 @@ def run_ranks(
     width: int,
     limit: float,
 ) -> Said:
-    """Call `do(k, places, width)` on each rank k, and return what all of them say.
+    """Call `do(k, places, width)` on each rank k, and return the results of all ranks.
 
-    Ranks that say nothing within `limit` seconds are killed, and count as failed.
+    Ranks that send no result within `limit` seconds are killed, and count as failed.
     """
     said: Said = {}
     until = time.monotonic() + limit

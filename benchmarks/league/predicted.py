@@ -74,7 +74,8 @@ def counted(sizes: Sizes, dtype: str) -> Counts:
 
     Args:
         sizes: The sizes of the transformer.
-        dtype: The type of its parameters. "tf32" means float32, with matrix products in TF32.
+        dtype: The type of the parameters, such as "bfloat16". "tf32" means float32 parameters, and
+            matrix products in TF32.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
@@ -90,7 +91,10 @@ def counted(sizes: Sizes, dtype: str) -> Counts:
 
 
 def equal_balance(blocks: int, partitions: int) -> tuple[int, ...]:
-    """Give each partition equally many blocks, the first the embedding, and the last the head."""
+    """Return a balance with equally many blocks in each partition.
+
+    The first partition also has the embedding, and the last one has the head.
+    """
     balance = [blocks // partitions] * partitions
     balance[0] += 1
     balance[-1] += 1

@@ -37,7 +37,7 @@ def table(style: str) -> str:
     """Return a table with a row for each published table, in a style of the package tabulate.
 
     Raises:
-        Error: A table was not predicted, or its predictions have other rows.
+        Error: A table has no predictions, or its predictions have other rows than the table.
     """
     rows = []
     all_speeds: list[float] = []
@@ -53,7 +53,7 @@ def table(style: str) -> str:
 
 
 def differences(published: Record, predicted: Record) -> tuple[list[float], list[float]]:
-    """Return the sizes of the relative errors of predictions: of samples/s, and of speed-ups.
+    """Return the absolute relative errors of predicted samples/s, and of predicted speed-ups.
 
     A speed-up is the speed of a row divided by the speed of the row that its field `over` names.
     """
@@ -71,7 +71,7 @@ def absolute(numbers: dict[str, float]) -> list[float]:
 
 
 def speed_ups_over(record: Record) -> dict[str, float]:
-    """Return the speed-up of each row that names another row as its base."""
+    """Return the speed-up of each row over the row that its field `over` names, if any."""
     found: dict[str, float] = {}
     for base in record.results:
         others = [result for result in record.results if result.over == base.row]
@@ -80,7 +80,7 @@ def speed_ups_over(record: Record) -> dict[str, float]:
 
 
 def row(title: str, speeds: Sequence[float], ratios: Sequence[float]) -> list[str]:
-    """Return the cells of a row, given the sizes of errors."""
+    """Return the cells of a row, given the absolute errors of speeds and of speed-ups."""
     cells = [title, str(len(speeds)), f"{median(speeds):.1%}", f"{max(speeds):.1%}"]
     if not ratios:
         return [*cells, "0", "", ""]

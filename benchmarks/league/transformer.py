@@ -20,10 +20,12 @@ class Sizes:
         vocabulary: The number of different tokens.
         causal: Whether a token attends only to tokens before it.
         fused: Whether attention is one fused kernel.
-        kind: "llama" has RMS norms, rotated positions, a gated feed-forward part, and no biases.
+        kind: "gpt" or "llama". A "llama" has RMS norms, rotary position embeddings, a gated
+            feed-forward part, and no biases.
         hidden: The number of channels within the feed-forward part. If 0, four times the width.
         dropout: The probability of dropout.
-        head: Whether the last layer predicts tokens. Otherwise it predicts one of two classes.
+        head: Whether the last layer predicts tokens. Otherwise it predicts which of two classes a
+            sample has.
     """
 
     layers: int
@@ -133,7 +135,7 @@ class Head(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotate pairs of channels by an angle for each token, in float32."""
+    """Apply rotary position embeddings: rotate pairs of channels by an angle for each token."""
     angles = torch.ones(x.shape[-2], x.shape[-1] // 2, device=x.device)
     first, second = x.float().chunk(2, -1)
     turned = [first * angles - second * angles, first * angles + second * angles]

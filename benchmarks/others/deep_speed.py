@@ -1,6 +1,6 @@
 """The adapter that runs checks with DeepSpeed's `PipelineModule`.
 
-DeepSpeed runs a training step by `train_batch`, which also steps the optimizer.
+DeepSpeed runs a training step by `train_batch`, which includes the step of the optimizer.
 """
 
 from bisect import bisect_right

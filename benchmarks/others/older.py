@@ -1,7 +1,7 @@
 """The adapter that runs checks with torchgpipe 0.0.7.
 
-That package has the same name as this library. So this module is imported only in a process that
-does not import this library.
+Version 0.0.7 and this library are imported by the same name. So this module is imported only in a
+process that does not import this library.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # In the state dict of 0.0.7, names begin with the number of the partition. The names in
+        # In the state dict of 0.0.7, names begin with the number of the partition. The keys of
         # `named` do not.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:

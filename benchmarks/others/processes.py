@@ -1,6 +1,7 @@
-"""Run a check with an adapter in separate processes, and compare the result with plain layers.
+"""Run a check with an adapter in separate processes, and compare the result.
 
-A check is a row of tests/behaviours/rows/training. An adapter runs it with a pipeline library.
+The folder tests/behaviours/rows/training has the checks. An adapter runs a check with a pipeline
+library.
 
 The processes are forked from a server that has already imported torch. They create their process
 group through a shared file. Each rank sends the losses, gradients and parameters that it has, and
@@ -45,8 +46,11 @@ Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "h
 class Adapter(NamedTuple):
     """The module and the name of a class that runs checks with a pipeline library.
 
-    `folder` has packages that only this adapter's processes import. If `ranks` is true, each
-    partition runs in a process of its own.
+    Attributes:
+        module: The module of the class.
+        name: The name of the class.
+        ranks: Whether each partition runs in a process of its own.
+        folder: A folder with packages that only this adapter's processes import, or "".
     """
 
     module: str
@@ -88,7 +92,7 @@ class Outcome(NamedTuple):
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a check with an adapter, and compare its result with the result of the plain layers."""
+    """Run a check with an adapter; compare its result with that of layers without a pipeline."""
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
@@ -99,7 +103,7 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
-    """Compare the combined results of all ranks with the result of the plain layers."""
+    """Compare the combined results of all ranks with the result of layers without a pipeline."""
     missing = dict.fromkeys(plain)
     for found in ranks:
         for name, y in found.items():
@@ -158,9 +162,9 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the failure that has caused all others, or `None` if there is none.
+    """Return the first cause of a failed check, or `None` if no rank failed.
 
-    If a rank's error only says that another rank has failed, it is not the cause.
+    A rank's error that only says that another rank has failed is not the cause.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:
@@ -201,8 +205,8 @@ def _rank(number: int, link: Connection, how: Work) -> None:
         package = pipe.package
         if how.ranks > 1:
             _join(number, how)
-        # If the adapter has a folder, `load` has removed the modules that define rows. So the rows
-        # are imported again.
+        # If the adapter has a folder, `load` has removed the modules that define the checks. So
+        # they are imported again.
         rows = importlib.import_module("tests.behaviours.rows.training").ROWS
         row = next(row for row in rows if row.name == how.name)
         result = row.action(pipe(row, how.folder))
@@ -232,8 +236,9 @@ def _join(number: int, how: Work) -> None:
 def judged(error: BaseException, package: str) -> Outcome:
     """Classify an error as "not offered", "refused" or "fails".
 
-    "not offered" means that the adapter says that the library has no such feature. "refused" means
-    that the library's own code raised the error, with a message. All else is "fails".
+    - "not offered": the adapter says that the library has no such feature.
+    - "refused": the library's own code raised the error, with a message.
+    - "fails": any other error.
     """
     if type(error).__name__ == NotOffered.__name__:
         return Outcome("not offered", str(error))

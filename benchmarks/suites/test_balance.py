@@ -65,7 +65,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_balance(benchmark: Any, name: str, way: str) -> None:
-    """Balance a model for two partitions, or profile it; no layer is timed more than once."""
+    """Balance a model for two partitions, or only time its layers, in each of the `WAYS`."""
     model = MODELS[name]
     layers = model.build()
     sample = torch.rand(*model.shape)

@@ -1,8 +1,8 @@
-"""Measure how long it takes to plan a model of 2,000 layers, and to replay a million tasks.
+"""Measure how long it takes to plan a model of 2,000 layers, and to simulate a million tasks.
 
 The model is planned for 8 devices. The times are measured with pytest-benchmark, and have limits.
-The time of the replay does not include making the schedule: a plan makes it only once, and replays
-it for many balances.
+The simulation (replay) of a schedule is timed without making the schedule, because a plan makes the
+schedule only once, and replays it for many balances.
 """
 
 import math
@@ -24,9 +24,10 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """A model to plan: a function from i to the width of linear layer i; a time limit in seconds.
+    """A model to plan: a function from i to the width of linear layer i, and a limit in seconds.
 
-    A plan counts equal layers only once, so models with many different layers take longer.
+    A plan counts the operations of equal layers only once. So planning a model with many different
+    layers takes longer.
     """
 
     width: Callable[[int], int]
@@ -79,7 +80,7 @@ def test_plan(benchmark: Any, name: str, memory: str) -> None:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_replay(benchmark: Any, blocking: bool) -> None:
-    """Replay a schedule of a million tasks in less than five seconds.
+    """Simulate a schedule of a million tasks in less than five seconds.
 
     If pytest-benchmark is disabled, the schedule has fewer tasks.
     """

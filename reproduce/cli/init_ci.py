@@ -119,7 +119,7 @@ def check_place(cases: Path | None) -> None:
 
 
 def address_of_program(given: str | None) -> str:
-    """Return the address that CI installs this program from, as pip takes it.
+    """Return the address from which CI installs this program, in the form that pip takes.
 
     Raises:
         Error: No address is known, or git cannot read the repository.

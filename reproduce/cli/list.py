@@ -60,13 +60,17 @@ class Minutes(NamedTuple):
     folder: Path
 
     def __str__(self) -> str:
-        """Return a text such as "12", "<12" of a run with other experiments, or "(12)"."""
+        """Return the minutes as a text such as "12".
+
+        "<12" means that the run also had other experiments. Brackets, as in "(12)", mean that the
+        record is not in the folder `RUNS`.
+        """
         text = f"{self.minutes}" if self.alone else f"<{self.minutes}"
         return text if self.folder == RUNS else f"({text})"
 
 
 class Overview(NamedTuple):
-    """What the list says of an experiment: at which scale it can run here, and how long."""
+    """A line of the list: an experiment, its scale on this machine, and how long a run took."""
 
     name: str
     title: str
@@ -208,7 +212,7 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Return a text that says how many rows of a scale can run on the devices, and how."""
+    """Return a text that says how many rows can be measured or emulated on the devices."""
     from reproduce.run.engines import engines
 
     count = len(scale.rows)

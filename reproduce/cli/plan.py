@@ -63,9 +63,9 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str], None]]:
-    """Show what the command does now on standard error, by calls of a function.
+    """Yield a function that shows on standard error what the command does now.
 
-    A terminal shows it at once. Elsewhere, the first line is written after some seconds.
+    A terminal shows each text at once. Elsewhere, the first line is written after some seconds.
     """
     from reproduce.run.progress import Progress
 
@@ -200,7 +200,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not go with `--largest`, with the reason.
+    """Yield each option that cannot be used with `--largest`, with the reason.
 
     Args:
         asked: The values of the options.

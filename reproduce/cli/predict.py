@@ -103,7 +103,7 @@ def predict(  # noqa: PLR0913 - click passes each option
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records. The tables `made` replace them if they are given."""
+    """Print the tables of records or, if `made` is given, those tables instead."""
     from reproduce.tables.all import written_records
 
     click.echo(written_records(records, style, made), nl=False)

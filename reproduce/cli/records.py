@@ -49,8 +49,8 @@ def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, to commit it.
 
     RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
-    scale, devices and time. The run's tables are written beside the copy. Absolute paths in the
-    run's command are shortened to their last part.
+    scale, devices and time. The run's tables are written into a Markdown file of the same name.
+    Absolute paths in the run's command are shortened to their last part.
 
     A run is refused if it was not finished, if other programs disturbed it, if its source code had
     uncommitted changes or is unknown, or if results/measured already has a record of this name.
@@ -92,8 +92,9 @@ def reasons_against(record: Record, run: Run) -> Iterator[str]:
 def published_name(record: Record, run: Run) -> str:
     """Return the name of a published record: its experiments, scale, devices and time.
 
-    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. For results that belong
-    to no experiment, such as those of `python -m benchmarks.gpu`, it begins with the record's name.
+    An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. Some results belong to
+    no experiment, such as those of `python -m benchmarks.gpu`. For them, the name of the record
+    stands in place of an experiment.
     """
     from reproduce.experiments import EXPERIMENTS
 
@@ -182,8 +183,8 @@ def render(benchmarks: Any, check: bool) -> None:
 def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
-    The page shows published, predicted, measured and emulated numbers side by side, and also those
-    of your own runs, in runs. It names the runs that it leaves out, and why. If DIR (or, by
+    The page shows published, predicted, measured and emulated numbers side by side. It also shows
+    your own runs in the folder runs. If a run is left out, the page says why. If DIR (or, by
     default, the current folder) has a history.jsonl, the page also draws the numbers of each
     revision. Files that cannot be read are skipped, and their names are printed.
     """

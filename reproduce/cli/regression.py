@@ -140,13 +140,14 @@ def regression(  # noqa: PLR0913 - click passes each option
 ) -> None:
     """Say whether a change made the code worse.
 
-    The gate "counts" compares what a training step does, the gate "meeting" checks whether tasks
-    run at the same time, and the gate "times" times several cases (such as a training step of
-    U-Net) with the code of two git revisions, alternately. Another package has times only.
+    There are three checks, called gates. "counts" counts the operations of a training step.
+    "meeting" checks whether tasks run at the same time. "times" times several cases (such as a
+    training step of U-Net) with the code of two git revisions, alternately. A package other than
+    torchgpipe has only "times".
 
-    The exit code is 0 if nothing is worse, 1 if a gate finds a loss (of time: significant, and more
-    than the threshold), and 2 if the measurements cannot tell. With --bisect, the exit code is 0 if
-    a slower commit was found.
+    The exit code is 0 if nothing is worse, 1 if a gate finds a loss, and 2 if the measurements
+    cannot tell. A loss of time must be significant, and more than the threshold. With --bisect, the
+    exit code is 0 if a slower commit was found.
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or also or gates or out)):

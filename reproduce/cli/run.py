@@ -43,7 +43,7 @@ class RunCommand(Command):
 
 
 def with_each_set(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with `--set` before each setting that follows `--set`."""
+    """Turn `--set n=4 m=16` into `--set n=4 --set m=16` in the words of a command line."""
     expanded = []
     in_settings = False
     previous = ""
@@ -194,7 +194,7 @@ def execute(job: Job, recorder: Recorder, progress: Progress) -> Interrupted | N
 
 
 def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
-    """Return a line that says how long a run will probably take, and how this is known.
+    """Return a line that says how long a run will probably take, and the source of this estimate.
 
     The time includes building the models.
     """
@@ -207,7 +207,7 @@ def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
 
 
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
-    """Return a function that creates the session of an experiment, which runs the experiment.
+    """Return a function that creates the `Session` of an experiment, the object that runs it.
 
     All sessions share the recorder, the profiled balances, the estimated times of steps, and the
     measurement of the machine's load.

@@ -46,9 +46,9 @@ def schedule(  # noqa: PLR0913 - click passes each option
     """Draw a pipeline schedule.
 
     NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
-    torch.distributed.pipelining wrote as .csv. A row is a device. A forward of a stage, its
-    recomputation and each half of a split backward take a column, a backward takes two. Times are
-    in units: a unit is the forward of one micro-batch through 1/n of the model.
+    torch.distributed.pipelining wrote as .csv. Each line of the drawing is a device. A forward of a
+    stage, its recomputation, and each half of a split backward take one column. A whole backward
+    takes two columns. The unit of times is the forward of one micro-batch through 1/n of the model.
     """
     from reproduce.tables.layout import bullets
     from reproduce.tables.output import written
@@ -80,12 +80,12 @@ def schedule(  # noqa: PLR0913 - click passes each option
 
 
 def _column(schedule: "Schedule") -> Fraction:
-    """Return how many units a column takes, which is the time of one stage's forward."""
+    """Return how many units of time a column lasts. A stage's forward takes one column."""
     return Fraction(len(schedule.lists), len(schedule.placement))
 
 
 def _units(schedule: "Schedule", seconds: float) -> float:
-    """Return how many units a step takes, whose replay takes `seconds`."""
+    """Convert the seconds of a schedule's replay (its simulation) to units of time."""
     return seconds * float(_column(schedule))
 
 

@@ -38,8 +38,8 @@ class Command(click.Command):
 def need_torch() -> None:
     """Import torch, or raise `Error`.
 
-    During the import, a signal such as Ctrl-C ends the process at once, because code in torch could
-    catch the exception of its usual handler.
+    During the import, a signal such as Ctrl-C ends the process at once. The usual handler raises an
+    exception, which code in torch could catch.
     """
     if "torch" not in sys.modules:
         with handling(leave):
@@ -143,8 +143,10 @@ def alpha(where: str) -> Option:
 def hardware(here: str) -> Option:
     """Return the option `--hardware`, which names a hardware description.
 
-    The option's value can also be "here", for this machine. The argument `here` is the help text
-    for this value.
+    Its value can also be "here", which means this machine.
+
+    Args:
+        here: The words for this value in the help text.
     """
     return click.option(
         "--hardware",

@@ -152,10 +152,12 @@ def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
 
 
 def _with_consequences(row: Row, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields to change, with those that have to change with them.
+    """Return all fields to change: those in `fields`, and others that follow from them.
 
-    A balance also sets the number of partitions. A balance for another number of partitions, or for
-    another size of the model, is found anew by a profile.
+    - A new balance also sets the number of partitions.
+    - A new number of partitions, or a new size of the model, removes the old balance. The run then
+      finds a balance by profiling.
+    - A row without a pipeline that gets partitions also gets a checkpoint mode.
     """
     whole = dict(fields)
     if "balance" in fields:

@@ -107,7 +107,7 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
-    """Return why the scale of an experiment does not fit on the devices, or None if all fit."""
+    """Return why an experiment does not fit on the devices at this scale, or None if all fit."""
     for experiment in experiments:
         reason = why_not(experiment.scale(scale), devices)
         if reason is not None:

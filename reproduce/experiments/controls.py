@@ -7,8 +7,8 @@ and of GPipe. There are two groups of controls:
 
 - Controls at equal batch size: all rows train on the same samples in a step, split into m
   micro-batches.
-- Controls at equal micro-batch size: kernels work on equally large tensors in all rows, and the
-  batch size grows with m.
+- Controls at equal micro-batch size: the batch size grows with m, so that kernels work on equally
+  large tensors in all rows.
 """
 
 import math

@@ -222,8 +222,9 @@ class ImageNet:
 def ignore_interrupts(worker: int) -> None:
     """Ignore Ctrl-C in a worker process, and end at SIGTERM.
 
-    Ctrl-C reaches every process, and the main process ends the workers, by SIGTERM. The worker
-    inherits other handlers from the main process, which has results to keep.
+    A terminal sends Ctrl-C to every process. But only the main process handles it, and ends the
+    workers by SIGTERM. Without this function, a worker would use the handlers of the main process,
+    which are made to save results.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

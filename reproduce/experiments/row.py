@@ -143,8 +143,8 @@ class Row:
     def work(self) -> float:
         """Return an estimate of the time of a step, relative to the steps of other rows.
 
-        The estimate has no unit. It divides the time limit among groups of rows, and predicts how
-        much time is left.
+        The estimate has no unit. A run uses it to divide the time limit among groups of rows, and
+        to predict how much time is left.
         """
         recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
         return self.batch_size * math.prod(self.size) * recomputation
@@ -213,8 +213,8 @@ class Scale:
         cuda: Whether the scale runs only on CUDA devices.
         steps: The number of timed steps of each row.
         warmup: The number of steps before the timed steps.
-        least_steps: The number of steps that are timed even if the time limit is over. With the
-            default of 5, a test over the steps of two runs can be significant.
+        least_steps: The number of steps that are timed even if the time limit is over. The default
+            of 5 is enough for a significant difference between the steps of two runs.
         seconds: A time limit for all rows together.
     """
 

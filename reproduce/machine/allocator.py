@@ -3,8 +3,8 @@
 By default, glibc returns the memory of a large freed tensor to the operating system. So every step
 needs new pages for its large tensors. This distorts timings in two ways:
 
-1. Two processes that run the same code can differ in speed, because glibc changes its threshold for
-   large tensors according to what a process has freed.
+1. Two processes that run the same code can differ in speed. The reason is that glibc changes its
+   threshold for large tensors according to what a process has freed.
 2. Threads of one process wait for each other, because the kernel maps new pages of a process under
    one lock. Separate processes do not wait for each other.
 

@@ -80,10 +80,11 @@ def clocks(devices: Devices) -> dict[str, float]:
 
     - "clock": the clock rate of the multiprocessors, in MHz, of the slowest device
     - "memory_clock": the clock rate of the memory, in MHz, of the slowest device
-    - "slowed": the reasons why a clock rate is below its highest, of all devices together; a number
-      with NVML's bits, such as 4 for the power limit and 32 for the temperature
+    - "slowed": the reasons why clock rates of any device are below their highest. It is a number
+      with a bit of NVML for each reason, such as 4 for the power limit and 32 for the temperature.
 
-    What the driver does not tell is left out. For other devices, the result is empty.
+    What the driver does not tell is left out. For devices other than CUDA devices, the result is
+    empty.
     """
     if devices.kind != "cuda":
         return {}

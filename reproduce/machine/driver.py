@@ -1,7 +1,7 @@
 """Ask NVML about CUDA devices.
 
-NVML is a C library that comes with NVIDIA's driver, so wherever the driver is, it is there. A call
-takes less than a millisecond, and no CUDA device is initialized.
+NVML is a C library that comes with NVIDIA's driver. A call takes less than a millisecond, and does
+not initialize any CUDA device.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ LONGEST_TEXT = 80
 
 
 class Utilization(ctypes.Structure):
-    """What NVML tells of a GPU's last period of 1/6 s to 1 s, in percent of this time.
+    """How busy a GPU was in its last period of 1/6 s to 1 s, as NVML reports it.
 
     Attributes:
-        gpu: The time in which any kernel ran.
-        memory: The time in which the memory was read or written.
+        gpu: The percentage of the period in which any kernel ran.
+        memory: The percentage of the period in which the memory was read or written.
     """
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
@@ -41,7 +41,8 @@ def _nvml() -> Any:
 def ask(function: str, *arguments: object, kind: type[Any] = ctypes.c_uint) -> Any:
     """Call a function of NVML that tells one value, and return this value.
 
-    A structure is returned whole. If the call fails, or if there is no driver, return None.
+    If the value is a C structure, return the structure. If the call fails, or if there is no
+    driver, return None.
 
     Args:
         function: The name of the function in nvml.h.

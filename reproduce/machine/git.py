@@ -123,9 +123,8 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
 def git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
     """Run git in `folder`, with `given` as its input; return its output without surrounding spaces.
 
-    Environment variables such as GIT_DIR are not passed on. Otherwise git would use another
-    repository than that of `folder`, if this program was started by a git hook of this other
-    repository.
+    Environment variables such as GIT_DIR are not passed on. They would matter if a git hook started
+    this program: git would use the hook's repository instead of that of `folder`.
 
     Raises:
         Error: git is not installed, or it failed. The message is the last line that git printed.

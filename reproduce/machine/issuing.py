@@ -23,7 +23,7 @@ class Pauses:
     """Pauses before the forward and the backward of layers, within a `with` block.
 
     Args:
-        layers: The layers. Each has to launch fewer kernels than half of those that can be queued.
+        layers: The layers. Each has to launch fewer kernels than half of CUDA's queue can hold.
         wait: A function that waits until the device has finished all work.
     """
 
@@ -64,7 +64,7 @@ class Pauses:
             self.pause()
 
     def _pause_before_backward(self, layer: nn.Module, inputs: object, output: object) -> None:
-        """Let a pause begin when the gradient of an output is there."""
+        """Pause when the gradient of the layer's output arrives."""
         for x in tree_leaves(output):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(self._pause_if_due)

@@ -22,9 +22,9 @@ PROC = Path("/proc")
 # never took more than 0.7 %.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
-# is shorter than `LEAST_SECONDS` is judged together with the round before it. Short rounds at the
-# start have no such round. They get the value of the next round for which it is known (`Rounds.end`
-# in `reproduce.run.rounds`).
+# is shorter than `LEAST_SECONDS` is judged together with the round before it. If the first rounds
+# are short, there is no such round. They get the shares of the next round whose shares are known
+# (`Rounds.end` in `reproduce.run.rounds`).
 LEAST_SECONDS = 1.0
 # Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
 A_RUN = re.compile(
@@ -65,7 +65,7 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return which shares of the machine others used in the round that ends now.
+        """Return which shares of the machine other programs used in the round that ends now.
 
         `UNITS` (in `reproduce.run.session`) explains each share. If the shares are not known, the
         result is empty.
@@ -83,7 +83,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares of the cores that others used between two counts of CPU time."""
+    """Return the shares of the cores that other programs used between two readings of CPU time."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -117,7 +117,7 @@ def other_runs() -> dict[int, str]:
 def _count() -> Counts:
     """Return the current counts, all in seconds. If the kernel has none, the result is empty.
 
-    - "time": the time of a clock
+    - "time": the reading of a clock
     - "busy": the CPU time of all programs on the cores that this program may use
     - "stolen": the time that the host of a virtual machine took from these cores
     - "own": the CPU time of this program

@@ -26,7 +26,9 @@ def own_address() -> str:
     installed = _installed_from()
     if installed is not None:
         if is_folder(installed):
-            raise Error("this program was installed from a folder of this machine")
+            raise Error(
+                "this program was installed from a folder of this machine, not from a repository"
+            )
         return installed
     here = checkout()
     if here is None:
@@ -44,7 +46,7 @@ def own_address() -> str:
 
 
 def is_folder(address: str) -> bool:
-    """Return whether an address of git is a folder of this machine, which no other machine has.
+    """Return whether a git address is a folder of this machine, which other machines cannot read.
 
     All other addresses have a colon: `https://HOST/OWNER/NAME`, or `git@HOST:OWNER/NAME`.
     """
@@ -53,7 +55,7 @@ def is_folder(address: str) -> bool:
 
 
 def pip_address(address: str) -> str:
-    """Return the address of a git repository as pip takes it, without a user's password.
+    """Return the address of a git repository in the form that pip takes, without any password.
 
     Examples are `git+https://HOST/OWNER/REPOSITORY` and `git+ssh://git@HOST/OWNER/REPOSITORY`. A
     revision at the end, such as `@v0.1.0`, is kept.

@@ -32,7 +32,7 @@ def counted(model: SizedModel) -> Counts:
 
 @functools.cache
 def _counted(model: SizedModel, *settings: object) -> Counts:
-    """Count a model's layers. `settings` are only part of the cache's key."""
+    """Count a model's layers. `settings` is only a part of the cache's key."""
     with torch.device("meta"):
         module = model.layers()
     x, _ = model.batch(1, device="meta")

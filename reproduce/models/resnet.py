@@ -107,8 +107,8 @@ def resnet(
 ) -> Sequential:
     """Build a ResNet of bottlenecks with torchvision, and with random weights.
 
-    Every stage after the first doubles the numbers of channels. An argument that is not a positive
-    integer raises an error.
+    Every stage after the first doubles the numbers of channels. Each argument must be a positive
+    integer.
 
     Shapes: (N, 3, H, W) to (N, num_classes), where H and W are at least about 32.
 

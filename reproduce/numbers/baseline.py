@@ -1,4 +1,4 @@
-"""Choose the row by which others are divided, and notice when this row itself has changed."""
+"""Choose the baseline row, by which others are divided, and notice if it has changed itself."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +13,16 @@ CHANGED = ("higher", "lower")  # the outcomes of a real difference
 
 
 def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline line by which a line is divided, and the values of the baseline.
+    """Return the baseline of a line, by which its numbers are divided, with the baseline's values.
 
-    Each side that has a value in the line must also have a value in the baseline. If several lines
-    are possible, the choice is made in this order:
+    A line has the matching rows of all sides. Each side that has a value in the line must also have
+    a value in the baseline. If several baselines are possible, these questions decide, one after
+    another:
 
-    1. A line that is emulated or measured like this line, by the same engine
-    2. A line of the same scale
-    3. The row that `over` names
-    4. The first line
+    1. Which baseline was run like the line: measured or emulated, and by the same engine?
+    2. Which baseline has the same scale as the line?
+    3. Which baseline is the row that the line's field `over` names?
+    4. Which baseline is first in `bases`?
     """
     ours = line.first.result
 
@@ -37,14 +38,13 @@ def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
 def differing_baseline(
     base: Measured, side: int, rows: Sequence[Decision | None], rule: Rule
 ) -> Decision | None:
-    """Return the decision about the baseline itself if it has changed, otherwise None.
+    """Compare the baseline itself; return the decision if it has changed, otherwise None.
 
-    A baseline that is slower would make all rows that are divided by it look faster. So a baseline
-    has changed if its absolute numbers differ, unless most rows kept their ratio to it. If they
-    did, the machine has another speed, and not the baseline.
+    If only the baseline became slower, all rows that are divided by it would look faster. So it
+    counts as changed if its absolute numbers differ. There is one exception: if most rows kept
+    their ratio to the baseline, the machine has become slower or faster, and not the baseline.
 
-    The ratios of a published or predicted table are what was published or predicted, so its
-    baseline counts as unchanged.
+    The baseline of a published or predicted table counts as unchanged.
 
     Args:
         base: The baseline, and its values on each side.

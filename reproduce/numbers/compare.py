@@ -70,10 +70,10 @@ class Comparison:
     unfair: str = ""
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios to the first side, and how many there are.
+        """Return the geometric mean of a side's ratios to the first side, and their number.
 
-        Disturbed rows do not count. If `together` is given, its ratio is the mean. The result is
-        None if there is no ratio.
+        Disturbed rows do not count. If there is a decision `together`, its ratio is the mean. The
+        result is None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -87,10 +87,10 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Return the outcome of a decision as a verdict.
+    """Say whether a comparison came out better or worse.
 
-    "higher" and "lower" become "better" or "worse", or "differs" if it is not known which values of
-    the metric are better. Other outcomes do not change.
+    The outcomes "higher" and "lower" become "better" or "worse". If it is not known whether higher
+    values of the metric are better, they become "differs". Other outcomes do not change.
     """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
@@ -105,7 +105,7 @@ class Asked:
     """Which sides to compare, and how.
 
     Attributes:
-        sides: The sides to compare. The others are compared with the first side.
+        sides: The sides, such as runs. Each later side is compared with the first one.
         rule: What counts as a difference.
         force: Compare absolute numbers, even of different machines or of different work.
         every: In notes, name the rows that only one side has, instead of counting them.
@@ -180,9 +180,9 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare an experiment in one metric.
+    """Compare the rows of an experiment in one metric.
 
-    If ratios are compared, the numbers of each line are divided by those of a line of `bases`.
+    If ratios are compared, the numbers of each line are divided by those of a line in `bases`.
     """
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
@@ -239,7 +239,7 @@ def _relative_rows(
 
 
 def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list[str]:
-    """Take back the verdicts of rows whose baseline itself differs; return notes about it."""
+    """Withdraw the verdicts of rows whose baseline has changed itself; return notes about it."""
     said = []
     for number, side in enumerate(asked.sides):
         decisions = [row.decisions[number] for row in rows]

@@ -1,7 +1,7 @@
 """Decide whether a comparison may pass as a check that nothing has become worse.
 
-A row of the first side (A) that cannot be judged, for example because another side lacks it, could
-hide a regression. So the check does not pass without a word about such rows.
+Some rows of the first side (A) cannot be judged, for example because another side lacks them. Such
+a row could hide a regression, so the check fails or, if such rows are allowed, names them.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Gate:
         worse: The names of the rows that are worse than in A.
         judged: Whether at least one row could be judged.
         unjudged: For each reason why rows of A could not be judged, the names of these rows.
-        unfair: Why absolute numbers were not compared, one reason for each experiment at most.
+        unfair: Why absolute numbers were not compared: at most one reason for each experiment.
     """
 
     worse: list[str]
@@ -44,10 +44,10 @@ class Gate:
     unfair: list[str]
 
     def check(self, *, allow_missing: bool) -> str:
-        """Return what has to be said although nothing is worse; empty if there is nothing to say.
+        """Check that nothing is worse; return a remark for the user, which may be empty.
 
         Args:
-            allow_missing: Accept rows that could not be judged, if others could.
+            allow_missing: Accept rows that could not be judged if other rows could.
 
         Raises:
             Worse: A row is worse than in A.
@@ -81,8 +81,8 @@ def gate(
 
     Args:
         sides: The sides that were compared.
-        lines: The lines that were compared, of which some may be in no table.
-        comparisons: The tables.
+        lines: The lines that were compared. Some of them may be in no table.
+        comparisons: The tables of the comparison.
         threshold: The smallest relative difference that matters.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
@@ -118,10 +118,10 @@ def gate(
 
 
 def _is_judged(decision: Decision, threshold: float) -> bool:
-    """Return whether a decision shows if there is a regression.
+    """Return whether a decision shows if there is a regression or none.
 
-    Numbers without samples, such as counted bytes, cannot be tested. They show that there is no
-    regression if they differ by no more than the threshold.
+    Numbers without samples, such as counted bytes, cannot be tested for significance. If they
+    differ by no more than the threshold, this shows that there is no regression.
     """
     if decision.outcome == "untested":
         return abs(decision.ratio - 1) <= threshold

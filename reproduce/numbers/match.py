@@ -3,12 +3,12 @@
 Two rows match if all of these conditions are met:
 
 - Every field that both rows record has the same value. Fields in `CHOSEN` do not count.
-- Either both rows are emulated, or none is.
+- Both rows are emulated, or neither is.
 - The same engine ran both rows.
 
-A published row also matches rows that reproduce it, which name it in their field `published`. If
-some of these rows have the same configuration as the published row, only those match. Otherwise all
-of them match, at any scale, and a note says what differs.
+A published row also matches the rows that reproduce it. These rows name it in their field
+`published`. If some of them have the same configuration as the published row, only those match.
+Otherwise all of them match, at any scale, and a note says what differs.
 """
 
 import json
@@ -30,9 +30,12 @@ FIELDS = ("experiment", "row", "scale", "device", "engine")  # fields of a row b
 
 @dataclass
 class Line:
-    """A line of the comparison's table. It has at most one row of each side.
+    """A line of the comparison's table: matching rows, at most one of each side (such as a run).
 
-    `entries` maps the index of a side to this side's row.
+    Attributes:
+        experiment: The experiment of the rows.
+        entries: The rows, by the index of their side.
+        label: The text in the first cell.
     """
 
     experiment: str
@@ -94,7 +97,7 @@ def same_work(one: Entry, other: Entry) -> bool:
 
 
 def likeness(one: Entry, other: Entry) -> int:
-    """Count how many of the row's name, scale, device and hardware are equal in two rows."""
+    """Count in how many of these two rows are equal: name, scale, device and hardware."""
     ours = one.result
     theirs = other.result
     alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
@@ -184,9 +187,9 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
-    """Put a published row on the lines with rows that reproduce it.
+    """Add a published row to the lines whose rows reproduce it.
 
-    If there are no such lines, put the row on the line that fits best, or on a new line.
+    If there are no such lines, add the row to the line that fits best, or to a new line.
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"

@@ -41,11 +41,11 @@ class Reading:
     Attributes:
         measurement: The exact number or the samples.
         unit: The unit of the value.
-        rounds: The round in which each sample was measured.
+        rounds: The round in which each sample was measured. (In a round, each row runs one step.)
         mean: Whether `middle` is the mean of the samples instead of their median.
         disturbed: Whether other programs or virtual machines kept the machine too busy.
-        typical: The value of `middle` if samples are compared in pairs. It is None if `middle` is
-            a median or a mean.
+        typical: The value of `middle` if it is neither the median nor the mean of the samples, as
+            for samples that are compared in pairs. Otherwise None.
     """
 
     measurement: Measurement
@@ -151,7 +151,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
     """Return the speed-up of each timed row over the row `first`, by the name of the row.
 
-    A slash in a name, and everything after it, is left out.
+    In these names, a slash and everything after it is left out.
     """
     readings = {}
     for result in results:
@@ -168,9 +168,9 @@ def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
 def over(reading: Reading, base: Reading) -> Reading:
     """Divide the value of one row by the value of another row.
 
-    If the rows have rounds in common, the samples of each of these rounds are divided. Otherwise
-    the first sample is divided by the first sample, and so on. An exact number is combined with
-    every sample of the other value.
+    If the rows have rounds in common, the two samples of each such round are divided. Otherwise the
+    first sample is divided by the first sample, the second by the second, and so on. An exact
+    number is combined with every sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
     # The lists can have different lengths, because an exact number has no rounds.
@@ -194,9 +194,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    The emulated throughput comes from the series `here_time`. This is the emulated time of a step
-    if copies between devices take as long as on this machine. The result is None if one of the two
-    throughputs is missing.
+    The emulated throughput comes from the record's samples `here_time`. These are the emulated
+    times of a step if copies between devices take as long as on this machine. The result is None if
+    one of the two throughputs is missing.
     """
     ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)
@@ -206,7 +206,7 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
 
 
 def median_ratio(samples: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median ratio of paired samples, computed from logarithms."""
+    """Return the median ratio of paired samples, computed as exp(median(log(ratios)))."""
     logs = []
     for one, other in zip(samples, base, strict=True):
         logs.append(math.log(one / other))

@@ -70,7 +70,7 @@ def other_differences(lines: Lines) -> list[str]:
 def other_times(sides: Sides, lines: Lines) -> list[str]:
     """Return a note if the compared runs took place at different times, otherwise no note.
 
-    The note says that a verdict does not show why these runs differ.
+    The note says that the comparison cannot show why the runs differ.
     """
     if not _at_other_times(lines):
         return []
@@ -114,7 +114,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 
 
 def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[str]:
-    """Return notes on the rows that two sides have with different values of a field."""
+    """Return notes on rows of the same name that differ in a field between two sides."""
     labels: dict[str, list[str]] = {}
     for pair in pairs:
         what = f"A and {sides[pair.side].letter} differ in {pair.text}"
@@ -126,9 +126,12 @@ def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) -> str:
     """Return a note for an experiment in which no row has the same metric on two sides.
 
-    If rows of the same name differ, the note says in which fields. If no row has the same
-    configuration on two sides, the note says how many rows each side has. Otherwise the note lists
-    the metrics of each side, unless the user chose a metric.
+    The note has the first of these reasons that applies:
+
+    1. Rows of the same name differ. The note says in which fields.
+    2. No row has the same configuration on two sides. The note says how many rows each side has.
+    3. No row has the metric that the user chose on two sides.
+    4. The sides have different metrics. The note lists the metrics of each side.
     """
     experiment = lines[0].experiment
     pairs = unmatched(lines, len(sides))
@@ -216,7 +219,7 @@ def _load_is_unknown(side: Side) -> bool:
 
 
 def problem_of(entry: Entry | None) -> str:
-    """Return a text that says why a side has no number in a line."""
+    """Return a text that says why a side has no number for a row."""
     if entry is None:
         return "missing"
     if entry.result.status in SUCCESS:

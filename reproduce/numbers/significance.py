@@ -1,8 +1,8 @@
 """Test whether two measurements really differ: significantly, and by more than a threshold.
 
 - A difference counts as real if two conditions are met: a rank test over the samples is
-  significant, and the ratio exceeds a threshold. The test alone would accept differences that are
-  too small to matter. The threshold alone would accept noise.
+  significant, and the relative difference exceeds a threshold. The test alone would accept
+  differences that are too small to matter. The threshold alone would accept noise.
 - The confidence interval of the ratio contains all ratios that the test does not reject. So the
   interval and the test agree.
 - If there are so few samples that no outcome could be significant, the answer is "too few", with
@@ -79,14 +79,15 @@ def compare_samples(
     - Independent samples are compared by the Mann-Whitney test. The ratio is the median over all
       pairs of a sample of `head` and a sample of `base`.
     - If `paired` is true, the i-th samples of both sides were measured together. Each such pair has
-      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The result is the
-      median over the geometric means of every two ratios.
-    - Samples and an exact number are compared like pairs.
+      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The resulting ratio is
+      the median over the geometric means of every two ratios.
+    - If one side is an exact number, each sample of the other side forms a pair with it.
 
     Both estimates of the ratio are by Hodges and Lehmann (1963).
 
     Raises:
-        ValueError: A number is not positive, or a side has no sample.
+        ValueError: A number is not positive, a side has no sample, or the sides of a paired
+            comparison have different numbers of samples.
     """
     base_is_exact = isinstance(base, (int, float))
     head_is_exact = isinstance(head, (int, float))
@@ -118,8 +119,8 @@ class RankTest:
 
     Attributes:
         candidates: The values whose median is the estimate of the log ratio. In a test of pairs,
-            these are the means of every two pairs. Otherwise there is one value for every sample
-            of one side and every sample of the other side.
+            these are the mean log ratios of every two pairs. Otherwise these are the log ratios of
+            each sample of one side to each sample of the other side.
         p: Returns the p-value of the hypothesis that the log ratio has a given value.
         samples: The number of samples on one side or, in a test of pairs, the number of pairs.
         others: The number of samples on the other side. It is None in a test of pairs.
@@ -151,9 +152,9 @@ def _ranks(old: Array, new: Array) -> RankTest:
 def _exact(new: Array, old: Array) -> float:
     """Return the exact p-value of Mann-Whitney's test, from the ranks of both sides' samples.
 
-    If some samples are equal, `mannwhitneyu` approximates the p-value by a normal distribution. If
-    there are few samples, a clear difference can then seem insignificant. The exact p-value comes
-    from all divisions of the ranks into two sides.
+    This function is for few samples of which some are equal. There, `mannwhitneyu` approximates the
+    p-value by a normal distribution, so a clear difference can seem insignificant. Here, the
+    p-value is computed from all ways to divide the ranks between the two sides.
     """
 
     def rank_sum(one: Array, other: Array, axis: int) -> Array:
@@ -187,7 +188,7 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
         return Decision("too few", ratio, needed=enough)
 
     def below(k: int) -> float:
-        """Return the p-value of a log ratio between the candidates number k - 1 and k."""
+        """Return the p-value of a log ratio between candidate k - 1 and candidate k."""
         if k == 0:
             return test.p(ordered[0] - 1)
         return test.p((ordered[k - 1] + ordered[k]) / 2)
@@ -207,8 +208,8 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
 def _least_p(one: int, other: int | None) -> float:
     """Return the two-sided p-value of the most extreme outcome.
 
-    In this outcome, all samples of one side are above all samples of the other side or, in a test
-    of pairs, all differences have the same sign.
+    In a test of pairs, this is the outcome in which all differences have the same sign. Otherwise,
+    all samples of one side are above all samples of the other side.
     """
     if other is None:
         return 2.0 ** (1 - one)

@@ -132,15 +132,15 @@ class Entry:
 class Side:
     """The rows of one side of a comparison.
 
-    If several records have the same row, the row is taken from the first record in the order of
-    `ranked` that has a number for the row.
+    If several records have the same row, it is taken from the best record that has a number for it.
+    The function `ranked` says which records are better.
 
     Attributes:
         letter: The side's short name in tables, such as A.
         name: The name of the side that the user gave, such as a path.
         entries: The rows, each with its record.
         records: All records of the side.
-        superseded: The number of rows that were not taken.
+        superseded: The number of rows that were left out, because a better record has them, too.
     """
 
     letter: str

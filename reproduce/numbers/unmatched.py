@@ -1,7 +1,7 @@
-"""Find rows that two sides both have, but with different values of a field such as `link`.
+"""Find rows of the same name on two sides (such as runs) that differ in a field such as `link`.
 
-Such rows do not match, so each of them has a line of its own. Without this module, each of them
-would be called missing on the other side.
+Such rows do not match, so each of them has a line of its own in the comparison. Without this
+module, a note would say that each of them is missing on the other side.
 """
 
 import json
@@ -59,7 +59,7 @@ class Unmatched:
 def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
     """Pair each row that only the first side has with a row of the same name on another side.
 
-    Of several such rows, the one is taken whose scale, device and fields differ least.
+    If several rows have this name, the most similar one is taken, by scale, device and fields.
 
     Args:
         lines: The lines of the table.
@@ -79,9 +79,9 @@ def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
 
 
 def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
-    """Return the line in `others` that is named and was run like `line`, or None if there is none.
+    """Return the most similar line in `others` that has the same name and was run in the same way.
 
-    If there are several such lines, the most similar one is returned.
+    Return None if there is none.
     """
     ours = line.entries[0]
 
@@ -94,6 +94,6 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return what two rows have in common that a user takes for the same row."""
+    """Return a key. A user would take rows with equal keys for the same row."""
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

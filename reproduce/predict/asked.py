@@ -33,8 +33,8 @@ class Paper(NamedTuple):
 
     Attributes:
         sizes: The default sizes, such as (L, D). Empty if the model always has the same size.
-        steps: For each size, the number that must divide it.
-        most: The largest value of each size to try.
+        steps: For each size, the number of which it must be a multiple.
+        most: For each size, the largest value that is tried.
     """
 
     name: str

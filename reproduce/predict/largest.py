@@ -1,6 +1,6 @@
 """Find the largest model that fits in memory, for `python -m reproduce plan --largest`.
 
-It is found both for naive model parallelism and for a pipeline, as in the papers.
+Two such models are found, as in the papers: one for naive model parallelism, one for a pipeline.
 """
 
 import bisect
@@ -28,10 +28,10 @@ class Family(NamedTuple):
     Attributes:
         name: The name of the models.
         names: The names of the sizes.
-        sizes: The sizes to start with.
-        steps: For each size, the number that must divide it.
-        most: The largest value of each size to try.
-        counts: Counts the operations and bytes of the layers of the model in given sizes.
+        sizes: The sizes with which the search starts.
+        steps: For each size, the number of which it must be a multiple.
+        most: For each size, the largest value that is tried.
+        counts: Given sizes, counts the operations and bytes of the model's layers.
     """
 
     name: str
@@ -64,8 +64,8 @@ def largest(
     2. Bisect between the largest size that fits and the smallest size that does not.
 
     Returns:
-        The largest sizes that fit, or None if no size fits; and the next larger sizes, or None if
-        even the largest size to try fits.
+        - The largest sizes that fit, or None if no size fits.
+        - The next larger sizes, which do not fit, or None if all tried sizes fit.
     """
     step = asked.family.steps[axis]
     most = asked.family.most[axis]
@@ -95,7 +95,7 @@ class Largest(NamedTuple):
     Attributes:
         how: How it is trained: "naive" or "pipelined".
         sizes: The largest sizes that fit, or None if no size fits.
-        beyond: The next larger sizes, or None if even the largest size to try fits.
+        beyond: The next larger sizes, which do not fit, or None if all tried sizes fit.
         parameters: The number of the model's parameters; 0 if no size fits.
     """
 
@@ -125,7 +125,7 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
 
 
 def title_of(asked: Asked) -> str:
-    """Return a line that says for what the largest model was searched."""
+    """Return a title with the model, the devices and the training options of the search."""
     return (
         f"largest {asked.family.name} on {asked.devices} device(s) with {amount(asked.memory)} for "
         f"tensors, batch size {asked.batch_size}, {asked.optimizer}, float32"
@@ -133,7 +133,7 @@ def title_of(asked: Asked) -> str:
 
 
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
-    """Yield lines that say how large the largest models are, and what grew."""
+    """Yield lines with the largest models that fit, and which of their sizes was increased."""
     name = asked.family.name
     for each in found:
         if each.sizes is None:

@@ -16,15 +16,16 @@ from torchgpipe.plan.predict.predict import Predictor, Setup
 class Link:
     """A link between emulated devices: it computes the times of a step's copies.
 
-    The times come from a hardware description. They can be scaled, because a small model computes
-    less per copied byte than the published model, and a CPU core computes less than a GPU. With the
-    times of the description, copies would then be too slow or too fast in comparison with tasks.
+    The times come from a hardware description of GPUs. If the emulated row runs on a CPU, or runs a
+    smaller model than the published row, unscaled copies would be too fast or too slow in
+    comparison with the tasks. So the times can be scaled.
 
     Args:
         hardware: The hardware description.
         papers: None if times are not scaled. Otherwise, the published rows of the experiment, by
-            name. Times are scaled so that copy time / forward time is what the description predicts
-            for the published row, or for the row itself if `papers` is empty.
+            name. The times are scaled so that (copy time / forward time) is the ratio that the
+            description predicts for the published row. If `papers` is empty, it is the ratio that
+            the description predicts for the row itself.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -38,9 +39,14 @@ class Link:
     def copies(self, row: Row, forward: float) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Return the seconds of copies for one micro-batch, in one direction.
 
-        The first result has the copy at each boundary between partitions. The second has the copy
-        of each skip, by the pair of partitions that stash and pop the skip. `forward` is the time
-        of a micro-batch's forward in all partitions together.
+        Args:
+            row: The row that is emulated.
+            forward: The seconds of a micro-batch's forward in all partitions together.
+
+        Returns:
+            - For each boundary between partitions, the seconds of the copy.
+            - For each skip, the seconds of its copy. A key is the pair of the partition that
+              stashes the skip and the partition that pops it.
         """
         paper = self._published(row)
         predictor = self._predictor(paper.sized)

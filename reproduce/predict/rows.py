@@ -57,8 +57,8 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """Predict the emulated rows of a run, on described hardware or on this machine.
 
     If `hardware` is a device of this machine, the layers of each model are timed on this device,
-    with the largest micro-batch that the run uses for the model. Other devices are idle meanwhile,
-    as they are in an emulation.
+    with the largest micro-batch that the run uses for the model. As in an emulation, only one
+    device works at a time.
     """
     rows = [row for row in record.results if row.status == "emulated"]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model

@@ -38,7 +38,7 @@ def find_record(name: str) -> Path:
     """Return the path of a record, given its path or its name.
 
     If `name` is not an existing path, the record is looked up by its name in `runs` and in
-    `results/measured`. If it is not there, the path `name` is returned nevertheless.
+    `results/measured`. If no record has this name, the path `name` is returned unchanged.
     """
     path = Path(name)
     if path.exists() or path.name != name:

@@ -15,8 +15,8 @@ from reproduce.records.record import Fields, Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# A discrepancy is a contradiction between published sources. In each pair, the first text is how
-# the name of a discrepancy begins, and the second is how the ids of the concerned tables begin.
+# Discrepancies (contradictions between published sources) and the tables that they concern. A pair
+# has the beginning of a discrepancy's name, and the beginning of these tables' ids.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),

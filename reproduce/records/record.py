@@ -125,8 +125,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A description of one run of the program: its command, machine, software and settings.
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
-    `gpus_at_start` and `gpus_at_end` have the clocks of all GPUs of the machine, and what slowed
-    them. These fields are empty if there is no driver for GPUs.
+    `gpus_at_start` and `gpus_at_end` have the clock rates of all GPUs of the machine, and what
+    lowered these rates. The two fields are empty if there is no driver for GPUs.
     """
 
     state: Literal["running", "finished", "interrupted"]
@@ -186,8 +186,8 @@ def load(path: Path) -> Record:
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
     """Return the records that have rows of an experiment, the best record first.
 
-    Finished runs are better than others. Of two such runs, the one with more undisturbed rows is
-    better, then the one with more successful rows, then the newer one. All pages use this order.
+    These questions decide, one after another: Which run is finished? Which record has more
+    undisturbed rows? Which has more successful rows? Which run is newer? All pages use this order.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:

@@ -19,9 +19,10 @@ def rounded(value: Json, digits: int) -> Json:
 
 
 def format_json(value: Json, indent: str = "") -> str:
-    """Format JSON: a flat list, and a value that fits in a line, is one line.
+    """Format JSON.
 
-    Any other value has a line per item.
+    A value that fits in a line is one line, and so is a list without lists or objects in it. Any
+    other value has a line for each item.
 
     Raises:
         ValueError: A number is NaN or infinite, which JSON cannot express.

@@ -22,8 +22,8 @@ Fields = dict[str, Json]
 def upgrade(data: Fields, version: int) -> Fields:
     """Return a record's content in the newest version of the format.
 
-    Content that does not have the form of its version is not changed here. Its decoding will raise
-    an error.
+    Content that does not have the form of its version is returned unchanged. Decoding it raises an
+    error later.
     """
     while version in UPGRADES:
         step = UPGRADES[version]

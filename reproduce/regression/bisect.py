@@ -33,12 +33,12 @@ def bisected(
         ends: The commits `good` and `bad`.
         settings: The cases, and how they are timed.
         limits: What counts as slower.
-        tell: Shows how far the timing of a commit is.
+        tell: A function that shows the progress of timing a commit.
         say: A function that is called with a line about each commit that was timed.
 
     Raises:
-        Error: There are too few restarts, `bad` is not slower, a commit cannot run a case, or
-            `between`, `trees` or `measure` fails.
+        Error: `bad` is not slower, a commit cannot run a case, the timed processes are restarted
+            too few times, or `between`, `trees` or `measure` fails.
     """
     good, bad = ends
     check_restarts(settings, limits)

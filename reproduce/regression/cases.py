@@ -2,10 +2,11 @@
 
 Each case is a training step on CPU devices with one thread each. There are four kinds of cases:
 
-- `MACHINERY`: the layers compute next to nothing, so the time is the pipeline's own overhead;
-- `TRAINING`: small versions of AmoebaNet-D and U-Net;
-- `OVERLAP`: large matrix products, which show whether devices work at the same time;
-- `WAITING`: steps of the machinery by wall clock, in which a task that is woken late shows.
+- `MACHINERY`: The layers compute next to nothing, so the time is the pipeline's own overhead.
+- `TRAINING`: The models are small versions of AmoebaNet-D and U-Net.
+- `OVERLAP`: The layers are large matrix products, which show whether devices work at the same time.
+- `WAITING`: The layers are those of `MACHINERY`, but wall-clock time is measured. It shows whether
+  threads wake up late.
 
 torchgpipe, and the models that use it, are imported only when a case is prepared. By then, the
 caller has put the version of torchgpipe that is to be timed on `sys.path`.

@@ -1,7 +1,7 @@
-"""Run the gates that measure no time: programs that judge one version of the package.
+"""Run the gates that measure no time. A gate is a program that judges one version of the package.
 
-A gate is a module that is run as a program, with the judged version first on Python's path. Its
-exit code says what it found (`reproduce.error`), and its output says why.
+The program is a module, which is run with the judged version first on Python's path. Its exit code
+says what it found (`reproduce.error`), and its output says why.
 """
 
 import os
@@ -29,10 +29,10 @@ class Found(NamedTuple):
 
 
 def judged_by(module: str, base: Tree, head: Tree) -> Found:
-    """Run a gate on the new version (`head`).
+    """Run a gate (a program that judges one version) on the new version, `head`.
 
-    If something is worse there, the gate is run on the old version (`base`), too. What is the same
-    there is not worse than in the old version.
+    If the gate finds that something is worse, it is run on the old version (`base`), too. What it
+    finds in both versions does not count as worse.
 
     Raises:
         Error: The gate cannot judge `head`, for example because the package does not run.

@@ -59,7 +59,8 @@ class Sampling(NamedTuple):
         restarts: How many times the processes are started.
         seed: The seed of the random orders.
         first: The number of the first restart. Earlier jobs have run the restarts before it.
-        least: A case is dropped if fewer ways than this can run it.
+        least: The smallest number of ways that must be able to run a case. Otherwise the case is
+            dropped.
     """
 
     rounds: int
@@ -74,8 +75,9 @@ def interleave(
 ) -> Iterator[dict[str, Any]]:
     """Yield a dictionary with the samples of each case for each restart of the processes.
 
-    A way is a version of the package together with arguments for it. If some ways cannot run a
-    case, a dictionary with the reasons is yielded first, and these ways are left out.
+    A case is run in several ways. A way is a version of the package, and arguments for it. If some
+    ways cannot run a case, a dictionary with the reasons is yielded first, and these ways are left
+    out.
 
     Args:
         start: `start(i)` starts a process that uses version i, like `fork` does.
@@ -83,7 +85,7 @@ def interleave(
         sampling: How many samples to take, and in which order.
 
     Raises:
-        Error: A way fails that ran before.
+        Error: A way fails in a case that it has run before.
     """
     rounds, restarts, seed, first, least = sampling
     draw = random.Random(f"{seed} {first}")

@@ -1,8 +1,9 @@
 """Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
 
-That program forks the processes that are timed. They inherit its memory layout and its hash seed,
-which can by chance favour one of the two versions. So the program is run several times, one after
-another. Each of these *jobs* has a few restarts of the timed processes.
+`interleave` is a program that forks the processes to be timed. They inherit its memory layout and
+its hash seed, which can by chance favour one of the two versions. So the program is run several
+times, one after another. Each of these runs, called *jobs*, restarts the timed processes a few
+times.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ class Settings:
     """The settings of a measurement: what is measured, and for how long.
 
     Attributes:
-        cases: The names of the cases, and the clock that each case chooses.
+        cases: For the name of each case, the clock that the case chooses.
         restarts: How many times the timed processes are started.
         rounds: How many pairs of samples of a case are taken at each restart.
         clock: The clock for all cases, or None for the clocks that the cases choose.
         slow_down: A delay that is added to each step of the new version, as a fraction of the time
-            that a step usually takes. It is for checks that the measurement notices a slow-down.
+            that a step usually takes. With it, one can check that a slow-down is noticed.
         seed: The seed of the random orders.
         project: The package that is measured.
     """
@@ -58,7 +59,8 @@ class Samples:
 
     Attributes:
         base: The seconds per step of the old version: for each restart, a list of samples.
-        head: The same of the new version. The i-th samples of a restart are a pair.
+        head: The same of the new version. The i-th samples of `base` and `head` in a restart are a
+            pair.
         also: The same of the second old version.
         unable: Why a version cannot run the case, by "base", "head" or "also"; empty if all can.
         clock: The clock that times the case.

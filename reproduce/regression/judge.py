@@ -9,9 +9,10 @@ Each case (a training step) is timed with all versions, in processes that are re
    noisy than a single case, and shows a change that slows all cases down.
 
 Cases are in two groups, called families: cases that are timed by CPU time, and cases that are timed
-by wall clock, which show whether devices work at the same time. Each family has its own mean. Alpha
-is the accepted risk of a false alarm in all tests together. Each test gets an equal part of it:
-alpha divided by the number of tests (Bonferroni correction).
+by wall clock, which show whether devices work at the same time. Each family has its own mean.
+
+Alpha is the accepted risk of a false alarm in all tests together. Each test gets an equal part of
+this risk: alpha divided by the number of tests (Bonferroni correction).
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,9 @@ class Limits:
 
     Attributes:
         alpha: The accepted risk of a false alarm in all tests together.
-        threshold: The smallest relative difference to `base` that matters, by CPU time.
-        also: The same for the second old version.
+        threshold: The smallest relative difference to the old version `base` that matters. This is
+            for cases that are timed by CPU time. By wall clock, the threshold is higher.
+        also: The threshold in comparison with the second old version.
     """
 
     alpha: float = 0.01
@@ -65,7 +67,7 @@ class Limits:
     also: float = ALSO
 
     def of(self, old: Old, together: str) -> float:
-        """Return the threshold of a family's comparison with one of the old versions."""
+        """Return the threshold for the cases of one clock, compared with the old version `old`."""
         own = self.threshold if old == "base" else self.also
         return own * WALL if together == WALL_TOGETHER else own
 
@@ -78,10 +80,10 @@ class Judgement:
         samples: The samples of each case, by the name of the case.
         decisions: For each old version, the decision about each case that both versions ran, by the
             name of the case. If several cases are timed by CPU time, the key `TOGETHER` has the
-            decision about their mean. If several are timed by wall clock, the key `WALL_TOGETHER`
-            has the one about theirs.
-        alpha: The risk of a false alarm in a single test.
-        gates: What the gates have found that measure no time.
+            decision about their mean. If several cases are timed by wall clock, the key
+            `WALL_TOGETHER` has the decision about their mean.
+        alpha: The accepted risk of a false alarm in a single test.
+        gates: The findings of the gates, which are checks that measure no time.
     """
 
     samples: Mapping[str, Samples]
@@ -96,7 +98,7 @@ class Judgement:
         return gates + self.called("worse", "base")
 
     def called(self, wanted: str, old: Old) -> list[str]:
-        """Return the names of the cases and means that have this verdict beside an old version."""
+        """Return the names of the cases and means with this verdict, compared with `old`."""
         names = []
         for name, decision in self.decisions[old].items():
             if verdict(decision, METRIC) == wanted:
@@ -107,12 +109,12 @@ class Judgement:
 def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] = ()) -> Judgement:
     """Decide for each case whether the new code (head) is slower than the old code.
 
-    The mean over all cases that use the same clock (a family) is decided in the same way.
+    The same is decided for the mean over all cases that use the same clock (a family).
 
     Args:
         found: The samples of each case, by the name of the case.
         limits: What counts as slower.
-        gates: What the gates have found that measure no time.
+        gates: The findings of the gates, which are checks that measure no time.
     """
     ratios: dict[tuple[Old, str], dict[str, list[float]]] = {}
     clocks = {case: samples.clock for case, samples in found.items()}
@@ -162,8 +164,11 @@ def _busy(samples: Samples) -> bool:
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
     """Group cases by their clock: return the names of the cases of each group (family).
 
-    The key `TOGETHER` has the cases that are timed by CPU time, and `WALL_TOGETHER` has the others.
-    `cases` contains the clock of each case.
+    The key `TOGETHER` has the cases that are timed by CPU time. The key `WALL_TOGETHER` has those
+    that are timed by wall clock.
+
+    Args:
+        cases: The clock of each case, by the name of the case.
     """
     found: dict[str, list[str]] = {}
     for case, clock in cases.items():
@@ -184,7 +189,7 @@ def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) ->
 
 
 def complaint(judged: Judgement, base: str, head: str, also: str | None) -> Error | None:
-    """Return an error if head is worse or cannot run a case, or if it cannot be told."""
+    """Return an error if head is worse, cannot run a case, or cannot be judged; otherwise None."""
     since = judged.called("worse", "also")
     parts = []
     if judged.worse:

@@ -1,7 +1,7 @@
 """Answer `python -m reproduce regression`: is the new code (head) worse than the old code (base)?
 
-The gates that measure no time come first. Then the cases are timed (`reproduce.regression.job`) and
-judged (`reproduce.regression.judge`).
+The program first runs the gates, which are checks that measure no time. Then it times the cases
+(`reproduce.regression.job`) and judges them (`reproduce.regression.judge`).
 """
 
 import contextlib
@@ -49,12 +49,12 @@ def answer(
         settings: What is measured, and for how long. If it has no cases, no time is measured.
         limits: What counts as slower.
         tell: A function that is called with a text about the progress.
-        gates: The modules of the gates that measure no time.
+        gates: The modules of the gates, which are checks that measure no time.
 
     Raises:
-        Error: There is no such revision, a gate says that the package does not run, the measuring
-            job ended before it was finished, or there are so few restarts that no difference could
-            be significant.
+        Error: There is no such revision, a gate says that the package does not run, the process
+            that measures has died, or it restarts the timed processes too few times for a
+            significant difference.
     """
     check_restarts(settings, limits, 1 if asked.also is None else 2)
     with trees(asked.base, asked.head, settings.project, asked.also) as versions:
@@ -73,7 +73,7 @@ def answer(
 
 
 def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
-    """Raise `Error` if there are so few restarts that no result could be significant."""
+    """Raise `Error` if the timed processes are restarted too few times for a significant result."""
     least = least_restarts(limits, settings.cases, olds)
     if settings.cases and settings.restarts < least:
         cases = many(len(settings.cases), "case")
@@ -125,7 +125,7 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
 def choose_gates(
     project: Project, gates: Sequence[str], cases: Sequence[str]
 ) -> tuple[list[str], bool]:
-    """Return the modules of the gates that measure no time, and whether times are measured.
+    """Return the modules of the chosen gates that measure no time, and whether times are measured.
 
     Args:
         project: The package.

@@ -33,10 +33,10 @@ GROUPS = {TOGETHER: "by CPU time", WALL_TOGETHER: "by wall clock"}
 
 @dataclass(frozen=True)
 class Report:
-    """What is written.
+    """What the command writes.
 
     Attributes:
-        judged: What was found.
+        judged: The samples, and what was decided from them.
         versions: The versions that were compared.
         settings: What was measured, and for how long.
         limits: What counts as slower.
@@ -113,7 +113,7 @@ class Report:
         return cells
 
     def _notes(self) -> Iterator[str]:
-        """Yield what the gates say, what the letters stand for, and how to read the table."""
+        """Yield the output of the gates, what the letters stand for, and how to read the table."""
         for gate in self.judged.gates:
             for line in gate.lines:
                 yield f"{gate.name}: {line}"
@@ -169,7 +169,8 @@ class Report:
     def _numbers(self) -> Iterator[Number]:
         """Yield the fields for CSV and JSON: of each gate, each case of each side, and each mean.
 
-        The ratio of side B is B/A. The ratio of side C is B/C.
+        A side is a version: A is the old one, B the new one, and C a second old one. The ratio of
+        side B is B/A. The ratio of side C is B/C.
         """
         about: Number = {"experiment": "regression"}
         sides = {letter: tree.name for letter, tree in self._sides()}

@@ -35,7 +35,7 @@ class Case:
             returns a function that runs the step.
         steps: How many consecutive steps a sample takes. The sample is their mean time.
         clock: "cpu" measures CPU time, on one core. "wall" measures wall-clock time, on two cores.
-            It is for cases that show whether devices work at the same time.
+            "wall" is for cases that show whether devices work at the same time.
     """
 
     name: str

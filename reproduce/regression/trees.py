@@ -37,8 +37,8 @@ class Project:
     def paths(self) -> list[str]:
         """Return the paths, below the top folder, where the package may be located.
 
-        If the package has to be built, the build can need any file. Then the list is empty, which
-        git takes as all paths.
+        If the package has to be built, the list is empty, which git takes as all paths: the build
+        may need any file.
         """
         if self.build:
             return []

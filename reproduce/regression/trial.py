@@ -12,11 +12,11 @@ from reproduce.regression.trees import Project, snapshot
 def unable(project: Project, cases: Iterable[str]) -> dict[str, str]:
     """Return why cases cannot run, by the names of these cases.
 
-    As for a measurement, the package is copied from the working tree, without files that git
-    ignores, and is imported from the copy.
+    The package is copied from the working tree, without files that git ignores, and is imported
+    from the copy. `regression` measures it in the same way.
 
     Raises:
-        Error: The package cannot be copied or built, or the process that runs the cases ends.
+        Error: The package cannot be copied or built, or the process that runs the cases dies.
     """
     ways = {}
     for case in cases:

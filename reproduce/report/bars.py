@@ -74,7 +74,7 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a captioned bar chart for each metric of an ablation, and none for other subjects."""
+    """Yield a captioned bar chart for each metric, if the rows are an ablation."""
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():
@@ -108,8 +108,8 @@ def _measured(source: Source, value: str) -> Stacks:
 def _published(source: Source) -> Stacks:
     """Return the published bytes of each row, such as those of the model and of activations.
 
-    They are the parts of a bar. If only some parts of a row are known, the other sizes are None. A
-    row without any known part is left out.
+    Each of these numbers is a part of the row's bar. If only some parts are known, the others are
+    None. A row without any known part is left out.
     """
     units = {}
     for name, unit in source.record.unit.items():
@@ -137,7 +137,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> Readings:
-    """Return a metric's value in each row, relative to the first row (except for utilization)."""
+    """Return a metric's value in each row, divided by that of the first row, except utilization."""
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}

@@ -2,7 +2,7 @@
 
 - A figure has the colours of the page, also in dark mode. Matplotlib cannot write CSS variables. So
   a figure is drawn in placeholder colours, which `svg` replaces by CSS variables of the page.
-- A figure has the font of the page. Its text stays text, and does not become paths.
+- A figure has the font of the page. Its text is written as text, and not as vector paths.
 - A figure is as wide as a phone's screen, so a phone does not shrink its text. A wider screen shows
   several figures side by side.
 """

@@ -38,8 +38,8 @@ def ideal(n: int, m: int) -> float:
 def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     """Yield captioned figures of speed-ups over n, the number of partitions.
 
-    There is a figure for each number of micro-batches, m. In some tables, m differs from row to
-    row, as n does. Then there is a single figure, with the pairs of n and m on the x-axis.
+    There is a figure for each number of micro-batches, m. But if m changes along with n from row to
+    row, there is a single figure, with the pairs of n and m on the x-axis.
     """
     places: dict[str, Place] = {}
     for row, config in subject.rows.items():
@@ -77,7 +77,8 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
         curves: The speed-up of each source at each pair (n, m).
         places: The pairs (n, m) to draw. If all have the same m, the x-axis is n. Otherwise, the
             x-axis lists the pairs.
-        base: The ideal speed-up of the first row, which is the baseline of all speed-ups here.
+        base: The ideal speed-up of the first row. All ideal speed-ups are divided by it, because
+            the first row is the baseline of all speed-ups in the figure.
     """
     ns, ms = zip(*places, strict=True)
     m = ms[0]
@@ -155,10 +156,10 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return a captioned figure for each number that is not the same in all revisions.
+    """Return captioned figures that show how numbers changed over git revisions.
 
-    Only measured and emulated numbers are drawn. Numbers of different machines are in different
-    figures.
+    A number that is the same in all revisions has no figure. Only measured and emulated numbers are
+    drawn. Numbers of different machines are in different figures.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):

@@ -1,7 +1,8 @@
 """Choose how the report's figures draw the numbers of each source.
 
-The colour says of which kind a source is. It never is the only difference: of two sources of one
-kind, the lines differ in dash and marker, and of any two sources, the bars differ in their hatch.
+A source's kind (published, predicted, measured or emulated) determines its colour. But sources also
+differ in other ways than colour: the lines of two sources of one kind have different dashes and
+markers, and the bars of any two sources have different hatches.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ COLORS: dict[Kind, str] = {
     "emulated": SERIES[3],
 }
 Dash = str | tuple[float, tuple[float, ...]]  # as matplotlib's argument `linestyle`
-# The dashes and markers of the first source of a kind, of the second source, and so on.
+# For each kind: the dashes and markers of its first source, of its second source, and so on.
 DASHES: dict[Kind, list[Dash]] = {
     "published": ["-"],
     "predicted": ["--", (0, (9, 2)), (0, (5, 1, 2, 1)), (0, (2, 1))],
@@ -54,7 +55,7 @@ def looks(sources: Sequence[Source]) -> dict[Source, Look]:
 
 
 def look(kind: Kind, place: int = 0) -> Look:
-    """Return the look of a source; `place` is its place among the sources of its kind."""
+    """Return the look of a source. `place` is its number among the sources of its kind, from 0."""
     dashes = DASHES[kind]
     markers = MARKERS[kind]
     return Look(COLORS[kind], dashes[place % len(dashes)], markers[place % len(markers)])

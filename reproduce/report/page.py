@@ -52,10 +52,10 @@ def page(
     """Return the report page as HTML.
 
     Args:
-        records: The records whose numbers are shown.
+        records: The records that the page is about: published, predicted, measured or emulated.
         traces: A title and a timeline for each recorded step.
-        history: The numbers of several git revisions.
-        own: The records of one's own runs, whose numbers are shown, too.
+        history: The numbers of each git revision, for curves over revisions.
+        own: The records of the reader's own runs, which are shown beside `records`.
         skipped: A line for each file that could not be read.
     """
     own = unpublished(own, records)
@@ -113,9 +113,10 @@ def _template() -> jinja2.Template:
 
 
 def whole(text: str) -> Markup:
-    """Return a text as HTML. Browsers do not break its numbers, and words with a hyphen or slash.
+    """Return a text as HTML in which some words stay on one line.
 
-    A mean and its deviation, such as `22.0 ± 0.1`, are one number.
+    These are numbers, and words with a hyphen or a slash. A mean and its deviation, such as
+    `22.0 ± 0.1`, count as one number.
     """
     text = text.replace(" +- ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     parts = []
@@ -134,7 +135,7 @@ def _has_other_numbers(subject: Subject) -> bool:
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return what the template needs for the section about an experiment or published table."""
+    """Return the template's variables for the section about an experiment or published table."""
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
@@ -156,7 +157,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _other(subject: Subject) -> Table:
-    """Return a table of all values of a published table that has no layout of its own."""
+    """Return a plain table of all values of a published table that no experiment reproduces."""
     record = subject.sources[0].record
     names: dict[str, None] = {}
     for result in record.results:
@@ -191,8 +192,8 @@ def _machines(
 
     Args:
         records: The records.
-        kinds: What the numbers of each record are, by the name of the record.
-        own: The records of one's own runs.
+        kinds: For the name of each record, the kinds of its numbers, such as "measured".
+        own: The records of the reader's own runs.
     """
     owned = {record.name for record in own}
     entries = []

@@ -33,7 +33,8 @@ class SideBySide:
 
     Attributes:
         rows: The names of the rows.
-        fields: Columns for fields of the configurations, by heading. A column maps rows to texts.
+        fields: Columns for fields of the rows' configurations, by heading. A column has the text of
+            each row.
         metrics: Columns for metrics, by heading: a column for each source that has the metric.
         notes: The notes below the tables.
     """
@@ -99,7 +100,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
 
 
 def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
-    """Yield notes that explain the metrics, and notes on how the sources' work differs."""
+    """Yield notes that explain the metrics and sources, and say which numbers are left out."""
     if "speed-up" in metrics:
         base = f"the first row, {next(iter(subject.rows))},"
         if subject.several_models:
@@ -128,7 +129,7 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
-    """Yield a note for each source that was run and has no column."""
+    """Yield a note for each measured or emulated source that has no column in any table."""
     shown: set[Source] = set()
     for columns in metrics.values():
         shown.update(source for source, _ in columns)
@@ -144,7 +145,7 @@ def _place(source: Source) -> tuple[object, object]:
 
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Yield notes that say in which fields and rows a source differs from the leading source."""
+    """Yield notes that say in which fields and rows a source differs from `subject.lead`."""
     lead = subject.lead
     fields: dict[str, None] = {}
     names: dict[str, None] = {}

@@ -4,10 +4,10 @@ There are four kinds of sources: published, predicted, measured and emulated. Al
 source come from one record, so that they can be compared. For measured and emulated numbers, this
 is the record of a single run of the experiment.
 
-Runs that differ in scale, kind of device, GPU or engine are different sources, and so are the
-reader's own runs and the runs in the results that the report is about. If several runs agree in all
-of these, only the first one is a source, in the order of `ranked`: finished runs with few disturbed
-rows come first. The other runs are remembered as left out.
+Runs that differ in scale, kind of device, GPU or engine are different sources. The reader's own
+runs are separate sources, too. If several runs agree in all of these, only the best one is a
+source: a finished run with few disturbed rows (`ranked`). The other runs are remembered as left
+out.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ class Subject:
         title: The title of the section.
         table: The name of the published table, or an empty text if there is none.
         sources: The sources of numbers. There is at least one.
-        left_out: What was run, too, and is not among the sources.
+        left_out: Further measured or emulated results, which are not shown.
     """
 
     name: str
@@ -74,7 +74,10 @@ class Subject:
 
     @property
     def lead(self) -> Source:
-        """Return the source that the others are beside: what was published, or has most rows."""
+        """Return the source with which the others are compared.
+
+        This is the published one or, if there is none, the source with most rows.
+        """
         first = self.sources[0]
         if first.kind == "published":
             return first
@@ -140,15 +143,15 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list[Subject]:
-    """Return what the sections of the report are about, in their order:
+    """Return the subject of each section of the report, in this order:
 
     1. the experiments that this program defines, in the order of `EXPERIMENTS`;
     2. other experiments in the records, for example of a newer version of this program;
     3. published tables that no experiment reproduces.
 
     Args:
-        records: The records of the results that the report is about.
-        own: The records of the reader's own runs. They are sources beside those of `records`.
+        records: The records that the report is about.
+        own: The records of the reader's own runs, which are additional sources.
     """
     papers: dict[str, Source] = {}
     others = []
@@ -183,7 +186,7 @@ def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list
 
 
 def unpublished(own: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """Return one's own runs of which there is no published copy among the records."""
+    """Return the reader's own runs of which `records` have no copy."""
     starts = {record.run.started for record in records if record.run is not None}
     return [record for record in own if record.run is None or record.run.started not in starts]
 
@@ -219,10 +222,12 @@ def _predicted(
 def _run(
     experiment: str, records: Sequence[Record], owned: Collection[str]
 ) -> tuple[list[Source], list[Source]]:
-    """Return the sources of an experiment that are measured or emulated, oldest first.
+    """Return the measured and emulated sources of an experiment.
 
-    The second list has what is left out: all results of runs of which another run counts, and
-    results without a number.
+    Returns:
+        - The sources to show, the oldest first.
+        - The sources to leave out, because a better run has the same rows, or because no row has a
+          number.
     """
     best: dict[object, Source] = {}
     left_out = []
@@ -241,7 +246,7 @@ def _run(
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources; those that ran on different GPUs have the names of the GPUs as labels."""
+    """Return the sources. If several have the same label, add the names of their GPUs to it."""
     count = Counter(source.label for source in sources)
     found = []
     for source in sources:

@@ -113,7 +113,7 @@ def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on
     epoch: int,
     which: str,
 ) -> Epoch:
-    """Train for an epoch, evaluate, and return the epoch's values for the record (`SERIES`).
+    """Train for an epoch, evaluate, and return the epoch's values, in the order of `SERIES`.
 
     `which` names the training in the progress display.
     """

@@ -8,13 +8,14 @@
 So outputs and gradients are real, and only the overlap of devices is computed.
 
 On a GPU, a task also takes time of the host, which issues the task: it launches the task's kernels.
-The replay lets each device have a thread of its own for this, as a process for each GPU has. If one
-thread drives all GPUs, it may issue tasks more slowly than the GPUs run them. So the step is
-replayed a second time, with this thread.
+The schedule is replayed for two cases:
 
-The emulation leaves out that real devices slow each other down, because they share memory bandwidth
-and the GIL, and because it takes time to pass a tensor to the next device. `docs/prediction.md`
-says how large these effects are.
+- Each device has its own thread on the host, as with a process for each GPU.
+- One thread issues the tasks of all devices. It may issue them more slowly than the GPUs run them.
+
+The emulation leaves out two effects: devices of one machine slow each other down, because they
+share memory bandwidth and the GIL, and it takes time to pass a tensor to the next device.
+`docs/prediction.md` says how large these effects are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,13 +172,14 @@ class Emulation:
     def step(self, issue: Seconds | None = None) -> EmulatedStep:
         """Replay a step in which each task takes its typical time.
 
-        If `issue` is given, one thread of the host issues the tasks of all devices, and takes these
-        seconds for each task. Otherwise each device has a thread of its own.
-
         In each run, a task takes a fraction of the run's time. The typical time of the task is the
         median of these fractions, multiplied by the median time of a run. A single run is not
         enough: the slowest partition determines the time of a step, and in a single run this can be
         a partition that another program disturbed.
+
+        Args:
+            issue: The seconds for which a thread of the host issues each task, if one thread issues
+                the tasks of all devices. If None, each device has a thread of its own.
         """
         work = median([run.work for run in self.runs])
         loss = self._typical([run.loss for run in self.runs])
@@ -194,7 +196,7 @@ class Emulation:
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
 
     def _typical(self, seconds: Iterable[float]) -> float:
-        """Return the typical time of what took the given seconds in the runs."""
+        """Return the typical time of a task, given its seconds in each run."""
         shares = [each / run.work for each, run in zip(seconds, self.runs, strict=True)]
         return median([run.work for run in self.runs]) * median(shares)
 
@@ -235,8 +237,9 @@ class Emulation:
     def issued_by_one_thread(self) -> Values:
         """Run steps to measure how long the host issues each task; return values for the record.
 
-        They are the seconds of each task on its device, the host's seconds of issuing each task,
-        and the seconds of the step if one thread issues the tasks of all devices.
+        - `task_time`: the seconds of each task on its device
+        - `issue_time`: the seconds for which the host issues each task
+        - `one_thread_time`: the seconds of the step if one thread issues the tasks of all devices
         """
         runs = [self._issue_seconds() for _ in range(ISSUED)]
         issue = {}
@@ -252,9 +255,8 @@ class Emulation:
     def _issue_seconds(self) -> Seconds:
         """Run a step; return for how many seconds the host issued each task.
 
-        The device is idle when a task begins, and the host pauses between layers. Otherwise the
-        host could have to wait until there is room for more kernels in the device's queue, and this
-        time would count, too.
+        Before each task and between layers, the host pauses until the device is idle. Otherwise the
+        host might wait because the device's queue of kernels is full, and this time would count.
         """
         training = self.training
         layers = chain.from_iterable(each.children() for each in training.partitions)
@@ -273,8 +275,9 @@ class Emulation:
     def samples(self) -> Samples:
         """Return lists of samples for the record, with one sample for each run.
 
-        A run's step time is the emulated step time, multiplied by (work of the run) / (median work
-        of all runs). The work is how long the step took on the one real device.
+        A run's step time is the emulated step time, scaled by how long the run took: it is
+        multiplied by (work of the run) / (median work of all runs). The work is the seconds of the
+        step on the one real device.
         """
         step = self.step()
         samples: Samples = {"step_time": [], "here_time": [], "work_time": [], "loss": []}
@@ -288,7 +291,8 @@ class Emulation:
     def _run_table(self, kind: Kind, seconds: Seconds) -> Table:
         """Return the seconds of a kind of task, for each micro-batch that was run.
 
-        A task that does not exist takes no time.
+        A task that does not exist, such as the recomputation of a micro-batch without a checkpoint,
+        takes 0 seconds.
         """
         table = []
         for i in range(self.executed):
@@ -325,7 +329,7 @@ class Emulation:
 
 
 def memory_needed(row: Row) -> str:
-    """Return a text: how much memory all partitions take on one device, as counted on `meta`."""
+    """Return a text that says how much memory all partitions take together on one device."""
     ran = shortened(row)
     counts = counted(ran.sized)
     config = ran.config()

@@ -3,10 +3,10 @@
 There are three sources. The first that applies is used:
 
 1. Earlier runs of the same row on this machine. The estimate is the median of the row's steps.
-2. Earlier runs of other rows with the same model on this machine. Their steps tell how long a unit
-   of work takes (`Row.work`).
-3. A first timing: one step of a few samples on one device, without a pipeline. It tells how long a
-   unit of work takes, too.
+2. Earlier runs of other rows with the same model on this machine. Their time is divided by their
+   estimated cost, in units of work (`Row.work`). The result is multiplied by the cost of this row.
+3. A first timing: one step of a few samples on one device, without a pipeline. Its time is used in
+   the same way.
 """
 
 import time
@@ -21,8 +21,8 @@ from reproduce.records.record import Record, Result, Run, readable
 from reproduce.run.emulation import shortened
 from reproduce.run.training import Balancer, FakeData, Training
 
-MOST_SAMPLES = 8  # of the mini-batch of the first timing
-# The settings that a run finds out itself: they may differ between two runs of the same row.
+MOST_SAMPLES = 8  # the largest mini-batch of the first timing
+# Settings that a run can choose itself. So they may differ between two runs of the same row.
 FOUND = ("balance", "link")
 
 

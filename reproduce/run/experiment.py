@@ -26,7 +26,8 @@ class Way(NamedTuple):
 def plan(session: Session) -> None:
     """Tell the progress display which steps will run, and prepare the record.
 
-    The record says that every row that will run was interrupted. It does so until the row has run.
+    Until a row has run, the record says that the row was interrupted. So the record stays right if
+    the run is ended.
     """
     WAYS[session.experiment.measures].plan(session)
 

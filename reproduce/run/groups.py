@@ -25,7 +25,11 @@ LARGEST_SHARE = 0.4
 class PlannedTask:
     """A row (configuration) to run, and how: measured with an engine, or emulated.
 
-    If an interrupted run is continued, `before` contains the samples from before the interruption.
+    Attributes:
+        row: The row.
+        emulated: Whether the row is emulated. Otherwise it is measured.
+        engine: The engine that runs a measured row.
+        before: The samples from before the interruption, if an interrupted run is continued.
     """
 
     row: Row
@@ -120,7 +124,8 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
     """Return the time limit of a group in seconds, per unit of the group's work (estimated cost).
 
     The scale of the run, such as `small`, has a time limit. The groups without extra rows share
-    this time in proportion to their work. A group with extra rows gets time of its own.
+    this time in proportion to their work. A group with extra rows gets additional time, at the same
+    rate.
     """
     if not session.scale.seconds:
         return math.inf
@@ -141,8 +146,8 @@ def _work(tasks: list[PlannedTask]) -> float:
 def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
     """Return the tasks whose estimated cost determines the time limit of their group.
 
-    If the group has emulated tasks, these are the only ones. Its measured tasks are not counted,
-    because they can take so long that they will be left out.
+    If the group has emulated tasks, only these count. Measured tasks do not count then, because
+    they may be left out for taking too long.
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
@@ -182,8 +187,8 @@ def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
 def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) -> None:
     """Tell the progress display how many steps the tasks of a group will probably run.
 
-    Each task also builds a model, which counts as one step. So does the step that watches how busy
-    the devices of a measured row are.
+    Building the model of a task counts as one step. For a measured row, there is another step,
+    which watches how busy the devices are.
     """
     guesses: dict[PlannedTask, float | None] = {}
     skipped: set[PlannedTask] = set()
@@ -207,7 +212,7 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
 
 
 def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether a row whose step takes these seconds takes too long to be measured."""
+    """Return whether measuring a row takes too long, if a step takes `seconds`."""
     scale = session.scale
     return seconds * (scale.least_steps + scale.warmup) > LARGEST_SHARE * group.limit
 
@@ -218,7 +223,7 @@ def rounds_wanted(session: Session) -> int:
 
 
 def time_is_over(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether a group that has run for these seconds is beyond its time limit."""
+    """Return whether a group that has run for `seconds` has used up its time limit."""
     return session.steps is None and seconds > group.limit
 
 
@@ -265,7 +270,7 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a timed row is finished: its utilization, which is last, is measured."""
+    """Return whether a timed row is finished: whether its last value, the utilization, is known."""
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values

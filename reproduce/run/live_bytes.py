@@ -73,8 +73,8 @@ class LiveBytes:
 class LiveBytesMode(TorchDispatchMode):
     """A mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
-    A result counts on `device`. If `device` is None, it counts on the device of the operator's
-    arguments. If a mode is active within another mode, the device of the inner mode counts.
+    A result counts on `device` or, if `device` is None, on the device of the operator's arguments.
+    If such a mode is active within another one, only the device of the inner mode is used.
     """
 
     only_watches = True

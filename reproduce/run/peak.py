@@ -1,8 +1,10 @@
 """Run a memory experiment: count the published models' parameters, and measure each row's peak.
 
-On GPUs, PyTorch's caching allocator counts allocated and reserved bytes. `LiveBytes` counts live
-tensors instead in two cases: on a CPU, which has no such count, and if one GPU takes the place of
-several devices, because the allocator cannot tell these devices apart.
+On GPUs, PyTorch's caching allocator counts allocated and reserved bytes. In two cases, `LiveBytes`
+counts the bytes of live tensors instead:
+
+- on a CPU, where PyTorch's allocator does not count bytes;
+- if one GPU takes the place of several devices, because the allocator cannot tell them apart.
 """
 
 import contextlib
@@ -39,9 +41,9 @@ def measure_peak(
 ) -> Peak:
     """Run training steps, and return the peak memory of each device.
 
-    The key `peak_allocated` has the most bytes that tensors took. On GPUs, the key `peak_reserved`
-    has the most bytes that the caching allocator reserved. Other tensors on the devices would be
-    counted, too, so there should be none.
+    The key `peak_allocated` has the most bytes that tensors took. If each device is a GPU of its
+    own, the key `peak_reserved` has the most bytes that the caching allocator reserved. There
+    should be no other tensors on the devices, because they would be counted, too.
 
     Args:
         training: The training to run.
@@ -152,7 +154,8 @@ def measure_memory(
 ) -> tuple[Row, dict[str, Json]]:
     """Run a row to measure its memory.
 
-    Nothing is timed, so one device can take the place of several devices.
+    If this machine has too few devices, one of them takes the place of several. This does not
+    matter here, because nothing is timed.
 
     Args:
         session: The session.

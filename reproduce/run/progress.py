@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0  # the fewest seconds between two lines if there is no terminal
-ECHO = 3  # the columns that the line leaves free: on Ctrl-C, the terminal writes ^C there
+ECHO = 3  # columns of a line that stay free: on Ctrl-C, the terminal writes ^C there
 
 # By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
 # process. Both disturb timings.
@@ -40,10 +40,9 @@ class Job:
 class Progress:
     """A display of the time that is left, and of the step that runs now.
 
-    The time that is left is estimated. Further steps of a row are expected to take the median time
-    of the row's steps so far. If no step of a row has run yet, its steps are expected to take their
-    guess, which is corrected: it is multiplied by how much longer than their guesses the steps of
-    other rows took.
+    The time that is left is estimated. A further step of a row is expected to take the median time
+    of the row's steps so far. If no step of a row has run yet, a guess is used. The guess is
+    multiplied by a correction: the ratio of the real to the guessed times of other rows.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Progress:
         self.jobs[job].left = steps
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Take `steps` off the expected steps of a job or a group; by default, all of them."""
+        """Lower the number of expected steps of a job or a group by `steps`, by default to zero."""
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -127,7 +126,7 @@ class Progress:
         return total
 
     def _correction(self) -> float:
-        """Return how many times longer than their guesses the steps took that have run."""
+        """Return the ratio of real to guessed times, over the rows with steps that have run."""
         guessed = took = 0.0
         for job in self.jobs.values():
             if job.seconds and job.guess is not None:
@@ -136,7 +135,7 @@ class Progress:
         return took / guessed if guessed else 1.0
 
     def show_later(self) -> None:
-        """Write no line in the first seconds, so that short work writes none."""
+        """Write no line in the first seconds. So work that takes only seconds writes none."""
         self.shown_at = self.clock()
 
     def show(self, text: str) -> None:
@@ -154,7 +153,7 @@ class Progress:
             self.shown_at = self.clock()
 
     def _draw(self, text: str) -> None:
-        """Draw the bar. Its length is the share of the expected time that is over."""
+        """Draw the bar. Its length is the fraction of the expected time that has passed."""
         columns = shutil.get_terminal_size().columns - ECHO
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
@@ -164,7 +163,7 @@ class Progress:
         self.bar.set_description_str(text[:columns])
 
     def _share(self) -> float:
-        """Return the share of the expected time that is over, from 0 to 1."""
+        """Return the fraction of the expected time that has passed, from 0 to 1."""
         seconds = self.seconds_left()
         if seconds is None or self.began_at is None:
             return 0.0

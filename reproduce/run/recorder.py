@@ -29,8 +29,8 @@ class Recorder:
         path: The file of the record.
         empty: The record without results.
         results: What the record says about each row, in the order of the record.
-        waiting: The keys of the rows that will run, and have no result yet. About each of them, the
-            record says that the row was interrupted. So this is correct whenever the run ends.
+        waiting: The keys of the rows that will run, and have no result yet. The record says that
+            they were interrupted. So the record stays right if the run is ended.
     """
 
     def __init__(self, path: Path, record: Record) -> None:

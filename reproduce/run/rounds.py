@@ -18,15 +18,15 @@ class Rounds:
     """The rounds of a group of rows: which steps ran, and how busy other programs were."""
 
     def __init__(self) -> None:
-        self.of_steps: dict[PlannedTask, list[int]] = {}  # for each row's steps: their rounds
-        self.shares: dict[int, Shares] = {}  # for each round: how much other programs used
+        self.of_steps: dict[PlannedTask, list[int]] = {}  # the round of each step of a row
+        self.shares: dict[int, Shares] = {}  # how much other programs used in each round
         self.left_out = 0  # how many disturbed rounds were removed
 
     def end(self, number: int, shares: Shares, running: Mapping[PlannedTask, Steps]) -> None:
         """Note which steps ran in a round, and how much other programs used the machine.
 
         The first rounds can be too short to measure how much other programs used. They get the
-        value of the next round for which it is known. A round in which no step ran is ignored.
+        shares of the next round whose shares are known. A round in which no step ran is ignored.
 
         Args:
             number: The number of the round.
@@ -75,10 +75,10 @@ class Rounds:
         return samples
 
     def _shares_of_steps(self, task: PlannedTask) -> Samples:
-        """Return, for each step of a row, which shares of the machine other programs used.
+        """Return, for each step of a row, what share of the machine other programs used.
 
-        The keys are the kinds of shares, such as "others". A kind that is not known for every round
-        is left out.
+        The keys are the kinds of shares, such as "others" (the share of the CPU cores). A kind that
+        is not known for every round is left out.
         """
         shares = [self.shares[number] for number in self.of_steps[task]]
         samples = {}
@@ -98,7 +98,7 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append samples to those of an earlier run. Kinds that one of the runs lacks are left out."""
+    """Append samples to those of an earlier run. A series that one run lacks is left out."""
     together: Samples = {}
     for name, values in samples.items():
         if name in before:

@@ -1,4 +1,4 @@
-"""Define `Session`, which has all that a running experiment needs, of whatever kind it is."""
+"""Define `Session`, which has all that a running experiment of any kind needs."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ class Session:
     engines: Sequence[Engine] = ("threads",)  # a row is measured with each of these engines
     rounds: int = 0  # the number of rounds so far; in a round, each row of a group runs a step
     check: Callable[[], None] = lambda: None  # called before each step; raises an error to stop
-    # Called with an experiment's name, a row's name, and the timeline of a step of the row.
+    # called with the name of an experiment, the name of a row, and the timeline of a step
     trace: Callable[[str, str, Timeline], None] | None = None
     accuracy: AccuracyNeeds | None = None  # the data and the seeds of an accuracy experiment
     links: dict[str, Link] = field(default_factory=dict)  # links, by the name of their hardware
@@ -141,11 +141,11 @@ class Session:
         self.progress.start(job, text, typical=typical)
 
     def finish(self, name: object, steps: int | None = None) -> None:
-        """Take `steps` off the expected steps of a row or group; by default, all of them."""
+        """Lower the number of expected steps of a row or group by `steps`, by default to zero."""
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result of `row`. By default, its fields are as if measured with threads."""
+        """Return a result of `row`. By default, it is one measured with the engine `threads`."""
         found = Result(
             experiment=self.experiment.name,
             row=row.name,

@@ -42,8 +42,8 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# Because disturbed rounds are run again, there can be more rounds than were asked for: at most this
-# number of times as many.
+# Disturbed rounds are run again, so there can be more rounds than were asked for. The number of all
+# rounds is at most this multiple of the number of rounds asked for.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
@@ -92,8 +92,8 @@ def _run_in_turn(
 ) -> Generator[GroupDone, None, list[PlannedTask]]:
     """Run rows alternately, then measure their utilization. Return the rows that ran out of memory.
 
-    Set `paired` to false if a row runs alone. Then the record does not number its rounds, because
-    there is no other row to compare it with. At the end, no tensors stay alive.
+    Set `paired` to false if a row runs alone. Then the record does not number the row's rounds,
+    because no other row ran in them. At the end, no tensors stay alive.
     """
     started = monotonic()
     with ExitStack() as processes:
@@ -123,7 +123,7 @@ class _GroupRun:
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
         self.emulated_seconds: dict[str, float] = {}  # row's name -> median of its warm-up steps
-        self.losses: dict[str, list[float]] = {}  # row's name -> losses with its first engine
+        self.losses: dict[str, list[float]] = {}  # row's name -> losses with the first engine
         self.out_of_memory: list[PlannedTask] = []
         self.round_text = ""  # which round runs, for the progress display
         self.row_number = 0  # how many rows of this round have begun
@@ -241,16 +241,16 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, beyond those of the run that is continued."""
+        """Return how many undisturbed rounds to run, besides those before an interruption."""
         return max(1, rounds_wanted(self.session) - self._rounds_before())
 
     def _rounds_before(self) -> int:
-        """Return how many rounds the run that is continued has."""
+        """Return how many rounds ran before an interruption, if an interrupted run is continued."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         return min(before, default=0)
 
     def _expect(self, so_far: SoFar) -> None:
-        """Tell the progress display how many rounds will probably follow those of this run."""
+        """Tell the progress display how many further rounds will probably run."""
         session = self.session
         before = self._rounds_before()
         jobs = {session.job(task): task for task in self.running}

@@ -1,4 +1,4 @@
-"""Time the steps of one row, and measure how busy its devices are."""
+"""Time the steps of one row (a configuration), and measure how busy its devices are."""
 
 import statistics
 import threading
@@ -115,7 +115,7 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return what `watch` returns, but measure it with the given functions.
+    """Return what `watch` returns, measured with the given functions.
 
     Args:
         run: A function that runs a step and returns its timeline.

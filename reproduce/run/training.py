@@ -24,8 +24,8 @@ from torchgpipe.tensors.observe import Observer, Task, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # how many seconds a model is profiled with an input
-PROFILE_SAMPLES = 16  # the largest batch size of this input; it is enough to compare layers
+PROFILE_SECONDS = 1.0  # how many seconds a model is profiled
+PROFILE_SAMPLES = 16  # the largest batch size of a profile; it is enough to compare layers
 NO_LIMIT = 2.0**60  # bytes of memory, practically no limit: rows that do not fit fail when they run
 Balance = tuple[int, ...]
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class FakeData:
 
 
 def _kind_of_data(row: Row) -> Hashable:
-    """Return what determines the samples of a row, except for their number, as a key."""
+    """Return a key. Rows with equal keys train on the same samples, or on the first of them."""
     return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
@@ -74,8 +74,8 @@ class Balancer:
 
     - Rows with the configuration `EQUAL_LAYERS` get equally many layers in each partition.
     - Rows with the configuration `PLANNED` get the balance that `torchgpipe.plan` finds.
-    - For other rows, the layers' times are profiled and balanced. A profile is kept for further
-      rows with the same model and number of samples.
+    - Other rows get the best balance for the profiled times of their layers. A profile is kept for
+      further rows with the same model and number of samples.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -118,7 +118,7 @@ def _profiled_samples(row: Row) -> int:
     """Return how many samples are used to profile the row's model."""
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
-        # Rows that are compared at equal batch size use the same balance, but different micro-batch
+        # Rows that are compared at equal batch size use the same profile, but different micro-batch
         # sizes. A quarter of the batch is between the largest and the smallest of these sizes.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)

@@ -106,7 +106,7 @@ def _notes(rows: Rows) -> Notes:
 
 
 def _error_or_progress(result: Result) -> object:
-    """Return a row's final error. Without one, return how far its training came, or a reason."""
+    """Return a row's final error or, if it has none, the last epoch of its training or a reason."""
     error = final_error(result)
     if error is not None:
         return error
@@ -117,7 +117,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Return a text such as `resnet101 on ImageNet` with each model and the dataset it saw."""
+    """Return a text such as `resnet101 on ImageNet`: the models, each with its dataset."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

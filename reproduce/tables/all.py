@@ -71,7 +71,7 @@ def _without_pending(record: Record, results: list[Result]) -> list[Result]:
 
 
 def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
-    """Return an experiment's tables: those of the engine `threads`, then the one of all engines."""
+    """Return an experiment's tables: of the rows of engine `threads`, then of all engines."""
     made: list[Table] = []
     threads = [result for result in results if result.engine == "threads"]
     if threads:

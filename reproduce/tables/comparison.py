@@ -33,7 +33,8 @@ class Options(NamedTuple):
     """The options of the command `python -m reproduce compare`.
 
     Attributes:
-        metric: The metric to compare; by default, the first usual one that two sides have.
+        metric: The metric to compare; by default, the first of the usual metrics that two sides
+            have.
         filters: Texts such as "n=2,4": only rows with these fields are compared.
         alpha: The level of significance of the test in each row.
         threshold: The smallest relative difference that counts: 0.05 is 5 %.
@@ -288,7 +289,7 @@ def _origins(side: Side) -> str:
 
 
 def _origin(record: Record, run: Run) -> str:
-    """Return a text such as `measured on CPU NAME, git 414bf55` about the rows of a run."""
+    """Return a text such as `measured on CPU NAME, git 414bf55`: where a run's rows come from."""
     done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None

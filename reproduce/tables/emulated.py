@@ -1,7 +1,8 @@
-"""Show how emulated throughputs compare with predicted ones, and with those of one thread.
+"""Compare emulated throughputs with predicted ones, and with an emulation of one host thread.
 
-On GPUs, a thread of the host issues tasks: it launches their kernels. The usual emulation lets each
-device have a thread of its own. It can also let one thread issue the tasks of all devices.
+On GPUs, a thread of the host issues tasks: it launches their kernels. Usually, an emulation assumes
+that each device has a thread of its own. It can also assume that one thread issues the tasks of all
+devices.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from torchgpipe.plan.planner import HERE
 
 
 def _with_one_thread(result: Result) -> float | None:
-    """Return which share of a row's emulated speed is left if one thread issues all tasks."""
+    """Return what share of a row's emulated speed remains if one thread issues all tasks."""
     speed = throughput(result)
     seconds = result.values.get("one_thread_time")
     if speed is None or seconds is None:

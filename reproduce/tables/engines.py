@@ -82,7 +82,7 @@ def _name(row: ByEngine) -> str:
 
 
 def _columns(engine: Engine) -> list[Column[ByEngine]]:
-    """Return the columns of an engine: samples per second, and their ratio to `threads`."""
+    """Return the columns of an engine: its samples/s, and their ratio to the engine `threads`."""
 
     def samples(row: ByEngine) -> Reading | str | None:
         result = row.get(engine)

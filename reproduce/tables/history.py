@@ -134,8 +134,8 @@ def _check(line: Line, where: str) -> None:
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
     """Add a line to a history file, and return the new content of the file.
 
-    If the file has an older line of the same revision and machine, this line is removed. Its
-    numbers move to the new line, except those that the new line has, too.
+    If the file has an older line of the same revision and machine, the old line is removed. Its
+    numbers are added to the new line, unless the new line already has a number of that name.
 
     Args:
         content: The old content of the file.
@@ -175,7 +175,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return a text that names a number. All numbers of a history line have different names."""
+    """Return the name of a number. No two numbers of a history line have the same name."""
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")

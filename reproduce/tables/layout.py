@@ -17,8 +17,8 @@ GiB = BYTES["GiB"]
 def number(value: float | Reading) -> str:
     """Format a number with three significant digits, or a large one as an integer.
 
-    Examples are 0.850, 12.0 and 4,224. Of a reading (samples of a metric), the median or mean is
-    formatted. A mark is added to it if other programs disturbed the measurement.
+    Examples are 0.850, 12.0 and 4,224. A reading (samples of a metric) is formatted as its median
+    or mean. If other programs disturbed the measurement, an asterisk is added.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -35,7 +35,7 @@ def number(value: float | Reading) -> str:
 def ratio(value: float | Reading) -> str:
     """Format a ratio like `number`, but with two decimals between 0.1 and 1.
 
-    In a column, 0.85 then has as many decimals as 1.25. (`number` would format it as 0.850.)
+    So in a column, 0.85 has as many decimals as 1.25. The function `number` would write 0.850.
     """
     if isinstance(value, Reading):
         return ratio(value.middle) + value.mark
@@ -111,11 +111,11 @@ class Column(Generic[Row]):
         return form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return a column like this one for a table with another kind of rows.
+        """Return this column for a table whose rows are of another kind.
 
         Args:
-            find: A function that returns the row for this column, given a row of the other table.
-                If it returns None, the value is None.
+            find: A function from a row of that table to a row for this column. If it returns None,
+                the value is None.
         """
 
         def value(other: Other) -> object:
@@ -134,7 +134,7 @@ class Table:
     rows: Sequence[Cells]
     notes: Notes = ()
     left: int = 1  # how many columns, from the first one on, are aligned left
-    group: str = ""  # if an experiment has several groups of rows: the name of the group
+    group: str = ""  # the name of the group of rows, if the experiment has several groups
 
     def text(self) -> str:
         """Return the table as text for a terminal."""
@@ -155,7 +155,7 @@ class Table:
 
 
 def in_full(heading: str) -> str:
-    """Return a heading in one line, with the words for which a terminal has no room."""
+    """Return a heading in one line, with long words in place of the short ones for a terminal."""
     for short, long in WHOLE.items():
         heading = heading.replace(short, long)
     return heading.replace("\n", " ")

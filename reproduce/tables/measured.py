@@ -27,8 +27,9 @@ Measured = dict[str, dict[str, MeasuredRow]]
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     """Return what was measured or emulated for the published rows, on each machine.
 
-    If several records of a machine have a row, the first record in the order of `ranked` is used
-    that measured it, or else the first one that emulated it. Other rows are left out.
+    If several records of a machine have a row, one that measured it is preferred to one that
+    emulated it. Of several such records, the best one counts (`ranked`). A row that no record has
+    is left out.
     """
     found: Measured = {}
     for record in ranked(readable(folder), experiment):
@@ -62,7 +63,7 @@ def gpu_names(run: Run) -> str:
 
 
 def _measured(result: Result) -> MeasuredRow | None:
-    """Return what a result says of a published row, or None if it did other work than that row."""
+    """Return a result's numbers, or None if it did other work than the published row."""
     status = result.status
     if status not in ("measured", "emulated") or result.scale != "paper":
         return None

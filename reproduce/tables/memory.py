@@ -155,7 +155,7 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
 
 
 def _unit(most: int) -> tuple[int, str, str]:
-    """Return a unit for up to `most` bytes: its number of bytes, its name, and a format string."""
+    """Return a unit for a column of up to `most` bytes: its bytes, its name, a format string."""
     if most < 10 * GiB:
         return MiB, "MiB", "{:.0f}"
     if most < 100 * GiB:

@@ -88,8 +88,8 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
     """Return the fields that describe a value, and the result (row) that it belongs to.
 
-    If `result` is None, the value counts as measured here, and it is not known whether other
-    programs disturbed the measurement.
+    If `result` is None, the value counts as measured. Then it is not known whether other programs
+    disturbed the measurement.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False
@@ -155,8 +155,8 @@ def _base(entry: Entry) -> Result | None:
 def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the numbers that a plan predicts, for each number of devices.
 
-    They are the numbers of the best pipeline and, for comparison, of training without a pipeline:
-    data parallel, and FSDP.
+    They are the numbers of the best pipeline and, for comparison, those of data parallel training
+    and of FSDP.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for n, found in plan.by_devices.items():

@@ -1,7 +1,7 @@
 """Make the plain table of a record: a line for each row, and a column for each of its numbers.
 
-The papers' tables, the league and the records of `benchmarks` are shown in this way, and the runs
-of experiments that this program does not know.
+This table is for records without a table of their own: the papers' tables, the league, the records
+of `benchmarks`, and runs of experiments that this program does not know.
 """
 
 import textwrap
@@ -41,9 +41,9 @@ ROW = Column[Result]("row", lambda result: _name(result.row), left=True)
 
 
 def plain_tables(record: Record, results: Results) -> list[Table]:
-    """Return a table of results, or several if its columns are too many for a terminal.
+    """Return a table of results, or several tables if a terminal is too narrow for all columns.
 
-    A record with many cases has a column for the case.
+    If the record has several cases (experiments), the first column names the case.
     """
     if not results:
         return []
@@ -65,7 +65,7 @@ def plain_tables(record: Record, results: Results) -> list[Table]:
 
 
 def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[Columns]:
-    """Divide columns into groups that fit into the width of a terminal, each after `naming`."""
+    """Divide columns into groups that fit into a terminal; each begins with `naming`."""
     groups = [[*naming]]
     for column in columns:
         wider = [*groups[-1], column]
@@ -78,7 +78,7 @@ def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[C
 
 
 def _differ(results: Results, name: str) -> bool:
-    """Return whether a field of the configuration has several values, and no lists of them."""
+    """Return whether a field of the configuration differs between rows, and is no list."""
     found = []
     for result in results:
         value = result.config.get(name)
@@ -94,7 +94,7 @@ def _setting(heading: str, name: str) -> Column[Result]:
 
 
 def _names(record: Record, results: Results) -> list[str]:
-    """Return the names of all values and samples, those of the published columns first."""
+    """Return the names of all values and samples. Names in `record.columns` come first."""
     names = dict.fromkeys(record.columns)
     for result in results:
         names.update(dict.fromkeys(result.values))
@@ -131,7 +131,7 @@ def _in_gib(value: float | list[float]) -> str:
 
 
 def _text(value: Json, *, exact: bool) -> str:
-    """Format a number (with all its digits if it has to be exact), a list of numbers, or words."""
+    """Format a number, a list of numbers, or words. If `exact`, a number keeps all its digits."""
     if isinstance(value, list):
         return in_lines(value, "{}")
     if isinstance(value, int):
@@ -156,7 +156,7 @@ def _reason(result: Result) -> str | None:
 
 
 def _about_source(record: Record) -> Iterator[str]:
-    """Yield notes on where the numbers come from, and on what is to know about them."""
+    """Yield notes on the source, the hardware and the discrepancies of the numbers."""
     if record.run is None:
         yield record.kind
     source = record.source or {}

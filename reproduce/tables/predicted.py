@@ -42,15 +42,15 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 
 def throughput_errors(record: Record) -> Numbers:
-    """Return by which fraction each predicted throughput differs from the published one."""
+    """Return each predicted throughput's relative error, compared with the published one."""
     publication = _published(record)
     return errors(throughputs(_predicted(record)), throughputs(publication.results))
 
 
 def speed_up_errors(record: Record) -> Numbers:
-    """Return by which fraction each predicted speed-up differs from the published one.
+    """Return each predicted speed-up's relative error, compared with the published one.
 
-    Speed-ups are over the first row of the table, which is left out.
+    Speed-ups are over the first row of the table. The first row itself is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
@@ -59,7 +59,7 @@ def speed_up_errors(record: Record) -> Numbers:
 def errors_table(records: Sequence[Record]) -> Table:
     """Return a table that says how far predicted speeds are from published speeds.
 
-    Predictions for other hardware than that of the published table are not counted.
+    A prediction counts only if it is for the hardware of the published table.
     """
     headings = [
         "rows of",
@@ -154,7 +154,7 @@ def _ways_of(rows: Iterable[MeasuredRow]) -> list[str]:
 def _about_errors(
     record: Record, first: str, off: Sequence[float], off_speed_up: Sequence[float]
 ) -> str:
-    """Return a note on how large the errors are, or on why predictions are not compared at all."""
+    """Return a note on how large the errors are, or on why there are none to compare."""
     if not _same_hardware(record):
         return (
             f"speed-up over {first}; published on other hardware, so the two are not to be compared"

@@ -11,10 +11,10 @@ A block of docstrings begins with `<!-- from docstrings: benchmarks/api -->`.
 There are four kinds of names:
 
 - The name of an experiment, such as "amoebanet-speed": the block gets the tables of one run of the
-  experiment. This is the first run in the order of `ranked`.
-- The name of an experiment with "/short" after it: the block gets only two of these tables.
-- The name of an experiment with "/predicted" after it: the block gets the predictions, beside what
-  was published, and beside what was run at this size. Each machine has a column.
+  experiment, the best one (`ranked`).
+- The name of an experiment, followed by "/short": the block gets only two of these tables.
+- The name of an experiment, followed by "/predicted": the block gets a table of predictions beside
+  the published numbers and the numbers of runs at the published size. Each machine has a column.
 - A name like "benchmarks/overlap": the block gets the table of the record "overlap" in the folder
   results/benchmarks. `benchmarks/render.py` makes this table.
 
@@ -113,11 +113,11 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
-    """Return the block of an experiment: the tables of its first run in the order of `ranked`.
+    """Return the block of an experiment: the tables of its best run (`ranked`).
 
-    If `part` is "short", the block has only two tables: the rows like the published rows, and the
-    rows with equal batch sizes. Of their notes, only those that explain a mark or a column's
-    abbreviation are kept. If `part` is "predicted", the block has the predictions.
+    If `part` is "short", the block has only two tables: one of the rows like the published rows,
+    and one of the rows with equal batch sizes. Their notes are left out, except those that explain
+    a mark or the abbreviation of a column. If `part` is "predicted", the block has the predictions.
     """
     if part == "predicted":
         return _predicted_block(experiment, records)

@@ -38,7 +38,7 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Return whether a row repeats a published row, be it with the same or with a smaller model."""
+    """Return whether a row repeats a published row, with the same model or a smaller one."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
@@ -74,8 +74,8 @@ BUSY = Column("busy", utilization, "{:.0%}")
 class Rows:
     """The rows of a table, with methods that make the table's columns and notes.
 
-    The rows are the results `every`. But if some of these are emulated, only the emulated results
-    are rows, and measured results are shown in additional columns.
+    Usually, each result in `every` is a row. But if some results are emulated, only those are rows.
+    Measured results are then shown in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -136,7 +136,7 @@ class Rows:
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
-        """Return the published speed-up of the published row that this row reproduces."""
+        """Return the speed-up of the published row that this row reproduces."""
         base = self.named(result.over)
         return speed_up(self.paper(result), self.paper(base))
 
@@ -190,7 +190,7 @@ class Rows:
 
     @property
     def published_title(self) -> str:
-        """Return how the title of a table of published or changed rows ends."""
+        """Return the end of the title of a table of published or changed rows."""
         if any("changed_from" in config for config in self.configs):
             return ", changed rows"
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
@@ -199,7 +199,7 @@ class Rows:
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
         """Yield notes that explain the emulated numbers, if there are any.
 
-        Set `ratio` if the table also has a column of emulated samples/s over measured samples/s.
+        Set `ratio` if the table also has a column of emulated samples/s / measured samples/s.
         """
         if not self.emulated:
             return
@@ -235,7 +235,7 @@ class Rows:
             )
 
     def circumstances(self) -> str:
-        """Return a note on the scale, batch sizes and steps, and on the model if all share one."""
+        """Return a note on the scale, batch sizes and steps, and on the model if all share it."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

@@ -58,12 +58,13 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the group of rows with which the row is compared (`Row.group`)."""
+    """Return the name of the row's group: of the rows with which it is compared."""
     group = result.config.get("group")
     if group is not None:
         return str(group)
-    # Older versions did not record the group. In their records, a row that is not like a published
-    # row, and has no field `equal`, was compared with rows of the same batch size.
+    # Older versions did not record the group. In their records, rows that are like published rows
+    # are grouped by their configuration, and other rows by their field `equal`. Without this field,
+    # the batch size was equal.
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -182,7 +183,7 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _changed(rows: Rows) -> Table:
-    """Make the table of rows that the option `--set` changed."""
+    """Make the table of rows that were run with settings changed by `--set`."""
 
     def name(result: Result) -> str:
         settings = result.row.removeprefix(f"{result.config['changed_from']} ").split(" ")
@@ -276,7 +277,8 @@ def _utilization(rows: Rows) -> Table:
 def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models that have run so far, in an experiment on many models.
 
-    The table belongs to the group of the last model. So it is shown when this model has run.
+    Each model is a group of rows. The table belongs to the group of the last model. So it is shown
+    when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []
@@ -305,7 +307,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns of the table of models that show the speed-ups on n devices."""
+    """Yield the columns that show the speed-ups of all models on n devices."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -1,1 +1,1 @@
-"""The frame of `python -m benchmarks.gpu`: command, processes of parts, and page."""
+"""The code of `python -m benchmarks.gpu` that runs its parts and writes a page on the results."""

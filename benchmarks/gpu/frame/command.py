@@ -1,14 +1,15 @@
 """Find out in a few minutes what only a machine with GPUs can tell.
 
-docs/measured.md explains the command. It runs the parts one after another, and writes into DIR:
+docs/measured.md explains the command. It runs several measurements, called parts, one after
+another, and writes into DIR:
 
     command.json          what was asked for, and when
     page.md               what was learnt, in at most 40 lines
     archive.tar.gz        all other files
     records/              records in the format of `python -m reproduce`
     NAME/outcome.json     how the part NAME ended
-    NAME/result.json      what it found
-    NAME/log.txt          what it printed
+    NAME/result.json      what the part found
+    NAME/log.txt          what the part printed
 """
 
 import argparse
@@ -56,8 +57,8 @@ class Plan:
     Attributes:
         folder: The folder for all results. It exists and is empty.
         seconds: How long all parts together may run.
-        size: The size of the models, see `Context`.
-        against: The folder of another torchgpipe, or `None`.
+        size: The size of the models: "paper" or "tiny", see `Context`.
+        against: The folder of another torchgpipe to compare with, or `None`.
         gpus: The number of GPUs.
     """
 
@@ -151,8 +152,8 @@ def page_of(path: Path) -> str:
 def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
     """Run all parts, and return whether none of them failed or was killed.
 
-    After each part, the page and the archive are written anew. If Ctrl-C or SIGTERM ends this
-    function, they are written, too, and the running part is killed.
+    After each part, the page and the archive are written anew. Ctrl-C or SIGTERM kills the running
+    part. Then, too, the page and the archive are written before this function ends.
     """
     end = time.monotonic() + plan.seconds
     about = {
@@ -171,8 +172,8 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
         folder.mkdir()
         left = end - time.monotonic()
         share = shares[name] / sum(shares.values())
-        del shares[name]  # what a part leaves over is shared by the later ones
-        # In a dry run, nothing is gained by ending a part before the end of all parts.
+        del shares[name]  # what this part leaves over, the later ones share
+        # In a dry run, a part may use all time that is left.
         limit = left if plan.size == "tiny" else left * share
         outcome = Outcome("interrupted")
         try:
@@ -200,7 +201,7 @@ def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
 
 
 def _close_records(folder: Path, outcome: Outcome) -> None:
-    """Note in the records that a part has begun that the part has ended."""
+    """Set the state of records that the ended part has left as "running"."""
     state: Literal["finished", "interrupted"] = "interrupted"
     if outcome.ended == "finished":
         state = "finished"

@@ -1,12 +1,12 @@
-"""End a process together with all processes that it has started.
+"""End a process together with all processes that it has started (its family).
 
-A process can start another one at any time, even while it is being killed. If its parent has ended,
-such a process cannot be recognized any more. So the processes are ended in two steps:
+A process is found by the number of its parent. If the parent were killed first, a child that it
+started at the last moment could not be found any more. So the family is ended in two steps:
 
-1. All of them are stopped, parents before their children. A stopped process starts no other one, so
-   the list of its children is complete.
-2. All of them are killed, children before their parents. The kernel lets a stopped process go on if
-   its parent ends.
+1. All processes are stopped, parents before their children. A stopped process starts no other one,
+   so the list of its children is complete.
+2. All processes are killed, children before their parents. This order matters, because the kernel
+   can let a stopped process go on when its parent ends.
 
 The list comes from /proc, which only Linux has. Elsewhere, only the process itself is killed.
 """
@@ -74,7 +74,7 @@ def _runs(pid: int) -> bool:
 
 
 def _started_by(family: Sequence[int], session: int) -> list[int]:
-    """Return the other processes that the family has started, or that belong to a session."""
+    """Return further processes: those that the family has started, and those of the session."""
     found = []
     for pid, (parent, own_session) in _processes().items():
         belongs = parent in family or own_session == session

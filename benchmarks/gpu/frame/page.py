@@ -23,7 +23,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
     Args:
         folder: The folder that `run_parts` wrote.
-        parts: The modules of the parts, by name. Each of them says what its own result means.
+        parts: The modules of the parts, by name. Each module puts its part's result into words.
     """
     about: Fields = json.loads((folder / ABOUT).read_text())
     outcomes: dict[str, Outcome] = {}
@@ -39,7 +39,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
 
 def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
-    """Return the line about the whole command: when, how long, and how the GPUs were clocked."""
+    """Return the line about the whole command: its start, its time limit, and the GPUs' clocks."""
     beside = about["against"]
     words = [
         f"Started {about['started']}",
@@ -52,7 +52,7 @@ def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
-    """Say how the first GPU was clocked before and during all parts, and what slowed any GPU."""
+    """Return the clock rates of the first GPU before and during all parts, and what slowed GPUs."""
     if not before:
         return "Clocks are not known, because there is no driver for GPUs"
     first, *_ = before
@@ -73,7 +73,7 @@ def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _during(seen: Sequence[Watched]) -> str:
-    """Say how a GPU was clocked in all parts, and how hot it was."""
+    """Return a GPU's lowest and highest clock rate during all parts, and its temperature."""
     if not seen:
         return ""
     rates: list[float] = []

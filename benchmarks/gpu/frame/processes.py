@@ -35,9 +35,13 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
     """How a part ended.
 
     Attributes:
-        ended: "finished"; "failed", if `run` raised an error; "killed", if the process was killed
-            at the end of its time or died of a signal; "interrupted", if the whole command was;
-            "no time", if no time was left for the part; "not run", if a package is missing.
+        ended: How it ended:
+            - "finished"
+            - "failed": `run` raised an error.
+            - "killed": its process was killed at the end of its time, or died of a signal.
+            - "interrupted": the whole command was interrupted.
+            - "no time": it did not run, because no time was left.
+            - "not run": it did not run, because a package is missing.
         seconds: How long the part ran.
         reason: Why the part did not finish, in one line.
         gpus: What the machine's GPUs did while the part ran.
@@ -52,8 +56,8 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
 def run_part(part: Part, context: Context, limit: float) -> Outcome:
     """Run a part in a forked process, and return how it ended.
 
-    The process inherits all modules that this process has imported, so it starts at once. This
-    process must not have initialized CUDA: a fork could not use it then.
+    The new process inherits all modules that this process has imported, so it starts at once. This
+    process must not have initialized CUDA. Otherwise, the new process could not use CUDA.
 
     If this function is ended by Ctrl-C, it kills the process, too.
 
@@ -88,9 +92,10 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
 
 
 def _start(process: ForkProcess) -> None:
-    """Start a process. A signal that ends the command in the meantime takes effect afterwards.
+    """Start a process. Signals that arrive meanwhile, such as that of Ctrl-C, act afterwards.
 
-    Otherwise, the signal could come between the start and the moment when the process is known.
+    Otherwise, a signal could end this program when the process has started, but before the program
+    knows which process to kill.
     """
     received: list[int] = []
     with handling(lambda number, frame: received.append(number)):
@@ -100,7 +105,7 @@ def _start(process: ForkProcess) -> None:
 
 
 def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
-    """Wait until a process has ended, but at most so many seconds, and watch the GPUs meanwhile."""
+    """Wait until a process has ended, but at most `seconds`; watch the GPUs meanwhile."""
     until = time.monotonic() + seconds
     while process.is_alive() and time.monotonic() < until:
         watch.look()
@@ -110,7 +115,8 @@ def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
 def count_gpus() -> int:
     """Return the number of CUDA devices that PyTorch can use.
 
-    A fork asks PyTorch: whoever asks may initialize CUDA, and then its own forks cannot use CUDA.
+    A forked process asks PyTorch, because asking may initialize CUDA. If this process did that, the
+    processes that it forks later could not use CUDA.
     """
     process = get_context("fork").Process(target=_count_gpus)
     process.start()
@@ -146,7 +152,7 @@ def _run(part: Part, context: Context) -> None:
 
 
 def _write_stacks(process: ForkProcess) -> None:
-    """Let a process write into its log what its threads do."""
+    """Let a process write the call stacks of its threads into its log."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)

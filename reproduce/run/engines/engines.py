@@ -33,7 +33,7 @@ from torchgpipe.trace.layer import flat
 
 ONLY_EMULATED = "rows with the published balance are only emulated"
 FEW = "it needs at least as many micro-batches as partitions"  # why Schedule1F1B cannot run a row
-FIRST = 2  # the number of steps whose losses are compared: later, rounding errors add up
+FIRST = 2  # only the losses of the first steps are compared: later, rounding errors add up
 ROUNDING = 1e-4  # relative tolerance, because processes round a convolution's gradient differently
 Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
@@ -56,8 +56,8 @@ class Work:
         loss: `loss(output, target)` returns the mean loss over the samples.
         optimizer: `optimizer(module)` makes an optimizer of the module's parameters.
         checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
-        deferred_batch_norm: Whether batch norm's running statistics are those of whole
-            mini-batches, and not of micro-batches.
+        deferred_batch_norm: Whether the running statistics of batch norm are updated once for each
+            mini-batch instead of once for each micro-batch.
     """
 
     layers: nn.Sequential

@@ -1,4 +1,4 @@
-"""Turn an exception that ended a row into a status and a line for the record."""
+"""Turn an exception that ended the run of a row (a configuration) into a status for the record."""
 
 import traceback
 from pathlib import Path

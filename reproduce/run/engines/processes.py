@@ -3,12 +3,13 @@
 The parent process sends requests to all ranks. A request is one of these pairs:
 
 - the name of an engine, and a function that returns the training to run (`Work`);
-- `"step"`, and the time at which a training step begins on all ranks;
-- `"record"`, and the time at which a training step begins whose timeline is recorded.
+- `"step"`, and the time at which a training step shall begin on all ranks;
+- `"record"`, and the time at which a step shall begin whose timeline is recorded.
 
 A rank replies with one of these pairs:
 
-- `"answer"`, and for a step: the time at which it ended, the loss, and the timeline's events;
+- `"answer"`, and the result. The result of a step is the time at which the step ended, the loss,
+  and the timeline's events.
 - `"failed"`, and the reason. Then the rank ends.
 - `"waits"`, and a line that says that the rank waits long for other ranks. A further reply follows.
 """
@@ -130,7 +131,7 @@ class Processes:
 def _error_of(failures: list[Failure]) -> Exception:
     """Return the error to raise, with the reason of the rank that failed by itself.
 
-    The other ranks then fail with `RankFailed`, which only says that another rank failed.
+    The other ranks fail with `RankFailed`, which only says that another rank has failed.
     """
     own = [failure for failure in failures if not failure.reason.startswith("RankFailed")]
     first = (own or failures)[0]
