@@ -28,10 +28,10 @@ TASKS = 8
 EXPECTED = {
     ("workers", "except_last", ""): (197, 995),  # 124 calls for each task
     ("workers", "never", ""): (162, 681),  # 85 calls for each task
-    ("workers", "except_last", "1F1B"): (230, 1028),  # 128 calls for each task
+    ("workers", "except_last", "1F1B"): (229, 1024),  # 128 calls for each task
     ("graph", "except_last", ""): (166, 1034),  # 129 calls for each task
     ("graph", "never", ""): (68, 253),  # 32 calls for each task
-    ("graph", "except_last", "1F1B"): (210, 941),  # 118 calls for each task
+    ("graph", "except_last", "1F1B"): (209, 937),  # 117 calls for each task
 }
 
 

@@ -49,7 +49,8 @@ class Losses(BatchIO):
 
     Attributes:
         targets: The target of each micro-batch.
-        counted: For each micro-batch, what the criterion has counted, if it is a cross entropy.
+        counted: For each micro-batch, what the criterion has counted, if it is a cross entropy and
+            this is the pipeline's first step.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Losses(BatchIO):
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
         loss = scalar(result)
-        self.counted[i] = counted(loss)
+        if self._request.first:
+            self.counted[i] = counted(loss)
         loss = self._shares.of(loss, i)
         self._losses[i] = loss.detach()
         if torch.is_grad_enabled():

@@ -20,7 +20,7 @@ _SUM = 2
 
 
 class Counted(NamedTuple):
-    """What a cross entropy has counted.
+    """What a cross entropy has counted. If the loss is a sum, only `is_sum` has a meaning.
 
     Attributes:
         total: The sum of the weights of all targets that are not ignored, a scalar tensor. Without
@@ -41,24 +41,29 @@ class Counted(NamedTuple):
 def counted(loss: Tensor) -> Counted | None:
     """Find the cross entropy from which a loss is computed, and return what it has counted.
 
-    Return `None` if there is none at the end of the loss's graph, or if the loss has no graph.
+    A loss of PyTorch that is a sum need not be a cross entropy. For all other losses, and for a
+    loss without a graph, return `None`.
+
+    This can cost time: to read what a node keeps, the host can have to wait for a GPU. Within
+    `torch.utils.checkpoint`, it also computes the loss again.
     """
     node: Any = loss.grad_fn
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
     for _ in _AROUND:  # a limit, because a sum can have many terms
         if node is None or node.name() not in _AROUND:
             break
         node = node.next_functions[0][0]
     if node is None or node.name() not in _CROSS_ENTROPY:
         return None
-    is_sum = node._saved_reduction == _SUM
-    if is_sum and node is not loss.grad_fn:
+    if node._saved_reduction == _SUM:
         return None  # a sum that is divided can be a mean
     ignored = node._saved_ignore_index
     if ignored >= 2**63:  # the node keeps a negative number without its sign
         ignored -= 2**64
     has_classes = node._saved_weight is not None
     total = node._saved_total_weight.detach()
-    return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum)
+    return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum=False)
 
 
 def warn_of_other_means(
@@ -67,12 +72,13 @@ def warn_of_other_means(
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
     It can be a sum, or a mean over fewer targets (`ignore_index`), or a mean with class weights.
-    A step finds this from the graphs of the losses, and `evaluate` from the criterion's options.
+    The first step of a pipeline finds this from the graphs of the losses. Later steps and
+    `evaluate` find it from the options of a criterion of PyTorch.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
-        found: What the criterion has counted in each micro-batch.
+        found: What the criterion has counted in each micro-batch, in the first step.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return
@@ -95,10 +101,8 @@ def warn_of_other_means(
     if len(known) == len(targets):
         index, weighted = known[0].ignored, known[0].classes
         rounding = 8 * torch.finfo(known[0].total.dtype).eps
-        # To read a tensor on a GPU, the host waits for the GPU.
-        if request.first or known[0].total.device.type == "cpu":
-            totals = [float(each.total) for each in known]
-            numbers = [each.number for each in known]
+        totals = [float(each.total) for each in known]
+        numbers = [each.number for each in known]
     elif index is not None:
         totals = _totals(targets, index, classes)
         numbers = [target.numel() for target in targets if totals]
