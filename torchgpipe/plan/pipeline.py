@@ -15,7 +15,8 @@ from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
-from torchgpipe.trace.sequential import Whole, sequential
+from torchgpipe.trace.sequential import sequential
+from torchgpipe.trace.whole import Whole
 
 
 def pipeline(  # noqa: PLR0913 - each is an option of the user's

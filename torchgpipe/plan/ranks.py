@@ -21,7 +21,8 @@ from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.plan.report import Plan
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode
-from torchgpipe.trace.sequential import Whole, sequential
+from torchgpipe.trace.sequential import sequential
+from torchgpipe.trace.whole import Whole
 
 
 def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's

@@ -93,7 +93,8 @@ def warn_of_other_means(
         return
     if request.weight is not None:
         return
-    index, classes = options.get("ignore_index"), options.get("weight")
+    index: int = options.get("ignore_index", 0)
+    classes = options.get("weight")
     weighted = classes is not None
     rounding = 1e-6  # the same weights in another order can have a slightly different sum
     totals: list[float] = []
@@ -103,7 +104,7 @@ def warn_of_other_means(
         rounding = 8 * torch.finfo(known[0].total.dtype).eps
         totals = [float(each.total) for each in known]
         numbers = [each.number for each in known]
-    elif index is not None:
+    elif "ignore_index" in options:
         totals = _totals(targets, index, classes)
         numbers = [target.numel() for target in targets if totals]
     means = [total / number for total, number in zip(totals, numbers, strict=True) if number]
@@ -168,8 +169,8 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
         for key in first:
             columns[f"target[{key!r}]"] = [target.get(key) for target in targets]
     elif isinstance(first, tuple):
-        for k, column in enumerate(zip(*targets, strict=False)):
-            columns[f"target[{k}]"] = [*column]
+        for k, parts in enumerate(zip(*targets, strict=False)):
+            columns[f"target[{k}]"] = [*parts]
     for name, column in columns.items():
         if not all(map(_is_index, column)):
             continue

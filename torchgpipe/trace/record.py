@@ -11,6 +11,7 @@ of a tensor cannot be recorded.
 """
 
 import copy
+import re
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -33,6 +34,12 @@ from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import HOOKS, stays_whole
+
+_OTHER_BATCH = (
+    "the module has to take any number of samples: write x.shape[0] or -1 where it has a fixed "
+    "number of samples, and name the arguments that have no batch dimension: shared=[…]"
+)
+"""What to do if a module fails for another batch size than the sample's."""
 
 State = tuple[bool, torch.dtype | None]
 """Whether a module is in training mode, and the dtype of autocast (`None` if it is off)."""
@@ -107,6 +114,8 @@ def record(
                 raise refused(recorder.root, where(error), why, what) from error
             if advice := signature.advice(sizes):
                 raise refused(recorder.root, where(error), why, advice) from error
+            if isinstance(error, RuntimeError) and re.search("size|shape", str(error)):
+                raise refused(recorder.root, where(error), why, _OTHER_BATCH) from error
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])
     returned = (structure, slots.again())

@@ -253,6 +253,10 @@ TRACED: dict[str, Mistake] = {
         lambda: traced(lambda net, x: net.a(x) * HIDDEN),
         ["Net cannot be traced at", "it uses a parameter that is not registered"],
     ),
+    "a fixed number of samples": (
+        lambda: traced(lambda net, x: net.a(x).view(4, 2)),
+        ["shape '[4, 2]' is invalid", "write x.shape[0] or -1 where it has a fixed number"],
+    ),
     "what compares samples": (
         lambda: traced(lambda net, x: net.a(x) - x.mean(0), torch.randn(4, 2)),
         ["other outputs for the two halves", "belongs after the pipeline"],
