@@ -83,9 +83,8 @@ def verify_skippables(module: nn.Sequential) -> None:
         if key not in popped:
             faults.append(f"layer {name!r} stashes {key}, which no later layer pops")
     if faults:
-        listed = "\n- ".join(faults)
         raise TypeError(
-            f"skips do not match:\n- {listed}\n"
-            "If a class is used more than once, give each pair of layers (one stashes, one pops) "
-            "its own namespace: ns = Namespace(); layer.isolate(ns)"
+            f"skips do not match: {'; '.join(faults)}; if a class is used more than once, give "
+            "each pair of layers (one stashes, one pops) its own namespace: ns = Namespace(); "
+            "layer.isolate(ns)"
         )

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from torchgpipe.caught import caught
+from torchgpipe.caught import caught, shortened
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.alike import check_alike, form_of
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
@@ -109,7 +109,7 @@ class Saves:
             RankFailed: If another rank has failed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
-            raise TypeError(f"step must be a whole number, but got {step!r}")
+            raise TypeError(f"step must be a whole number, but got {shortened(step)}")
         if not isinstance(model, Partitioned):
             raise TypeError(
                 f"save takes a step, a pipeline and its optimizer, but got {type(model).__name__} "

@@ -86,9 +86,12 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         file: The path of the file, or `None` to write no file.
 
     Raises:
+        TypeError: If `model` is not a pipeline.
         ValueError: If `model.observer` is already set.
         OSError: If the file cannot be written.
     """
+    if not isinstance(model, Partitioned):
+        raise TypeError(f"record takes a pipeline, but got {type(model).__name__}")
     if model.observer is not None:
         raise ValueError(
             "recording a timeline needs model.observer, which is already set; set it to None first"

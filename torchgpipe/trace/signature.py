@@ -43,7 +43,8 @@ class Signature:
         points: The sizes for which the module is recorded: batch sizes and lengths.
 
     Raises:
-        TypeError: If the sample has no tensors, or has a cache of keys and values.
+        TypeError: If the sample has no tensors, has a cache of keys and values, or does not fit the
+            module's forward.
         ValueError: If `dynamic_shapes` does not fit the sample.
     """
 
@@ -62,8 +63,8 @@ class Signature:
         args, kwargs = arguments(sample)
         _check_sample(module, args, kwargs)
         self._by_name = isinstance(sample, Mapping)
-        self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         bound = self._bound(args, kwargs).arguments
+        self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in bound.items():
             if cache := cache_in(value):
                 raise Untraceable(
@@ -281,7 +282,11 @@ class Signature:
         return self._result_slots.put_back(self._result, tensors)
 
     def _bound(self, args: Sequence[Any], kwargs: ByName) -> BoundArguments:
-        bound = self._parameters.bind(*args, **kwargs)
+        try:
+            bound = self._parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            named = str(self._parameters)[:200]
+            raise TypeError(f"the arguments do not fit forward{named}: {error}") from None
         bound.apply_defaults()
         return bound
 

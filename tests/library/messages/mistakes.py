@@ -295,43 +295,6 @@ MISTAKES: dict[str, Mistake] = {
         ["step must be a whole number", "got '0'"],
     ),
     "keeping no state": (lambda: Saves("never-made", keep=0), ["at least 1", "got 0"]),
-    "a truth value as scaler": (
-        lambda: step(mse_loss, scaler=True),
-        ["scaler must be a torch.amp.GradScaler()", "but got True"],
-    ),
-    "the class of a scaler": (
-        lambda: step(mse_loss, scaler=torch.amp.GradScaler),
-        ["scaler must be a torch.amp.GradScaler()", "but got <class"],
-    ),
-    "a device that PyTorch does not know": (
-        lambda: model(devices=["gpu:0", "gpu:1"]),
-        ["'gpu:0' is not a device of PyTorch", "'cuda:0'"],
-    ),
-    "numbers that are no devices": (
-        lambda: model(devices=[0.5, 1.5]),
-        ["0.5 is not a device of PyTorch"],
-    ),
-    "lists as schedule": (
-        lambda: model(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]),
-        ["schedule must be a name such as '1F1B'", "Schedule(name, placement, lists)", "[['0F0'"],
-    ),
-    "a long balance": (
-        lambda: model([1] * 1000),
-        ["the balance [1, 1, 1,", "… sums up to 1000 layers", "the module has 2"],
-    ),
-    "a long list as chunks": (lambda: model(chunks=[1] * 1000), ["but got [1, 1", "…"]),
-    "many batch sizes": (
-        lambda: model()(tuple(torch.zeros(n, 2) for n in range(1, 500))),
-        ["the same batch size", "[1, 2, 3", "…"],
-    ),
-    "a criterion's class without a target": (
-        lambda: model().step(nn.CrossEntropyLoss(), X),
-        ["CrossEntropyLoss needs a target: call step(criterion, input, target)"],
-    ),
-    "a criterion's function without a target": (
-        lambda: model().evaluate(mse_loss, X),
-        ["mse_loss needs a target: call step(criterion, input, target)"],
-    ),
     "recording what is recorded": (
         recorded_twice,
         ["model.observer", "set it to None first"],

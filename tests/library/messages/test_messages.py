@@ -16,6 +16,7 @@ from torchgpipe import GPipe, sequential
 
 from ..traced import CASES
 from .mistakes import ARRAY, MISTAKES, Mistake, X, model, step
+from .more_mistakes import MORE_MISTAKES
 
 LENGTH = torch.export.Dim("length")
 HIDDEN = nn.Parameter(torch.ones(2))
@@ -257,6 +258,14 @@ TRACED: dict[str, Mistake] = {
         lambda: traced(lambda net, x: net.a(x).view(4, 2)),
         ["shape '[4, 2]' is invalid", "write x.shape[0] or -1 where it has a fixed number"],
     ),
+    "two arguments for a module that takes one": (
+        lambda: sequential(nn.Linear(2, 2), (X, X)),
+        ["the arguments do not fit forward(input): too many positional arguments"],
+    ),
+    "an argument by another name": (
+        lambda: sequential(nn.Linear(2, 2), X)(x=X),
+        ["the arguments do not fit forward(input): missing a required argument: 'input'"],
+    ),
     "what compares samples": (
         lambda: traced(lambda net, x: net.a(x) - x.mean(0), torch.randn(4, 2)),
         ["other outputs for the two halves", "belongs after the pipeline"],
@@ -285,10 +294,10 @@ ERRORS = (TypeError, ValueError, IndexError, RuntimeError, AttributeError)
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", [*MISTAKES, *TRACED])
+@pytest.mark.parametrize("name", [*MISTAKES, *MORE_MISTAKES, *TRACED])
 def test_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make, words = (MISTAKES | TRACED)[name]
+    make, words = (MISTAKES | MORE_MISTAKES | TRACED)[name]
     with pytest.raises(ERRORS) as caught:
         make()
     message = str(caught.value)

@@ -215,7 +215,5 @@ def test_faults_are_all_listed(text: str, faults: list[str]) -> None:
     with pytest.raises(TypeError, match="skips do not match") as caught:
         GPipe(Sequential(layers), [1] * n, devices=["cpu"] * n)
     message = str(caught.value)
-    for fault in faults:
-        assert f"- {fault}\n" in message
-    assert message.count("\n- ") == len(faults)
-    assert "isolate(ns)" in message
+    assert message.startswith(f"skips do not match: {'; '.join(faults)}; if a class")
+    assert message.endswith("isolate(ns)")

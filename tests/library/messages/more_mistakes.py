@@ -1,0 +1,74 @@
+"""More mistakes with a pipeline: what `mistakes.py` has no room for."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from torchgpipe import GPipe
+from torchgpipe.saves import Saves
+from torchgpipe.skip import skippable, stash
+from torchgpipe.timeline import record
+
+from .mistakes import LAYER, Mistake, X, layers, model, step
+
+
+@skippable(stash=["skip"])
+class Stashing(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x
+
+
+MORE_MISTAKES: dict[str, Mistake] = {
+    "a truth value as scaler": (
+        lambda: step(mse_loss, scaler=True),
+        ["scaler must be a torch.amp.GradScaler()", "but got True"],
+    ),
+    "the class of a scaler": (
+        lambda: step(mse_loss, scaler=torch.amp.GradScaler),
+        ["scaler must be a torch.amp.GradScaler()", "but got <class"],
+    ),
+    "a device that PyTorch does not know": (
+        lambda: model(devices=["gpu:0", "gpu:1"]),
+        ["'gpu:0' is not a device of PyTorch", "'cuda:0'"],
+    ),
+    "numbers that are no devices": (
+        lambda: model(devices=[0.5, 1.5]),
+        ["0.5 is not a device of PyTorch"],
+    ),
+    "lists as schedule": (
+        lambda: model(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]),
+        ["schedule must be a name such as '1F1B'", "Schedule(name, placement, lists)", "[['0F0'"],
+    ),
+    "a long balance": (
+        lambda: model([1] * 1000),
+        ["the balance [1, 1, 1,", "… sums up to 1000 layers", "the module has 2"],
+    ),
+    "a long list as chunks": (lambda: model(chunks=[1] * 1000), ["but got [1, 1", "…"]),
+    "many batch sizes": (
+        lambda: model()(tuple(torch.zeros(n, 2) for n in range(1, 500))),
+        ["the same batch size", "[1, 2, 3", "…"],
+    ),
+    "a criterion's class without a target": (
+        lambda: model().step(nn.CrossEntropyLoss(), X),
+        ["CrossEntropyLoss needs a target: call step(criterion, input, target)"],
+    ),
+    "a criterion's function without a target": (
+        lambda: model().evaluate(mse_loss, X),
+        ["mse_loss needs a target: call step(criterion, input, target)"],
+    ),
+    "saving with the pipeline first": (
+        lambda: Saves("never-made").save(model(), 0, None),  # type: ignore[arg-type]
+        ["step must be a whole number, but got GPipe(balance=[1, 1]"],
+    ),
+    "recording layers": (
+        lambda: record(layers()).__enter__(),  # type: ignore[arg-type]
+        ["record takes a pipeline, but got Sequential"],
+    ),
+    "a skip that no layer pops": (
+        lambda: GPipe(nn.Sequential(Stashing(), LAYER), [1, 1], devices=["cpu"] * 2),
+        ["skips do not match: layer '0' stashes 'skip', which no later layer pops; if a class"],
+    ),
+}
