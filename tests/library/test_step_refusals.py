@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import make
@@ -84,6 +85,30 @@ def test_a_step_sees_what_any_criterion_counts(
     criterion: Any, target: Any, options: Any, said: str
 ) -> None:
     test_a_criterion_that_is_no_mean_over_samples_warns(criterion, target, options, said, "step")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_checkpointed_criterion_is_looked_at_in_the_first_step_only(weighted: bool) -> None:
+    """Looking computes the loss again. With a weight, there is nothing to look for."""
+    calls: list[int] = []
+
+    def criterion(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(len(y))
+        return crossed(y, t)
+
+    def checkpointed(y: Tensor, t: Tensor) -> Any:
+        return checkpoint(criterion, y, t, use_reentrant=False)
+
+    weight = (lambda target: (target != -100).sum()) if weighted else None
+    model = pipeline()
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        model.step(checkpointed, X, CLASSES, weight=weight)
+        counts.append(len(calls))
+    first, second = counts
+    assert second == 6  # a forward and a recomputation of each of three micro-batches
+    assert first == second if weighted else first > second
 
 
 def of_next(y: Tensor, labels: Tensor) -> Tensor:
@@ -176,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a reduction": (
         lambda: Shares("max", None, [1], [X]),
         ValueError,
-        "'mean', 'sum' or 'none', .* but got 'max'",
+        "'mean', 'sum' or 'none' .* but got 'max'",
     ),
     "a weight of a sum": (
         lambda: Shares("sum", len, [1], [X]),

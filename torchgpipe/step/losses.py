@@ -71,6 +71,9 @@ class Losses(BatchIO):
         self.targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
         self.counted: list[Counted | None] = [None] * len(self.targets)
+        # Whether to look at what the criterion counts. A single micro-batch needs no weight.
+        several = len(self.targets) > 1
+        self._looks = request.first and request.weight is None and several
         self._under_way: dict[int, tuple[Flat, Tensor, int]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}
@@ -102,7 +105,7 @@ class Losses(BatchIO):
         if isinstance(result, tuple) and len(result) == 2:
             result, self._logs[i] = result
         loss = scalar(result)
-        if self._request.first:
+        if self._looks:
             self.counted[i] = counted(loss)
         loss = self._shares.of(loss, i)
         self._losses[i] = loss.detach()
