@@ -36,8 +36,9 @@ from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import HOOKS, stays_whole
 
 _OTHER_BATCH = (
-    "the module has to take any number of samples: write x.shape[0] or -1 where it has a fixed "
-    "number of samples, and name the arguments that have no batch dimension: shared=[…]"
+    "dimension 0 of the sample has to be the batch, and the module has to take any number of "
+    "samples: write x.shape[0] or -1 where it has a fixed number of samples, and name the "
+    "arguments that have no batch dimension: shared=[…]"
 )
 """What to do if a module fails for another batch size than the sample's."""
 
@@ -114,7 +115,7 @@ def record(
                 raise refused(recorder.root, where(error), why, what) from error
             if advice := signature.advice(sizes):
                 raise refused(recorder.root, where(error), why, advice) from error
-            if isinstance(error, RuntimeError) and re.search("size|shape", str(error)):
+            if isinstance(error, RuntimeError) and re.search("size|shape|dim", str(error)):
                 raise refused(recorder.root, where(error), why, _OTHER_BATCH) from error
             raise recorder.refusal(where(error), why) from error
         outputs = tuple([recorder.number(x) for x in slots.tensors])

@@ -266,6 +266,10 @@ TRACED: dict[str, Mistake] = {
         lambda: sequential(nn.Linear(2, 2), X)(x=X),
         ["the arguments do not fit forward(input): missing a required argument: 'input'"],
     ),
+    "a single sample without a batch": (
+        lambda: sequential(nn.Linear(4, 4), torch.zeros(4)),
+        ["Linear cannot be traced", "dimension 0 of the sample has to be the batch"],
+    ),
     "what compares samples": (
         lambda: traced(lambda net, x: net.a(x) - x.mean(0), torch.randn(4, 2)),
         ["other outputs for the two halves", "belongs after the pipeline"],
