@@ -327,7 +327,7 @@ def scalar(loss: object, call: str = "step") -> Tensor:
     advice = ""
     if call == "loss" and isinstance(loss, dict | tuple):
         advice = "; to log more, call step(criterion, input, target), which takes (loss, logs)"
-    elif isinstance(loss, dict):
+    elif isinstance(loss, dict | tuple):
         advice = "; return (loss, logs) if you want to log more"
     raise TypeError(
         f"the criterion must return a scalar tensor, but returned {shape or type(loss).__name__}"

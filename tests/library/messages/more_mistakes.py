@@ -59,6 +59,10 @@ MORE_MISTAKES: dict[str, Mistake] = {
         lambda: model().evaluate(mse_loss, X),
         ["mse_loss needs a target: call step(criterion, input, target)"],
     ),
+    "two values beside the loss": (
+        lambda: step(lambda y, t: (mse_loss(y, t), 1, 2)),
+        ["must return a scalar tensor, but returned tuple; return (loss, logs)"],
+    ),
     "saving with the pipeline first": (
         lambda: Saves("never-made").save(model(), 0, None),  # type: ignore[arg-type]
         ["step must be a whole number, but got GPipe(balance=[1, 1]"],
