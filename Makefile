@@ -102,7 +102,7 @@ compare: has-sides $(READY)
 	@$(BIN)/python -m reproduce compare '$(A)' '$(B)' $(if $(C),'$(C)') $(ARGS)
 
 report: $(READY)
-	$(BIN)/python -m reproduce report $(ARGS)
+	$(BIN)/python -m reproduce report --out results/report.html $(ARGS)
 
 # One experiment at a time, also under make -j: they would disturb each other's times.
 .NOTPARALLEL:

@@ -5,11 +5,12 @@ The exit code is 0 if the result is as expected.
 
 import atexit
 import contextlib
+import difflib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 
 WORSE = 1  # the result is slower or worse, or differs from its record
@@ -20,6 +21,8 @@ CANNOT_TELL = 2
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 LEAST_TORCH = (2, 11)
+CLOSEST = 3  # names that a message suggests
+MOST_LISTED = 12  # names that a message lists
 
 
 class Error(Exception):
@@ -55,6 +58,26 @@ class Worse(Error):
     """The error for a result that is slower or worse than it should be, or for an outdated file."""
 
     exit_code = WORSE
+
+
+def suggestion(name: str, known: Iterable[str], listing: str | None = None) -> str:
+    """Return a text for an error message: the known names that are most similar to a name.
+
+    If no known name is similar, the text has all of them, or the first ones of a long list.
+
+    Args:
+        name: The name that is not known.
+        known: The known names.
+        listing: What lists all names, such as a command. It is needed for a long list.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=CLOSEST)
+    if close:
+        return f"did you mean {' or '.join(close)}"
+    if listing is None or len(names) <= MOST_LISTED:
+        return f"there are {', '.join(names)}"
+    first = ", ".join(names[:CLOSEST])
+    return f"there are {first} and {len(names) - CLOSEST} more ('{listing}' lists all)"
 
 
 def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

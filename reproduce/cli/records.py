@@ -158,7 +158,7 @@ def render(benchmarks: Any, check: bool) -> None:
         click.echo(f"{len(files)} files are as their records say")
 
 
-@command("report", "report --results results --out report.html")
+@command("report", "report --results results --out page.html")
 @click.option(
     "--results",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -170,7 +170,8 @@ def render(benchmarks: Any, check: bool) -> None:
     "--out",
     type=FILE,
     metavar="FILE",
-    help="Where to write it. Default: report.html in DIR, in a checkout's results, or here.",
+    default=Path("report.html"),
+    help="Where to write it. Default: report.html, in the current folder.",
 )
 @click.option(
     "--trace",
@@ -180,7 +181,7 @@ def render(benchmarks: Any, check: bool) -> None:
     metavar="FILE",
     help="Timeline to draw, as run --trace or torchgpipe.timeline writes it; may be repeated.",
 )
-def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> None:
+def report(results: Path | None, out: Path, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
     The page shows published, predicted, measured and emulated numbers side by side. It also shows
@@ -210,13 +211,12 @@ def report(results: Path | None, out: Path | None, traces: tuple[Path, ...]) -> 
         raise click.UsageError(
             f"--results {folder}: no record (*.json) in its folders {', '.join(FOLDERS)}"
         )
-    path = out or (results or OUT) / "report.html"
     timelines = []
     for trace in traces:
         timelines += read_trace(trace)
     skipped = [str(error) for error in broken]
-    write_atomically(path, page(records, timelines, lines, own, skipped))
-    click.echo(f"written: {path}")
+    write_atomically(out, page(records, timelines, lines, own, skipped))
+    click.echo(f"written: {out}")
 
 
 def content_of(path: Path) -> bytes:

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reproduce.error import Error, handling, leave, missing
-from reproduce.experiments.choose import suggestion
+from reproduce.error import Error, handling, leave, missing, suggestion
 from reproduce.machine.description import ROOT
 from reproduce.tables.output import FORMATS
 

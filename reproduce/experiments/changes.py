@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from reproduce.error import Error
-from reproduce.experiments.choose import suggestion
+from reproduce.error import Error, suggestion
 from reproduce.experiments.row import CHANGED, EQUAL_LAYERS, PLANNED, Checkpoint, Row, Scale
 
 MODES = get_args(Checkpoint)

@@ -3,22 +3,12 @@
 A scale is a named set of sizes for all rows of an experiment, such as `paper` or `small`.
 """
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from reproduce.error import Error
+from reproduce.error import Error, suggestion
 from reproduce.experiments.row import Experiment, GiB, Row, Scale
 from reproduce.machine.devices import Devices
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a text that suggests the most similar known name, or lists all known names."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"did you mean {close[0]}"
-    return f"there are {', '.join(names)}"
 
 
 def choose_rows(
@@ -67,7 +57,9 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
                 known.setdefault(row.name, row)
     for name in names:
         if name not in known:
-            raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known)}")
+            experiment = " ".join(each.name for each in experiments)
+            listing = f"python -m reproduce list {experiment}"
+            raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known, listing)}")
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:

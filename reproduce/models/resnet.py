@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Flatten, Identity, Module, ReLU, Sequential
 
-from reproduce.error import Error
+from reproduce.error import Error, suggestion
 from reproduce.models.sizes import check_size
 from reproduce.models.unet import Stash
 from torchgpipe.skip import Namespace, pop, skippable
@@ -168,7 +168,12 @@ def torchvision_model(name: str, pixels: int, **options: int) -> Module:
     Raise `ValueError` if torchvision has no model called `name`.
     """
     models = import_torchvision("models", f"torchvision:{name}")
-    builder = models.get_model_builder(name)
+    try:
+        builder = models.get_model_builder(name)
+    except ValueError:
+        names = models.list_models(models)
+        known = suggestion(name.lower(), names, "torchvision.models.list_models()")
+        raise ValueError(f"torchvision has no model {name!r}; {known}") from None
     parameters = inspect.signature(builder).parameters
     # Without weights, nothing is downloaded.
     no_weights = {key: None for key in parameters if key.startswith("weights")}

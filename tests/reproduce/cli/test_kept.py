@@ -222,3 +222,18 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
         commit_file(Path(), "kept", "b", meanwhile)
     assert git(Path(), "show", "kept:a") == "1"
     assert git(Path(), "show", "kept:b") == "theirs"
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_report_is_written_into_the_current_folder(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not into the folder of the results, which may be those of a checkout."""
+    record, _ = keep()
+    save(record, Path("measured/mine.json"))
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    out, _ = command("report", "--results", "..")
+    assert out == "written: report.html\n"
+    assert Path("report.html").exists()
+    assert not Path("../report.html").exists()

@@ -41,7 +41,13 @@ REFUSED = {
     ),
     f"{SPEED} --out text": "--out text: cannot be written (File exists); name another",
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
-    "run unet-speed --row '#'": "--row '#': no row is called so; there are baseline, pipeline-1",
+    "run unet-speed --row '#'": (
+        "--row '#': no row is called so; there are baseline, pipeline-1, pipeline-2 and 35 more "
+        "('python -m reproduce list unet-speed' lists all)"
+    ),
+    "plan torchvision:resnet5": (
+        "torchvision has no model 'resnet5'; did you mean resnet50 or resnet152 or "
+    ),
     "run unet-speed unet-memory --row 'naive n2'": (
         "unet-memory has none of the rows naive n2; do not name this"
     ),
@@ -101,7 +107,6 @@ REFUSED = {
     "plan resnet": (
         "no model is called 'resnet'; choose amoebanet, unet, resnet101, a model of torchvision"
     ),
-    "plan torchvision:resnet5": "resnet5",
     "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
     "plan math:pi": "math:pi has to be a function that returns a model, got float",
