@@ -206,10 +206,11 @@ class Rows:
         most = max(result.values.get("executed", 0) for result in self)
         limit = f", at most {most} micro-batches of a step" if most > 1 else ""
         both = any(self.emulated_over_measured(result) for result in self)
-        if both:
-            measured = "measured: the speed-up of n devices at once, by the clock"
-            if ratio:
-                measured += "; emul./meas.: emulated over measured samples/s"
+        measured = "measured: the speed-up of n devices at once, by the clock"
+        if both and ratio:
+            yield f"{measured}; emul./meas.: emulated over measured samples/s"
+            yield f"samples/s measured: {', '.join(self._measured_speeds())}"
+        elif both:
             yield measured
         yield (
             f"emulated: every task run by itself on one device{limit}, and the schedule of n "
@@ -233,6 +234,13 @@ class Rows:
                 "emulated copies take no time: the links of these GPUs are not known; --link can "
                 "name a description"
             )
+
+    def _measured_speeds(self) -> Iterator[str]:
+        """Yield the measured samples per second of each emulated row that was measured, too."""
+        for result in self:
+            found = self.measured(result.row)
+            if found is not None and throughput(found):
+                yield f"{result.row} {number(throughput(found))}"
 
     def circumstances(self) -> str:
         """Return a note on the scale, batch sizes and steps, and on the model if all share it."""

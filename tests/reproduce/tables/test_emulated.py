@@ -26,3 +26,13 @@ def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
         assert ("with one\nthread" in busy.headings) == bool(more)
         assert ("one thread of the host issues the tasks of all GPUs" in notes) == bool(more)
     assert {cells[-1] for cells in busy.rows} == {"50%"}
+
+
+def test_a_note_has_the_measured_samples_per_second_of_emulated_rows() -> None:
+    """There is no room for another column: a table as text has 80 characters."""
+    emulated = ran("unet-speed", "small", as_fast, emulated=True)
+    measured = ran("unet-speed", "small", lambda row: [30.0] if row.name == "baseline" else None)
+    published, *_ = tables(record(*emulated, *measured))
+    assert "samples/s measured: baseline 30.0" in published.notes
+    alone, *_ = tables(record(*emulated))
+    assert not any("samples/s measured" in note for note in alone.notes)
