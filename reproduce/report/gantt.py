@@ -212,7 +212,7 @@ def _draw_numbers(
     for task in fitting:
         middle = (task.start + task.end) / 2 - start
         place = (middle, timeline.row(task))
-        ground = {"facecolor": color[task.kind], "edgecolor": "none", "pad": 0.5}  # no hatch
+        ground = {"facecolor": color[task.kind], "edgecolor": "none", "pad": 2}  # no hatch
         axes.annotate(
             str(task.micro_batch), place, ha="center", va="center", color=back, bbox=ground
         )
