@@ -21,8 +21,8 @@ CANNOT_TELL = 2
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 LEAST_TORCH = (2, 11)
-CLOSEST = 3  # names that a message suggests
-MOST_LISTED = 12  # names that a message lists
+CLOSEST = 3  # names that a message has in place of a long list
+MOST_LISTED = 12  # names that a list may have
 
 
 class Error(Exception):

@@ -7,7 +7,7 @@ a row could hide a regression, so the check fails or, if such rows are allowed, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reproduce.error import Error, Worse
+from reproduce.error import CLOSEST, MOST_LISTED, Error, Worse
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import read
@@ -54,7 +54,7 @@ class Gate:
             Error: A row of A could not be judged.
         """
         left = set().union(*self.unjudged.values())
-        reasons = [f"{reason}: {once(names)}" for reason, names in self.unjudged.items()]
+        reasons = [f"{reason}: {_first(names)}" for reason, names in self.unjudged.items()]
         said = list(dict.fromkeys(self.unfair))
         if self.worse:
             more = f"; {count(left)} of A could not be judged" if left else ""
@@ -69,6 +69,15 @@ class Gate:
         if left and not allow_missing:
             raise Error("; ".join([*said, ACCEPT]))
         return "; ".join(said)
+
+
+def _first(names: Sequence[str]) -> str:
+    """Join names by commas, each once; of a long list, only the first ones."""
+    different = list(dict.fromkeys(names))
+    if len(different) <= MOST_LISTED:
+        return ", ".join(different)
+    first = ", ".join(different[:CLOSEST])
+    return f"{first} and {len(different) - CLOSEST} more (--all names them)"
 
 
 def gate(
