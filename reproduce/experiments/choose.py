@@ -57,8 +57,8 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
                 known.setdefault(row.name, row)
     for name in names:
         if name not in known:
-            experiment = " ".join(each.name for each in experiments)
-            listing = f"python -m reproduce list {experiment}"
+            named = " ".join(each.name for each in experiments)
+            listing = f"python -m reproduce list {named}"
             raise Error(f"--row {name!r}: no row is called so; {suggestion(name, known, listing)}")
 
 

@@ -239,8 +239,8 @@ class Rows:
         """Yield the measured samples per second of each emulated row that was measured, too."""
         for result in self:
             found = self.measured(result.row)
-            if found is not None and throughput(found):
-                yield f"{result.row} {number(throughput(found))}"
+            if found is not None and (reading := throughput(found)):
+                yield f"{result.row} {number(reading)}"
 
     def circumstances(self) -> str:
         """Return a note on the scale, batch sizes and steps, and on the model if all share it."""

@@ -45,7 +45,7 @@ def _in_c(tell: Callable[..., Any]) -> Callable[..., int]:
 
 def _write(place: Any, told: Any) -> None:
     if isinstance(place, ctypes.Structure):
-        for (name, _), value in zip(place._fields_, told, strict=True):
-            setattr(place, name, value)
+        for field, value in zip(place._fields_, told, strict=True):
+            setattr(place, field[0], value)
     else:
         place.value = told

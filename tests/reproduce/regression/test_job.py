@@ -311,9 +311,9 @@ def test_packages_may_be_in_the_folders_of_pythonpath(
 ) -> None:
     """The checkout comes before PYTHONPATH, so packages of the checkout are measured."""
     (tmp_path / "told.py").write_text(
-        "import json, reproduce; print(json.dumps([*reproduce.__path__]))"
+        "import json, reproduce; print(json.dumps({'path': [*reproduce.__path__]}))"
     )
     (tmp_path / "reproduce").mkdir()
     (tmp_path / "reproduce" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert list(job.in_turn({}, {}, "told")) == [[str(ROOT / "reproduce")]]
+    assert list(job.in_turn({}, {}, "told")) == [{"path": [str(ROOT / "reproduce")]}]
