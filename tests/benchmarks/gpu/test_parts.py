@@ -122,6 +122,59 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issued._profile(step) == {"failed": "RuntimeError: no GPU"}
 
 
+class Kineto:
+    """A stand-in for PyTorch's profiler. While a step runs, it records `STEP`, else `SYNC`."""
+
+    issued = False
+    recordings = 0
+
+    def __init__(self, activities: list[Any]) -> None:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=self.events))
+
+    def __enter__(self) -> "Kineto":
+        Kineto.issued = False
+        Kineto.recordings += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls = STEP if Kineto.issued else [SYNC]
+
+    def events(self) -> list[Any]:
+        events = []
+        for name, on_device, start, end in self.calls:
+            kind = issued.DEVICE if on_device else type(issued.DEVICE).CPU
+            told = {
+                "name": name,
+                "device_type": kind,
+                "start_ns": start,
+                "duration_ns": end - start,
+            }
+            getters = {key: lambda value=value: value for key, value in told.items()}
+            events.append(SimpleNamespace(**getters))
+        return events
+
+
+def test_a_profile_counts_waits_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the profiler does by itself is recorded once, after the profiler has started."""
+    monkeypatch.setattr(issued, "profile", Kineto)
+    monkeypatch.setattr(Kineto, "recordings", 0)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+
+    def issue() -> None:
+        Kineto.issued = True
+
+    step: Any = SimpleNamespace(issue=issue, drop_gradients=lambda: None, tasks=2)
+    issued._recorded_of_nothing.cache_clear()
+    try:
+        for _ in range(2):
+            assert issued._profile(step) == {"busy": 3e-9, "waits": 2}
+    finally:
+        issued._recorded_of_nothing.cache_clear()
+    assert Kineto.recordings == 2 + 2
+
+
 # What `benchmarks.gpu.issued` prints of a case on a GPU. The times are in seconds per task.
 LINE = {
     "case": "linear n=2 m=8 never",
