@@ -40,7 +40,13 @@ Found = Generator[Sequence[Result], None, None]
 
 
 def command(
-    name: str, doc: str, *, record: bool = True, package: str = "benchmarks", **defaults: int
+    name: str,
+    doc: str,
+    *,
+    record: bool = True,
+    formats: bool = True,
+    package: str = "benchmarks",
+    **defaults: int,
 ) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line.
 
@@ -48,6 +54,7 @@ def command(
         name: The name of the benchmark's module, such as `gates.machinery`.
         doc: The docstring of the module. Its first line is the description.
         record: Whether the benchmark makes a record, and so has the option `--out`.
+        formats: Whether the results can be printed in several formats, by the option `--format`.
         package: The package that has the module.
         defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
             only those of these options for which a default is given.
@@ -64,8 +71,9 @@ def command(
     if record:
         text = "write a record to FILE, as results come"
         parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "how the results are printed (default text)"
-    parser.add_argument("--format", choices=FORMATS, default="text", help=text)
+    if formats:
+        text = "how the results are printed (default text)"
+        parser.add_argument("--format", choices=FORMATS, default="text", help=text)
     return parser
 
 

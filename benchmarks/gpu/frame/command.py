@@ -71,7 +71,7 @@ class Plan:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and print the page, or print the page of earlier results."""
-    parser = command("gpu", __doc__, record=False)
+    parser = command("gpu", __doc__, record=False, formats=False)
     add = parser.add_argument
     text = "write the page, the archive and all results into DIR"
     add("--out", type=Path, metavar="DIR", help=text)
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--minutes", type=_minutes, default=MINUTES, metavar="N", help=text)
     text = "a folder with another torchgpipe, to measure beside this one"
     add("--against", type=_torchgpipe, metavar="FOLDER", help=text)
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="run only these parts")
+    text = f"run only these parts: {', '.join(PARTS)}"
+    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=text)
     text = "try all parts on the CPU at a tiny size, in less than a minute"
     add("--dry-run", action="store_true", help=text)
     text = "only print the page of the results in a folder or an archive, made anew"

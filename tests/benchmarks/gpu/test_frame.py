@@ -154,6 +154,7 @@ def test_results_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--minutes 0 --dry-run", "0 is not a number of minutes above 0"),
         ("--against /nowhere", "there is no torchgpipe/__version__.py in /nowhere (try: pip "),
         ("--only everything", "invalid choice: 'everything'"),
+        ("--dry-run --format json", "unrecognized arguments: --format json"),
     ],
 )
 def test_what_it_refuses(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
