@@ -108,6 +108,11 @@ class Layer(Module):
         """The Python code of the function that makes the layer's calls."""
         return self._text
 
+    @property
+    def stashes(self) -> list[SkipKey]:
+        """The skips that the layer stashes, in the order in which it stashes them."""
+        return [key for key, _ in self._stashed]
+
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Make the layer's calls, and return its outputs."""
         inputs = list(tensors_of(input))

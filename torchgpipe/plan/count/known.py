@@ -15,21 +15,26 @@ from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.balance.profile import Rehearsal
+from torchgpipe.plan.count.unnamed import tensor_of, unnamed
+from torchgpipe.skip.scope import Scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.trace.code.call import Held, Value
+from torchgpipe.trace.layer import Layer
 from torchgpipe.trace.parts import tensors_in
 
 T = TypeVar("T")
+EMPTY: Scope = {}
 
 
 class Alike:
     """A cache of measurements of layers. Layers that behave alike, in any model, share an entry."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[Any, TensorOrTensors]] = {}
-        """Measurements and outputs of layers, by their behaviour."""
+        self._known: dict[object, tuple[Any, TensorOrTensors, list[Tensor | None]]] = {}
+        """Measurements, outputs and stashed skips of layers, by their behaviour."""
         self._layers: dict[int, tuple[Module, object]] = {}
         """Layers and their states, by the layers' ids. Holding the layers keeps the ids valid."""
         self._how: object = None
@@ -59,29 +64,36 @@ class Alike:
 
         Args:
             measure: A function that runs the layer and measures something.
-            rehearsal: The layer and its input. This method also sets the rehearsal's output.
+            rehearsal: The layer and its input. This method also sets its output and its skips.
             more: An additional part of the key. It has to differ for different kinds of
                 measurements, and contain all else that the result depends on.
         """
-        key = self.behaviour(rehearsal.original, rehearsal.value, more)
+        layer = rehearsal.original
+        key = self.behaviour(layer, rehearsal.value, more, skips=rehearsal.skips)
         if key is None:
             return measure(rehearsal)
         if key not in self._known:
             found = measure(rehearsal)
-            self._known[key] = found, rehearsal.output
-        found, rehearsal.output = self._known[key]
+            self._known[key] = found, rehearsal.output, list(rehearsal.scope.values())
+        found, rehearsal.output, skips = self._known[key]
+        stashes = layer.stashes if isinstance(layer, Layer) else ()
+        rehearsal.scope = dict(zip(stashes, skips, strict=True))
         return found
 
-    def behaviour(self, layer: Module, value: TensorOrTensors, more: object = None) -> object:
+    def behaviour(
+        self, layer: Module, value: TensorOrTensors, more: object = None, *, skips: Scope = EMPTY
+    ) -> object:
         """Return a key that is equal for layers that behave alike on inputs of equal shapes.
 
-        The key has all state of the layer except the contents of tensors. There is no key (`None`)
-        for layers with skips, and for layers that cannot be pickled.
+        The key has all state of the layer except the contents of tensors, and the names of the
+        layer and its parts. There is no key (`None`) for layers with skips that are not layers of a
+        traced module, and for layers that cannot be pickled.
 
         Args:
             layer: The layer.
             value: The input of the layer; its contents make no difference.
             more: An additional part of the key.
+            skips: The skips that the layer pops; their contents make no difference.
         """
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)
@@ -90,15 +102,16 @@ class Alike:
             return None
         numbers: dict[int, int] = {}
         looks = [_looks(x, numbers) for x in tensors_of(value)]
+        looks += [None if x is None else _looks(x, numbers) for x in skips.values()]
         return (state, self._how, isinstance(value, Tensor), *looks, more)
 
 
 def _state(layer: Module) -> object:
-    if any(skips_of(layer)):
+    if any(skips_of(layer)) and not isinstance(layer, Layer):
         return None
     written = io.BytesIO()
     try:
-        _Shapes(written).dump(layer)
+        _Shapes(written, layer).dump(unnamed(layer) if isinstance(layer, Layer) else layer)
     except Exception:
         return None
     return written.getvalue()
@@ -126,15 +139,22 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
 class _Shapes(pickle.Pickler):
     """Pickle an object, but write a description in place of each tensor (see `_looks`).
 
-    The descriptions also tell which tensors share a storage.
+    The descriptions also tell which tensors share a storage. The placeholders of traced calls are
+    numbered anew, in the order in which they are first used.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, layer: Module) -> None:
         super().__init__(file)
+        self._layer = layer
         self._numbers: dict[int, int] = {}
         """The numbers of storages, by address. The pickled tensors keep the storages alive."""
+        self._placeholders: dict[Value, int] = {}
 
     def persistent_id(self, item: object) -> object:
+        if isinstance(item, Value):
+            return "value", self._placeholders.setdefault(item, len(self._placeholders))
+        if isinstance(item, Held) and isinstance(self._layer, Layer):
+            item = tensor_of(self._layer, item)
         if not isinstance(item, Tensor):
             return None
         return str(_looks(item, self._numbers))

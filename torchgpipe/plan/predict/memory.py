@@ -27,7 +27,7 @@ tensors, the workspaces of libraries, the tensors that a criterion keeps, and th
 that checkpointed tasks make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
@@ -64,6 +64,11 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
     The prediction assumes that all micro-batches are as large as the first micro-batch, although
     the last micro-batch can be smaller.
     """
+    return list(peaks_of_devices(counts, setup))
+
+
+def peaks_of_devices(counts: Counts, setup: Setup) -> Iterator[DeviceBytes]:
+    """Yield what `setup_memory` returns, one device after another, the first device first."""
     sizes = setup.sizes
     routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
     m = len(sizes)
@@ -71,12 +76,10 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
         m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
     recomputed = checkpointed(setup.checkpoint, m)
     shared = exchanged_parameters(counts.low, setup.cuts, setup.lists.placement)
-    peaks = []
     for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(routes))):
         arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))
         device = _Device(counts, setup, own, routes, arriving)
-        peaks.append(device.fullest(own))
-    return peaks
+        yield device.fullest(own)
 
 
 class _Device:

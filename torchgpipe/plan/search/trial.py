@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
-from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
+from torchgpipe.plan.predict.memory import DeviceBytes, peaks_of_devices, setup_memory
 from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.predict.replay import Timeline
 from torchgpipe.plan.search.balances import Work
@@ -63,7 +63,11 @@ class Candidate:
 
     def lacks(self, memory: float) -> float:
         """Return how many bytes are missing, added up over all devices of `memory` bytes."""
-        return sum([max(0.0, device.peak - memory) for device in self.devices])
+        return _lacking(self.devices, memory)
+
+
+def _lacking(devices: Sequence[DeviceBytes], memory: float) -> float:
+    return sum([max(0.0, device.peak - memory) for device in devices])
 
 
 def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> Candidate:
@@ -114,10 +118,19 @@ class Trial:
             return False
         self.left -= 1
         setup = replace(work.setup, balance=balance)
-        step = work.predictor.step(setup)
-        if not lacking and step.seconds >= self.best.seconds:
-            return False  # The balance is not faster, so its memory need not be predicted.
-        found = assess(work.predictor, setup, step)
+        # What is not needed to refuse a balance is not predicted.
+        step = None
+        if not lacking:
+            step = work.predictor.step(setup)
+            if step.seconds >= self.best.seconds:
+                return False
+        devices: list[DeviceBytes] = []
+        for device in peaks_of_devices(work.predictor.counts, setup):
+            devices.append(device)
+            if _lacking(devices, self.memory) > lacking:
+                return False
+        step = step or work.predictor.step(setup)
+        found = Candidate(setup, step.seconds, step.bubble, tuple(devices))
         if (found.lacks(self.memory), found.seconds) >= (lacking, self.best.seconds):
             return False
         self.best = found

@@ -13,6 +13,7 @@ from torch.nn import GELU, Dropout, Identity, LayerNorm, Linear, Module, Paramet
 
 from benchmarks.gates.tally import tallied
 from reproduce.models.built import amoebanetd, resnet101, unet
+from torchgpipe import sequential
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.optimizer import Optimizer
@@ -112,6 +113,37 @@ def test_layers_that_behave_alike_are_copied_once(
     assert Copied.copies == 2 * (2 * different + 3)
 
 
+class Block(Module):
+    """Two layers and a skip around them: traced, the skip goes around the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Copied(8, 8)
+        self.second = Copied(8, 8)
+        self.third = Copied(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.third(self.second(self.first(x)).relu())
+
+
+def blocks(number: int = 3) -> Sequential:
+    with torch.device("meta"):
+        return sequential(Sequential(*[Block() for _ in range(number)]), meta(2, 8))
+
+
+def test_traced_layers_that_differ_only_in_names_are_copied_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = []
+    for number in (4, 9):
+        module = blocks(number)
+        assert any(any(skips_of(layer)) for layer in module)
+        monkeypatch.setattr(Copied, "copies", 0)
+        count(module, meta(2, 8))
+        copies.append(Copied.copies)
+    assert copies[0] == copies[1] > 0
+
+
 @pytest.mark.parametrize(
     ("works", "operator", "runs"),
     [
@@ -153,7 +185,7 @@ def no_answer(_: Remembered, func: Any, __: Any, args: Any = (), kwargs: Any = N
 # The class of each cache, and the method and its replacement that disable the cache.
 SHORTCUTS: list[tuple[type, str, Callable[..., object]]] = [
     (Remembered, "__torch_dispatch__", no_answer),
-    (Alike, "behaviour", lambda *_: None),
+    (Alike, "behaviour", lambda *_, **__: None),
 ]
 
 
@@ -173,7 +205,7 @@ RESNET_101 = pytest.param(resnet101, (3, 64, 64), marks=pytest.mark.slow)
 @pytest.mark.parametrize("owner, name, replacement", SHORTCUTS, ids=["operators", "layers"])
 @pytest.mark.parametrize(
     ("build", "shape"),
-    [(small, (8,)), (lambda: unet(2, 1, 4), (3, 16, 16)), AMOEBANET_D, RESNET_101],
+    [(small, (8,)), (blocks, (8,)), (lambda: unet(2, 1, 4), (3, 16, 16)), AMOEBANET_D, RESNET_101],
 )
 def test_counts_are_the_same_without(
     build: Any,

@@ -1,0 +1,55 @@
+"""Describe a layer of a traced module without the names and numbers of its parts in the module."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from torchgpipe.trace.code.call import Held, Value
+from torchgpipe.trace.layer import Layer
+
+NAMED = {
+    *("name", "_inputs", "_outputs", "_steps", "_sizes_read", "_text", "_calls"),
+    *("_namespaces", "_stashed", "_popped", "_skips"),
+    *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+}
+"""The attributes of a layer that have names or numbers of the traced module in them."""
+
+
+def unnamed(layer: Layer) -> object:
+    """Return what the layer does: its calls, and all else that it has but names.
+
+    The submodules that it calls are in the places of their names. The placeholders of tensors
+    (`Value` and `Held`) are left in the calls.
+    """
+    steps: list[Any] = []
+    for call in layer._steps:
+        made: Any = call.target
+        if isinstance(made, str):
+            made = _at(layer, made)
+        outputs, spent = [*map(Value, call.outputs)], [*map(Value, call.spent)]
+        steps.append((made, call.args, call.kwargs, call.grad, outputs, spent))
+    popped = [number for _, number in layer._popped]
+    in_order_of_names = [number for _, number in sorted(layer._popped, key=lambda pop: pop[0].name)]
+    stashed = [number for _, number in layer._stashed]
+    ends = [layer._inputs, popped, in_order_of_names, layer._outputs, stashed]
+    numbers = [[*map(Value, end)] for end in ends]
+    sizes = [(read._replace(value=0), Value(read.value)) for read in layer._sizes_read]
+    other = {key: value for key, value in vars(layer).items() if key not in NAMED}
+    return numbers, sizes, steps, [*layer.parameters()], [*layer.buffers()], other
+
+
+def tensor_of(layer: Layer, held: Held) -> Tensor:
+    """Return the parameter or buffer of the layer that a placeholder stands for."""
+    path, _, last = held.name.rpartition(".")
+    holder = _at(layer, path)
+    found: Tensor = {**holder._buffers, **holder._parameters}[last]
+    return found
+
+
+def _at(layer: Layer, path: str) -> Module:
+    """Return the submodule at a path such as "layer1.0", or the layer itself for an empty path."""
+    module: Any = layer
+    for part in path.split(".") if path else ():
+        module = module._modules[part]
+    return module
