@@ -8,9 +8,11 @@ from textwrap import fill
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from reproduce.cli.shared import (
     COUNT,
+    HARDWARE,
     HERE,
     autocast,
     command,
@@ -144,7 +146,8 @@ def plan(**options: Any) -> None:
     MODEL is amoebanet, unet, resnet101, torchvision:NAME, or your own function, written as
     package.module:function. The function returns a model, or a model and an example batch.
     """
-    asked = Options(**options)
+    source = click.get_current_context().get_parameter_source("hardware")
+    asked = Options(**options, by_default=source is ParameterSource.DEFAULT)
     conflict = next(conflicts(asked), None)
     if conflict is not None:
         option, reason = conflict
@@ -179,6 +182,19 @@ class Options:
     profiled: int | None
     style: str
     grows: str | None
+    by_default: bool = False
+    """Whether the hardware is the default, because none was given."""
+
+    @property
+    def note(self) -> str:
+        """What to say about the hardware if none was given."""
+        if not self.by_default:
+            return ""
+        here = "" if self.grows else f"{HERE}, which times the layers on this machine, or "
+        return (
+            f"No hardware was given, so {self.hardware.name} is assumed. Name yours by --hardware: "
+            f"{here}a description: {', '.join(HARDWARE)}, or a file."
+        )
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
@@ -231,7 +247,6 @@ def show_best(asked: Options) -> None:
     import torch
 
     from reproduce.predict.asked import find_given
-    from reproduce.tables.layout import WIDTH
     from reproduce.tables.output import of_plan, written
     from torchgpipe.plan import plan as make_plan
 
@@ -262,17 +277,29 @@ def show_best(asked: Options) -> None:
             master_weights=asked.master_weights,
             progress=progress,
         )
-    title = ", ".join([given.title, f"batch size {batch_size}", optimizer, planned.precision])
-    text = f"{fill(title, WIDTH)}\n\n{planned}\n"
-    markdown = f"{title}\n\n```\n{planned}\n```\n"
+    where = f"on {planned.hardware.name}"
+    how = [f"batch size {batch_size}", optimizer, planned.precision]
+    title = ", ".join([given.title, *how, where])
+    text = f"{headed(title, asked.note)}{planned}\n"
+    markdown = f"{headed(title, asked.note, wrap=False)}```\n{planned}\n```\n"
     click.echo(written(asked.style, of_plan(planned, title), text, markdown), nl=False)
+
+
+def headed(title: str, note: str, *, wrap: bool = True) -> str:
+    """Return a title and a note, if there is one, as paragraphs above what follows."""
+    from reproduce.tables.layout import WIDTH
+
+    paragraphs = list(filter(None, (title, note)))
+    if wrap:
+        paragraphs = [fill(text, WIDTH) for text in paragraphs]
+    return "".join([f"{text}\n\n" for text in paragraphs])
 
 
 def show_largest(asked: Options) -> None:
     """Find the largest model that fits, and print it."""
     from reproduce.predict.asked import PAPERS, find_family, find_given
     from reproduce.predict.largest import Asked, find_largest, lines_of, title_of
-    from reproduce.tables.layout import WIDTH, bullets
+    from reproduce.tables.layout import bullets
     from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
 
@@ -298,6 +325,6 @@ def show_largest(asked: Options) -> None:
     found = find_largest(question, axis, partial(click.echo, err=True))
     title = title_of(question)
     lines = list(lines_of(question, axis, found))
-    text = f"{fill(title, WIDTH)}\n\n{bullets(lines)}\n"
-    markdown = f"{title}\n\n{bullets(lines, wrap=False)}\n"
+    text = f"{headed(title, asked.note)}{bullets(lines)}\n"
+    markdown = f"{headed(title, asked.note, wrap=False)}{bullets(lines, wrap=False)}\n"
     click.echo(written(asked.style, of_largest(found, title), text, markdown), nl=False)

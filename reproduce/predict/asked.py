@@ -4,6 +4,7 @@ The user names a model: one of the papers' models, one of torchvision's models, 
 returns a model.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -25,6 +26,7 @@ from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers, flat
 
 MOST = 2**20  # the largest value of an argument of the user's function to try
+MOST_LAYERS = 4096  # to count and to balance more layers takes minutes
 IMAGE = (3, 224, 224)  # the default shape of a sample for torchvision's models
 
 
@@ -157,12 +159,13 @@ def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
             f"default, such as def {what}({grows}=2); arguments like that: {known}"
         )
 
+    @functools.cache
     def counts(sizes: Sizes) -> Counts:
         made = Given(name, lambda: _returned(name, function(**{grows: sizes[0]}), shape))
         module, sample = made.built(1, torch.device("meta"))
         return count(module, flat(module, sample), alike=ALIKE)
 
-    return Family(name, (grows,), (start,), (1,), (MOST,), counts)
+    return Family(name, (grows,), (start,), (1,), (MOST,), counts, MOST_LAYERS)
 
 
 def _of_paper(paper: Paper, sizes: Sizes) -> Given:

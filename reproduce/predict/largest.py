@@ -32,6 +32,7 @@ class Family(NamedTuple):
         steps: For each size, the number of which it must be a multiple.
         most: For each size, the largest value that is tried.
         counts: Given sizes, counts the operations and bytes of the model's layers.
+        most_layers: The search ends with a model that fits and has at least so many layers.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Family(NamedTuple):
     steps: Sizes
     most: Sizes
     counts: Callable[[Sizes], Counts]
+    most_layers: float = inf
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,21 @@ class Asked:
 
 
 def largest(
-    asked: Asked, axis: int, fit: Callable[[Sizes], bool]
+    asked: Asked,
+    axis: int,
+    fit: Callable[[Sizes], bool],
+    layers: Callable[[Sizes], int] = lambda _: 0,
 ) -> tuple[Sizes | None, Sizes | None]:
     """Search for the largest model that fits, by changing the size with index `axis`.
 
     1. Double this size until the model does not fit.
     2. Bisect between the largest size that fits and the smallest size that does not.
+
+    Args:
+        asked: The model to begin with, and the devices.
+        axis: The index of the size that grows.
+        fit: Returns whether a model of these sizes fits.
+        layers: Returns how many layers a model of these sizes has, after it was found to fit.
 
     Returns:
         - The largest sizes that fit, or None if no size fits.
@@ -82,7 +93,7 @@ def largest(
     high = max(1, asked.sizes[axis] // step)
     while fit(sizes(high)):
         low, high = high, 2 * high
-        if high * step > most:
+        if high * step > most or layers(sizes(low)) >= asked.family.most_layers:
             return sizes(low), None
     between = range(low + 1, high)  # `low` fits, and `high` does not
     low += bisect.bisect_left(between, True, key=fails)
@@ -112,9 +123,13 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
     text about each size that is tried.
     """
     made = []
+
+    def layers(sizes: Sizes) -> int:
+        return len(asked.family.counts(sizes))
+
     for how in ("naive", "pipelined"):
         fit = partial(_fit, asked, how, tell)
-        sizes, beyond = largest(asked, axis, fit)
+        sizes, beyond = largest(asked, axis, fit, layers)
         parameters = 0
         if sizes is not None:
             counts = asked.family.counts(sizes)
@@ -127,8 +142,9 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
 def title_of(asked: Asked) -> str:
     """Return a title with the model, the devices and the training options of the search."""
     return (
-        f"largest {asked.family.name} on {asked.devices} device(s) with {amount(asked.memory)} for "
-        f"tensors, batch size {asked.batch_size}, {asked.optimizer}, float32"
+        f"largest {asked.family.name} on {asked.devices} device(s) of {asked.hardware.name} with "
+        f"{amount(asked.memory)} for tensors, batch size {asked.batch_size}, {asked.optimizer}, "
+        "float32"
     )
 
 
@@ -141,7 +157,8 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
             continue
         least = "at least " if each.beyond is None else ""
         title = titled(name, each.sizes)
-        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters"
+        end = "" if each.beyond else ", where the search ends"
+        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters{end}"
     yield (
         f"only {asked.family.names[axis]} grows. naive: one micro-batch, nothing "
         "recomputed; pipelined: micro-batches of one, all but the last recomputed"

@@ -42,7 +42,7 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         (
             "unet",
             "--size 1 8 --memory 1GiB --batch-size 8",
-            "U-Net (1, 8), batch size 8, sgd, float32",
+            "on p40x8 No hardware was given, so p40x8 is assumed. Name yours by --hardware: here",
         ),
         (f"{HERE}:own", "--input 8 --autocast bfloat16 --hardware h100x8", "sgd, autocast to bf"),
         (

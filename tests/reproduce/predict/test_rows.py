@@ -139,3 +139,9 @@ def test_the_largest_that_fits(
     tried = {call.args for call in fit.mock_calls}
     assert len(tried) == fit.call_count, "no size is tried twice"
     assert fit.call_count < 16
+
+
+def test_the_largest_is_not_searched_among_ever_more_layers() -> None:
+    family = PAPERS["unet"].family._replace(most_layers=30)
+    asked = Asked(family, (5, 64), 32, 8, 2.0**30, "sgd", P40)
+    assert largest(asked, 0, lambda _: True, lambda sizes: sizes[0]) == ((40, 64), None)
