@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 from torchgpipe import sequential
 from torchgpipe.layers.compiled import compile_layer
+from torchgpipe.schedules.named import NAMED
 
 from ..library.layers import compiled_around, compiled_in_place
 from ..library.traced import Residual, rows
@@ -156,11 +157,22 @@ def test_autocast_adds_no_compilations() -> None:
     check_counts(of_several_kinds, within_autocast, "graph", "except_last")
 
 
+def four() -> nn.Sequential:
+    return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("schedule", NAMED)
+def test_no_schedule_adds_compilations(schedule: str, engine: str) -> None:
+    check_counts(four, by_step, engine, "except_last", schedule)
+
+
 def check_counts(
     make: Callable[[], nn.Sequential],
     train: Callable[[Any, Tensor, Tensor], None],
     engine: str,
     checkpoint: str,
+    schedule: str | None = None,
 ) -> None:
     """Check that a pipeline compiles its layers at most as often as they are compiled without it.
 
@@ -170,8 +182,12 @@ def check_counts(
     torch.compiler.reset()
     own = make()
     plain = copy.deepcopy(own)
-    schedule = "1F1B" if train is by_step else "GPipe"
-    model = piped(own, [2, 1], CHUNKS, engine=engine, checkpoint=checkpoint, schedule=schedule)
+    if schedule is None:
+        schedule = "1F1B" if train is by_step else "GPipe"
+    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")  # two stages on each device
+    balance = [1, 1, 1, 1] if twice else [2, len(own) - 2]
+    options: dict[str, Any] = {"engine": engine, "checkpoint": checkpoint, "schedule": schedule}
+    model = piped(own, balance, CHUNKS, v=2 if twice else 1, **options)
     ours, theirs = Counted(), Counted()
     model.compile(backend=ours)
     for layer in plain:
