@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from torchgpipe.trace.code.call import Held, Value
 from torchgpipe.trace.layer import Layer
@@ -43,11 +42,12 @@ def tensor_of(layer: Layer, held: Held) -> Tensor:
     """Return the parameter or buffer of the layer that a placeholder stands for."""
     path, _, last = held.name.rpartition(".")
     holder = _at(layer, path)
-    found: Tensor = {**holder._buffers, **holder._parameters}[last]
+    found: Any = {**holder._buffers, **holder._parameters}[last]
+    assert isinstance(found, Tensor)
     return found
 
 
-def _at(layer: Layer, path: str) -> Module:
+def _at(layer: Layer, path: str) -> Any:
     """Return the submodule at a path such as "layer1.0", or the layer itself for an empty path."""
     module: Any = layer
     for part in path.split(".") if path else ():
