@@ -140,7 +140,7 @@ def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
 def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
     """Run steps of all schedules in turn, as one rank; measure the steps and this rank's tasks.
 
-    At the end, send the seconds of all steps and the median seconds of each task.
+    At the end, send the seconds of all steps and the median seconds of each task through `link`.
     """
     torch.set_num_threads(1)
     store = f"file://{folder}/store"

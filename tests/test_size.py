@@ -60,7 +60,7 @@ def test_no_line_is_wide() -> None:
     [("torchgpipe", 4, 2.0), ("reproduce", 4, 2.0), ("benchmarks", 4, 2.0), ("tests", 5, 2.6)],
 )
 def test_density(folder: str, comprehensions: float, expressions: float) -> None:
-    """Limit the comprehensions in 100 statements, and the expressions in one statement.
+    """Limit the number of comprehensions per 100 statements, and of expressions per statement.
 
     Names and constants do not count as expressions.
     """

@@ -10,17 +10,17 @@ from reproduce.tables.output import Number, written
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
     """Print what a gate (a program that checks speed) has found.
 
-    In the format "text", losses are not printed here: the raised error has them, and the program
-    prints this error at its end.
+    In the format "text", what has become worse is not printed here: the raised error says it, and
+    the program prints this error at its end.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".
         numbers: The numbers for CSV and JSON.
-        said: Lines that say what the gate has found, if nothing is lost.
-        lost: Lines that say what is lost.
+        said: Lines that say what the gate has found, if nothing has become worse.
+        lost: Lines that say what has become worse.
 
     Raises:
-        Worse: Something is lost.
+        Worse: `lost` has lines.
     """
     lines = lost or said
     if not lost or style != "text":

@@ -141,7 +141,7 @@ def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
 
 
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
-    """Return the counts and the orders of all configurations."""
+    """Return the counts of operations and the orders of tasks, by the name of the configuration."""
     import torch
 
     from benchmarks.gates import counted, orders

@@ -6,8 +6,9 @@ in microseconds per task: the median over all steps, divided by the number of ta
 times m micro-batches). The time of the layers is included.
 
 For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
-loop. If another version is given, the divisor is the total time of the same engine in that version,
-or of its only engine. On CUDA, all partitions are on one GPU.
+loop. If another version is given, the divisor is the total time of the same engine in that version.
+(If that version has only one engine, it is the time of that engine.) On CUDA, all partitions are on
+one GPU.
 """
 
 import runpy

@@ -26,9 +26,9 @@ class Scene(NamedTuple):
 
     Attributes:
         mode: The checkpoint mode.
-        ahead: Whether, in the simulation of the schedule, the first forward and the first backward
-            of each stage take two units of time. All other actions take one. Then every stage gets
-            ahead of the stage that receives its results.
+        ahead: Whether each stage sends results before the receiving stage can use them. To this
+            end, the first forward and the first backward of each stage take two units of time in
+            the simulation of the schedule. All other actions take one.
         grad: Whether the step has a backward.
         schedule: The name of the schedule.
     """

@@ -46,7 +46,8 @@ class Tally:
     can append to a list without a lock.
 
     Args:
-        alone: Whether only the waits of the current thread count, and no reads of a clock.
+        alone: Whether to leave out waits of other threads than the current one, and all reads of a
+            clock. This is meant for ranks, whose heartbeat thread waits and reads a clock.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -82,7 +83,7 @@ class Tally:
 def tallied(*, alone: bool = False) -> Iterator[Tally]:
     """Count the calls of this thread, and of threads that are started in the `with` block.
 
-    If `alone` is true, the other threads' waits and all reads of a clock do not count.
+    If `alone` is true, the other threads' waits and all reads of a clock are not counted.
     """
     tally = Tally(alone)
     with ExitStack() as stack:
@@ -126,8 +127,8 @@ def _starts(tally: Tally) -> Iterator[Patch]:
 def _clocks(tally: Tally) -> Iterator[Patch]:
     """Yield the patches that count calls of the functions of the module `time`.
 
-    If `alone` is true, only sleeps count. The reason is that the threads by which ranks tell each
-    other that they are alive read a clock.
+    In a rank (`tally.alone`), only sleeps are counted. Reads of a clock are not, because a rank's
+    heartbeat thread also reads a clock, and how often varies from run to run.
     """
     names = ["sleep"] if tally.alone else ["sleep", "time", "monotonic", "perf_counter"]
     for name in names:

@@ -1,8 +1,8 @@
-"""Emulate the papers' speed tables on one GPU, in all rows of scale `paper`.
+"""Emulate all rows of the papers' speed tables on one GPU, at the papers' sizes (scale `paper`).
 
-`python -m reproduce run` does the work. One GPU holds all partitions of a row and runs their tasks
-one at a time. Then the schedule is simulated twice with the measured times, as if each partition
-were on a GPU of its own:
+`python -m reproduce run` emulates the rows. One GPU holds all partitions of a row and runs their
+tasks one at a time. Then the schedule is simulated twice with the measured times, as if each
+partition were on a GPU of its own:
 
 1. Each GPU has a thread of its own that launches its kernels, as in a pipeline of ranks.
 2. One thread launches the kernels of all GPUs.

@@ -80,7 +80,13 @@ def speed_ups_over(record: Record) -> dict[str, float]:
 
 
 def row(title: str, speeds: Sequence[float], ratios: Sequence[float]) -> list[str]:
-    """Return the cells of a row, given the absolute errors of speeds and of speed-ups."""
+    """Return the cells of a row of the table.
+
+    Args:
+        title: The first cell.
+        speeds: The absolute relative errors of the predicted speeds.
+        ratios: The absolute relative errors of the predicted speed-ups.
+    """
     cells = [title, str(len(speeds)), f"{median(speeds):.1%}", f"{max(speeds):.1%}"]
     if not ratios:
         return [*cells, "0", "", ""]

@@ -33,7 +33,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a row that the shell can change.
+    """A field of a row that a command-line option can change.
 
     Attributes:
         field: The name of the field in `Row`.

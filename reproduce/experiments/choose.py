@@ -99,7 +99,10 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
-    """Return why an experiment does not fit on the devices at this scale, or None if all fit."""
+    """Return why one of the experiments does not fit on the devices, or None if all fit.
+
+    `scale` names the sizes of the experiments' rows.
+    """
     for experiment in experiments:
         reason = why_not(experiment.scale(scale), devices)
         if reason is not None:

@@ -77,7 +77,7 @@ def host_seconds(
 
     Args:
         issue: A function that issues the work.
-        layers: The layers that the work runs, see `Pauses`.
+        layers: The layers that the work runs. The host can pause before each of them (`Pauses`).
         wait: A function that waits until the device has finished all work.
     """
     with Pauses(layers, wait) as pauses:

@@ -66,7 +66,10 @@ def differing_baseline(
 
 
 def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
-    """Compare the value `head` with the value `base`; return None if they have no ratio."""
+    """Compare the value `head` with the value `base`, or return None if they have no ratio.
+
+    They have no ratio if one is missing or not positive, or if their units differ.
+    """
     if base is None or head is None or base.unit != head.unit:
         return None
     try:

@@ -120,13 +120,13 @@ class Asked:
 def compare(
     asked: Asked, lines: Sequence[Line], metric: str | None = None, among: Sequence[Line] = ()
 ) -> tuple[list[Comparison], list[str]]:
-    """Compare sides in each experiment.
+    """Compare sides, such as runs, in each experiment.
 
     Args:
-        asked: The sides, and how to compare them.
-        lines: The lines of the table. Each line has matched rows of the sides.
+        asked: The sides, and the options of the comparison.
+        lines: The lines of the table. Each line has matching rows, at most one of each side.
         metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
-        among: The lines that can be baselines of speed-ups. By default, `lines`.
+        among: The lines among which to look for the baselines of speed-ups. By default, `lines`.
 
     Returns:
         A comparison for each experiment in which two sides have numbers, and notes about all other

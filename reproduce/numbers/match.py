@@ -64,9 +64,10 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 
 
 def match(sides: Sequence[Side]) -> list[Line]:
-    """Put every row of every side on a line of the table, and return the lines.
+    """Return the lines of a table that compares sides, such as runs.
 
-    The lines of an experiment follow one another.
+    Each row of each side is on one line, and rows that match share a line. The lines of an
+    experiment follow one another.
     """
     lines: list[Line] = []
     for number, side in enumerate(sides):

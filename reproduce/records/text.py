@@ -44,7 +44,7 @@ def format_json(value: Json, indent: str = "") -> str:
 
 
 def _nested(value: Json) -> bool:
-    """Return whether a value is an object, or a list that contains objects or lists."""
+    """Return whether a value is a JSON object, or a list that contains JSON objects or lists."""
     if isinstance(value, list):
         return any(isinstance(item, (dict, list)) for item in value)
     return isinstance(value, dict)

@@ -1,7 +1,7 @@
 """Run the gates that measure no time. A gate is a program that judges one version of the package.
 
 The program is a module, which is run with the judged version first on Python's path. Its exit code
-says what it found (`reproduce.error`), and its output says why.
+says what it found, and its output says why. The codes are in `reproduce.error`.
 """
 
 import os

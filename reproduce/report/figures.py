@@ -22,7 +22,7 @@ IDEAL = "ideal, of equal tasks"
 ROOM = 1.1  # how much higher a chart is than its highest point, so that its marker is not cut
 Captioned = tuple[str, str]  # a figure and its caption
 Place = tuple[int, int]  # the number of partitions (n) and of micro-batches (m)
-Point = tuple[str, Number]  # a git revision, and a number that this revision reached
+Point = tuple[str, Number]  # a git revision, and a number measured at this revision
 Curves = dict[Source, dict[Place, Reading]]
 
 

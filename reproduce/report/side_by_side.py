@@ -139,7 +139,7 @@ def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
 
 
 def _place(source: Source) -> tuple[object, object]:
-    """Return the scale and the kind of device of a source."""
+    """Return the scale (a set of sizes) and the kind of device of a source's numbers."""
     first = source.results[0]
     return first.scale, first.device
 

@@ -103,7 +103,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """An emulation of a row's training steps. `runs` has the times of each step so far."""
+    """An emulation of a row's training steps. `runs` has the times of step after step."""
 
     def __init__(  # noqa: PLR0913 - those of `Training`, and the link
         self,

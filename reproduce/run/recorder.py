@@ -29,8 +29,8 @@ class Recorder:
         path: The file of the record.
         empty: The record without results.
         results: What the record says about each row, in the order of the record.
-        waiting: The keys of the rows that will run, and have no result yet. The record says that
-            they were interrupted. So the record stays right if the run is ended.
+        waiting: The keys of the rows that will run, and have no result yet. The record already
+            calls them interrupted. So it is right even if the run is killed before they run.
     """
 
     def __init__(self, path: Path, record: Record) -> None:

@@ -98,7 +98,10 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append samples to those of an earlier run. A series that one run lacks is left out."""
+    """Append samples, such as step times, to those of an earlier run.
+
+    A name of samples that one of the runs lacks is left out.
+    """
     together: Samples = {}
     for name, values in samples.items():
         if name in before:

@@ -175,7 +175,7 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return the name of a number. No two numbers of a history line have the same name."""
+    """Return the name of a number. No two numbers of a revision and machine have the same name."""
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")

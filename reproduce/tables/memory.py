@@ -1,4 +1,4 @@
-"""Make the memory tables: the published models' counted sizes, and each device's measured peak."""
+"""Make the memory tables: the published models' parameter counts, and each device's peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,5 +164,5 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return a row's peak bytes of this kind on each device; empty if they are not known."""
+    """Return a row's peak bytes on each device, such as allocated bytes; empty if not known."""
     return result.values.get(kind.value) or []

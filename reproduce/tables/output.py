@@ -171,7 +171,7 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
 
 
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
-    """Yield the sizes and the number of parameters of the largest models that fit."""
+    """Yield the sizes, such as the depth, and the parameters of the largest models that fit."""
     for each in found:
         about = {"experiment": title, "row": each.how, "kind": "predicted"}
         if each.sizes is None:

@@ -6,9 +6,7 @@ A block is the text between two comments. The first comment names the content of
     ...
     <!-- end -->
 
-A block of docstrings begins with `<!-- from docstrings: benchmarks/api -->`.
-
-There are four kinds of names:
+The names after `from records:` are of four kinds:
 
 - The name of an experiment, such as "amoebanet-speed": the block gets the tables of one run of the
   experiment, the best one (`ranked`).
@@ -18,7 +16,8 @@ There are four kinds of names:
 - A name like "benchmarks/overlap": the block gets the table of the record "overlap" in the folder
   results/benchmarks. `benchmarks/render.py` makes this table.
 
-If there is no record yet, the block says so.
+If there is no record yet, the block says so. Blocks of docstrings begin with
+`<!-- from docstrings: benchmarks/api -->` instead.
 """
 
 import functools

@@ -102,8 +102,8 @@ class Row:
             a partition.
         use: A function of model and input. With a pipeline and with plain layers, it must return
             equal results, and leave equal inputs, parameters, gradients and buffers.
-        refused: Patterns of the errors that pipelines must raise instead. A key is an engine, a
-            mode of checkpointing, "engine mode", or `""` for every pipeline.
+        refused: Patterns of the errors that pipelines must raise instead. A key says which
+            pipelines: an engine, a mode of checkpointing, both ("graph always"), or `""` for all.
         without: Engines, modes and variations that are not tested, and the reasons.
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.

@@ -178,9 +178,9 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 
 @pytest.fixture(scope="module", params=CRITERIA)
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
-    """Return a criterion's name, and the expected gradients.
+    """Return a criterion's name, and the gradients that a pipeline must have after two steps.
 
-    Plain layers compute these gradients in two steps, whose gradients accumulate.
+    Plain layers compute these gradients: those of the second step are added to those of the first.
     """
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)

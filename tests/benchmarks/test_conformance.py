@@ -29,7 +29,10 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the fork server that all tests use. The program's own would have imported less."""
+    """Start the fork server that all tests use, before the program starts one.
+
+    The program's own server would have imported fewer modules.
+    """
     forking()
 
 

@@ -143,8 +143,9 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(
 ) -> None:
     """Check that copies that take long wait for each other on the simulated streams.
 
-    They wait in forward and in backward, because two devices are connected by one link. `replay`
-    does not model this: there, such copies run at the same time.
+    The copies of a forward wait for each other, and so do the copies of a backward, because two
+    devices are connected by one link. `replay` does not model this: there, such copies run at the
+    same time.
     """
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])

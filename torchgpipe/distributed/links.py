@@ -53,10 +53,10 @@ class Messages(Links):
 
     Args:
         connections: The connections of this rank.
-        crossings: The skips between stages.
+        crossings: The skips that go from one stage to another.
         placement: The rank of each stage.
         lists: The actions (forwards, backwards and so on) of each rank.
-        random: What ranks send about random numbers.
+        random: The random state that ranks tell each other with each micro-batch.
     """
 
     def __init__(

@@ -27,11 +27,11 @@ class NoOutput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch that has a `NoOutput` among its arguments.
+        """Call a function of PyTorch that has a `NoOutput` (a scalar) among its arguments.
 
         Raises:
             RuntimeError: If another argument is a tensor with dimensions, such as a target; or if
-                the function fails, for example because a scalar has no dimension 1.
+                the function fails, for example because it needs dimension 1, which no scalar has.
         """
         if func in _BACKWARDS:
             with without_torch_function():  # otherwise gradients would become `NoOutput`, too

@@ -45,7 +45,7 @@ class Timeline:
     Attributes:
         events: The tasks. If times are simulated, each task is listed after the tasks it needs.
         seconds: How long the step takes.
-        partitions: How many rows the timeline has: one for each device.
+        partitions: The number of devices. The timeline has a row for each.
         placement: The device of each stage. It is empty if each device has one stage.
     """
 

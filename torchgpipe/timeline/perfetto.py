@@ -143,7 +143,7 @@ def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
 
 
 def _waits(number: int, step: Timeline) -> Iterator[list[TraceEvent]]:
-    """Yield a list with one event for each interval in which a device does nothing."""
+    """Yield, for each interval in which a device does nothing, a list with one event."""
     begin, end = step.window
     for j in range(step.partitions):
         spans = sorted((task.start, task.end) for task in step.devices[j])

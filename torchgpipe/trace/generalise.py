@@ -40,7 +40,7 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
     """Merge the recordings into one list of calls. Numbers that differ are replaced by `Size`.
 
     Raises:
-        Untraceable: If the recordings differ in anything but numbers that follow from the sizes.
+        Untraceable: If the recordings differ in anything but numbers that sizes determine.
     """
     points: list[Sizes] = []
     lists: list[list[Call]] = []
@@ -171,14 +171,14 @@ class Differs(Exception):
 def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
     """Merge the arguments of one call, recorded for several sizes, into one value.
 
-    Numbers that differ are replaced by `Size`.
+    Numbers that differ are replaced by a `Size`, a formula by which the sizes give the number.
 
     Args:
         values: The value that was recorded for each of `points`.
-        points: The sizes.
+        points: The sizes, each a batch size and perhaps lengths.
 
     Raises:
-        Differs: If the values differ in anything but numbers that follow from the sizes.
+        Differs: If the values differ in anything but numbers that such a formula can give.
     """
     first = values[0]
     kinds = set(map(type, values))

@@ -237,9 +237,9 @@ class OtherSizes:
                 found = record(recorder, self._signature, tensors, sizes, device)
             except NeedsResults as error:
                 raise Untraceable(
-                    f"a submodule of {type(module).__name__} that is kept whole did not need the "
-                    "contents of tensors when sequential was called, but needs them in this mode: "
-                    f"{error.__cause__}"
+                    f"a submodule of {type(module).__name__} that is kept as one layer needs the "
+                    "values of its inputs in this mode (training or evaluation, autocast), but did "
+                    f"not need them when sequential was called: {error.__cause__}"
                 ) from None
         check_notes(module, notes)
         originals = {id(copied): x for x, copied in self._plain}

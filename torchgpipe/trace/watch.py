@@ -103,7 +103,7 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Return replacements that note each use of modes, random states and random numbers."""
+    """Return replacements of functions, which note uses of modes, random states and numbers."""
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)

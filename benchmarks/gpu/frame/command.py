@@ -173,8 +173,8 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
         folder.mkdir()
         left = end - time.monotonic()
         share = shares[name] / sum(shares.values())
-        del shares[name]  # what this part leaves over, the later ones share
-        # In a dry run, a part may use all time that is left.
+        del shares[name]  # later parts share the time that this part does not use
+        # In a dry run, each part may use all the time that is left.
         limit = left if plan.size == "tiny" else left * share
         outcome = Outcome("interrupted")
         try:

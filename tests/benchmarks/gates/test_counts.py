@@ -43,7 +43,10 @@ ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    """The gate passes. It runs in another process, because it forks."""
+    """The program that counts operations finds the counts of its file.
+
+    It runs in another process, because it forks, which is unsafe beside other threads.
+    """
     code, said, wrong = forked("benchmarks.gates.counts")
     assert code == 0, wrong
     assert said.endswith(" orders: as committed\n")

@@ -42,7 +42,8 @@ def test_a_partition_alone_takes_as_much_memory_as_is_predicted(balance: Any) ->
     Two differences are allowed:
 
     - A prediction leaves out the tensors of the criterion, which are on the last device.
-    - It includes copies of an activation and of a gradient that arrive before their tasks.
+    - A prediction includes the received copies of an activation and of a gradient that wait for
+      their tasks.
     """
     row = unet(balance)
     counts = counted(row.sized)

@@ -40,10 +40,10 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """Replay a recorded step with and without two components of the library.
+    """Simulate a recorded step again, with and without two components of the library.
 
-    With "dependency", a recomputation starts before its gradient arrives. With "streams", copies
-    run on streams of their own, beside the tasks.
+    The component "dependency" lets a recomputation start before its gradient arrives. The component
+    "streams" runs copies on streams of their own, beside the tasks.
     """
     events: list[tuple[Kind, int, int, float, float]] = []
     now = 0.0

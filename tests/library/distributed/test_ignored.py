@@ -1,4 +1,4 @@
-"""Test labels that a criterion ignores, over ranks: the warning, and the weight that it advises."""
+"""Test labels that a criterion ignores, over ranks: the warning and its advice, `weight=`."""
 
 import copy
 import warnings

@@ -272,7 +272,10 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_made", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
-        """Make seeds as in one process: all simulated ranks share one default generator."""
+        """Return the random seeds of a mini-batch, as in a single process.
+
+        The reason is that all simulated ranks share one default generator.
+        """
         return Seeds(*given, **options)
 
     patch.setattr(batch, "Seeds", seeds_of_one_generator)

@@ -103,7 +103,7 @@ def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engin
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_criterion_may_close_over_a_tensor_with_a_graph(schedule: str, engine: str) -> None:
-    """Use class weights that are computed before the step. A second step needs new weights."""
+    """Use class weights that have a graph, which a step frees. Each step computes new weights."""
     module, learned = layers(), nn.Parameter(torch.randn(5))
     parameters = [*module.parameters(), learned]
     x, target = torch.randn(8, 6), torch.randn(8, 5)

@@ -35,7 +35,7 @@ def layer_1_a(self, inputs):
 
 
 class Reading(nn.Module):
-    """A module with operators that the generated code writes in a special form."""
+    """A module with operations that generated code does not write as calls, such as `x[0]`."""
 
     def __init__(self) -> None:
         super().__init__()

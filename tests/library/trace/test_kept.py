@@ -1,7 +1,7 @@
-"""Test submodules that are kept whole and need the contents of their inputs.
+"""Test submodules that are kept as one layer (`whole=`) and need the values of their inputs.
 
-Such a submodule is never run on invented inputs. For example, a packed sequence of length zero is
-an error.
+Such a submodule is never run on inputs that the tracer made up. Their values could be wrong: for
+example, a packed sequence of length zero is an error.
 """
 
 from typing import Any

@@ -39,7 +39,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Save a run to runs/. Without `changes` of its fields, the run can be published."""
+    """Save a run to runs/, with `changes` of its fields. Unchanged, the run can be published."""
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])
     assert record.run is not None

@@ -43,8 +43,9 @@ def made_up(
     Args:
         monkeypatch: The fixture that replaces the functions.
         slower: For each case that is slower in the head revision, the factor.
-        ends: The error that ends the timing.
-        since: The factor by which all cases are slower than in the revision of `--also`.
+        ends: An error that the fake timing raises after its first samples.
+        since: The factor by which the head revision is slower than the older revision that the
+            option `--also` names.
         busy: Whether other programs use the cores during the timing.
         lost: The name of the gate that reports a loss of speed.
         unable: For each revision (`base` or `head`), the cases that it cannot run.

@@ -58,7 +58,10 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """Each case has its own clock and number of cores, also if one process runs several cases."""
+    """Each case has its own clock (of wall time or CPU time) and its own number of cores.
+
+    In this test, one process runs two cases.
+    """
     before = os.sched_getaffinity(0)
     counts: list[int] = []
 

@@ -61,9 +61,9 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="session")
 def own(records: list[Record]) -> list[Record]:
-    """Return two runs of the reader's own, in which other programs disturbed a row.
+    """Return two runs that the reader of the report made. The report shows only the newer run.
 
-    The report shows only the newer run.
+    In both runs, other programs used the cores while one row was timed.
     """
     source = records[-1]
     results = []

@@ -56,7 +56,7 @@ class Sender(End):
         self._last = self._post(message)
 
     def release(self) -> None:
-        """Send all messages that are held back; no more tasks follow."""
+        """Send all messages that are held back. Call this after the last message."""
         while self._held:
             self._depart()
 

@@ -47,9 +47,10 @@ class GuardedTask:
         needs: Whether each input requires grad.
         with_graph: Whether the forward makes a graph.
         found: Whether each output requires grad, according to the latest graph.
-        claimed: Whether each output requires grad when it is passed to the next task.
+        claimed: Whether each output requires grad when it is passed to the next task. Without a
+            graph, this is a guess, which `found` can later contradict.
         edges: For each output, its edge in the task's graph, where a backward begins, or `None` if
-            the output has no graph. If the task has no graph now, there is no list.
+            the output has no graph. `edges` is `None` while the task has no graph.
         noted: For each guard, the values that the guard has recorded in the forward.
     """
 

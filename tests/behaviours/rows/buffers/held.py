@@ -109,7 +109,7 @@ def adapt_then_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def adapts() -> nn.Module:
-    """Return a layer with a batch norm in eval mode, whose running statistics the layer changes."""
+    """Return a layer that itself changes the running statistics of its batch norm in eval mode."""
     norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
     return Do(adapt_then_norm, norm=norm)
 

@@ -22,9 +22,10 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a factory of layers, one for each of the given functions.
+    """Return a function that builds a list of layers, one for each of the given functions.
 
-    The functions `linear` and `first` build a layer. Any other function is the forward of a layer.
+    The given functions `linear` and `first` build a layer themselves. Any other given function is
+    the forward of a layer.
     """
     factories = []
     for given in layers:

@@ -154,7 +154,10 @@ def test_long_steps_are_timed_seldom(
 def test_devices_slow_each_other_down_with_the_first_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each device runs the first layers that together take `A_PART` seconds or more: here two."""
+    """To measure how devices slow each other down, all devices run the first layers at once.
+
+    As many layers are run as take `A_PART` seconds. In this model, these are two layers.
+    """
     copied: list[int] = []
 
     def sharing(works: Any) -> float:
