@@ -18,7 +18,10 @@ FOUND, RUNS = "found", "runs"
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render the table, with a row for each loss and a column for each gate."""
+    """Render the table: a row for each planted loss of speed, a column for each gate.
+
+    A gate is a program that judges whether a version has become slower.
+    """
     columns = (*GATES, CANNOT_TELL)
     rows = []
     for loss, results in by_case(record).items():
@@ -28,7 +31,10 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _times(result: Result | None) -> str:
-    """Return a text such as `9 of 10`. It is empty if the gate did not run with the loss."""
+    """Return a text such as `9 of 10`: how many runs of a gate found the loss, of how many runs.
+
+    The text is empty if the gate did not run.
+    """
     if result is None:
         return ""
     return f"{result.values[FOUND]} of {result.values[RUNS]}"

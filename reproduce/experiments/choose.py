@@ -63,10 +63,10 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 
 
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
-    """Return the name of a scale that all experiments have, and that fits on the devices.
+    """Return the name of a scale (a set of sizes) that all experiments have and that fits.
 
-    This is `asked` or, if `asked` is None, the first scale that fits. Raise `Error` if there is no
-    such scale.
+    It fits if the devices have the kind and the memory that it needs. The result is `asked` or, if
+    `asked` is None, the first scale that fits. Raise `Error` if there is no such scale.
     """
     common = _common_scales(experiments)
     if not common:
@@ -111,7 +111,7 @@ def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices
 
 
 def why_not(scale: Scale, devices: Devices) -> str | None:
-    """Return why a scale does not fit on the devices, or None if it fits.
+    """Return why a scale (a set of sizes) does not fit on the devices, or None if it fits.
 
     Only the kind and the memory of the devices count, not their number.
     """

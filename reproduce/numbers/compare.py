@@ -72,8 +72,8 @@ class Comparison:
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios to the first side, and their number.
 
-        Disturbed rows do not count. If there is a decision `together`, its ratio is the mean. The
-        result is None if there is no ratio.
+        A side is, for example, a run. Disturbed rows are left out. If there is a decision
+        `together`, its ratio is the mean. The result is None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -165,7 +165,7 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return each line with the values of the metric, one for each side that has a value."""
+    """Return each line with the metric's value of each side (such as a run) that has one."""
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -210,10 +210,10 @@ def _compare(
 def _relative_rows(
     asked: Asked, shared: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> tuple[list[ComparedRow], list[str]]:
-    """Compare rows after the numbers of each side were divided by those of a baseline row.
+    """Compare rows by their ratios to a baseline row of the same side (such as a run).
 
     Args:
-        asked: The sides, and how to compare them.
+        asked: The sides, and the options of the comparison.
         shared: The rows that two sides have.
         bases: The rows that can be baselines.
         metric: The metric to compare.
@@ -257,9 +257,9 @@ def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list
 
 
 def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool = False) -> ComparedRow:
-    """Compare every side of a line with the first side.
+    """Compare the value of every side (such as a run) in one line with that of the first side.
 
-    If the line is its own baseline, its ratios are all 1, and it is not compared.
+    The line of the baseline is not compared: all its ratios are 1.
     """
     values = [readings.get(side) for side in range(len(asked.sides))]
     first, *others = values

@@ -140,7 +140,9 @@ def _is_judged(decision: Decision, threshold: float) -> bool:
 def _reason(
     line: Line, side: int, letter: str, table: Comparison | None, row: ComparedRow | None
 ) -> str | None:
-    """Return why a side could not be judged in a line, or None if there was nothing to judge.
+    """Return why the comparison could not judge a side (such as a run) in one line of its table.
+
+    Return None if it could, or if there was nothing to judge.
 
     Args:
         line: The line.

@@ -98,7 +98,7 @@ def same_work(one: Entry, other: Entry) -> bool:
 
 
 def likeness(one: Entry, other: Entry) -> int:
-    """Count in how many of these two rows are equal: name, scale, device and hardware."""
+    """Count what two rows have in common, of name, scale (set of sizes), device and hardware."""
     ours = one.result
     theirs = other.result
     alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]

@@ -38,7 +38,7 @@ def unfair(lines: Lines, metric: str) -> str:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes on the scale, fields and software versions in which matched rows differ."""
+    """Return notes on differences of matched rows: scales (sets of sizes), fields, versions."""
     scales: dict[str, None] = {}
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}

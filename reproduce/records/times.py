@@ -15,7 +15,7 @@ TIMES = (
     "epoch_time",
     "one_thread_time",
 )
-"""The names of series of samples and of values that are times."""
+"""The names of those samples and values of a row that are times."""
 
 
 def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, where: str) -> None:
@@ -23,7 +23,7 @@ def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, 
 
     Args:
         row: The name of the row.
-        samples: The row's series of samples, by name.
+        samples: The row's samples, such as `step_time`: a list for each name.
         values: The row's values, by name.
         where: The place of the row, such as `FILE: results[3]`.
     """

@@ -15,7 +15,7 @@ from reproduce.regression.trees import Tree
 
 
 class Found(NamedTuple):
-    """What a gate has found.
+    """What a gate (a program that judges a version) has found.
 
     Attributes:
         name: The last part of the module's name, such as `counts`.

@@ -244,7 +244,7 @@ class Rows:
                 yield f"{result.row} {number(reading)}"
 
     def circumstances(self) -> str:
-        """Return a note on the scale, batch sizes and steps, and on the model if all share it."""
+        """Return a note on the scale (sizes), batch sizes, steps, and the model if all share it."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()

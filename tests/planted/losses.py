@@ -47,7 +47,7 @@ TITLE = "Losses of speed that were planted, and the gates of regression that fin
 
 @dataclass
 class Loss(Row):
-    """A loss of speed, and the gates that must find it."""
+    """A change that makes the library slower, and the gates (programs) that must find it."""
 
     gates: list[str] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ def read() -> list[Loss]:
 
 
 def chosen(asked: Namespace) -> list[Loss]:
-    """Return the losses whose kind contains `--only`, and which the chosen gates should find."""
+    """Return the losses whose kind contains `--only` and that the chosen gates should find."""
     if asked.unchanged:
         return [NOTHING]
     gates = set(asked.gates or GATES)

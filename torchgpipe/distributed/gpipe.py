@@ -237,8 +237,7 @@ class DistributedGPipe(Partitioned):
             yield partial(connections.exchange, doing, alike=alike)
 
     def __dir__(self) -> list[str]:
-        # torch.jit.trace reads each attribute that dir() lists. The removed attribute raises an
-        # error when it is read: it is for DDP only.
+        # torch.jit.trace reads what dir() lists. Reading this property, which is for DDP, raises.
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         names.remove("_ddp_params_and_buffers_to_ignore")
         return names

@@ -80,7 +80,7 @@ def test_another_order_is_told_from_the_first_other_task_on() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the gate use new files, and a single configuration with made-up counts."""
+    """Let the program use new files, and a single configuration with made-up counts."""
     monkeypatch.setattr(counts, "FOLDER", tmp_path)
     monkeypatch.setattr(counts, "count_all", lambda: ({HERE: FOUND}, {HERE: ["0 B0"]}))
     return tmp_path / COUNTS
@@ -153,7 +153,7 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let each backward also wait for an event, or sleep. The gate must count this.
+    """Let each backward also wait for an event, or poll. The program must count this.
 
     Tasks of the library do neither, so `test_the_gate` does not show it.
     """

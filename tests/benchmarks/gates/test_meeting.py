@@ -35,7 +35,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The gate passes. It runs in another process, because it forks."""
+    """The program finds no fault. It runs in another process, because it forks."""
     code, _, wrong = forked("benchmarks.gates.meeting")
     assert code == 0, wrong
 

@@ -163,7 +163,7 @@ def test_figures_are_whole(run: Callable[..., Any]) -> None:
 
 
 def test_two_series_of_a_figure_differ_in_dash_and_marker(run: Callable[..., Any]) -> None:
-    """If two series have one colour, then both their dashes and their markers differ."""
+    """If two curves of a figure have the same colour, their dashes and their markers differ."""
     several, alike = run(
         """const alike = [];
         let several = 0;

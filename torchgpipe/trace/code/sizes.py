@@ -1,4 +1,4 @@
-"""Numbers that follow from sizes: the batch size, and lengths of a module's inputs."""
+"""Numbers that are computed from sizes: the batch size, and lengths of a module's inputs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Term = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Size:
-    """A placeholder for a number that follows from sizes.
+    """A placeholder for a number that is computed from sizes.
 
     The number is a sum of products of sizes, such as `2 * batch * length + 1`, divided by a whole
     number and rounded down.

@@ -14,7 +14,7 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """Counts live bytes on `meta`, but none on the host, where optimizers have step counts."""
+    """Counts live bytes on `meta`, but not on the host, where optimizers keep their step counts."""
 
     last = 0
     """The device of the latest tensor, and of new tensors that are made from no known tensor."""
