@@ -142,7 +142,7 @@ class Counts(NamedTuple):
 
 
 def counted() -> Iterator[tuple[str, Counts]]:
-    """Yield the name and the counts of each configuration."""
+    """Yield, for each configuration, its name and how many operations its last step has."""
     with closing(Ranks(N)) as ranks:
         for configuration in CONFIGURATIONS:
             yield str(configuration), count(configuration, ranks)

@@ -1,7 +1,7 @@
 """End a gate with one line and exit code 2 if the pipeline that it checks does not run.
 
-A gate imports the library within `in_one_line`. So a syntax error in the library, too, ends the
-gate with one line.
+A gate is a program that judges a version of the library. It imports the library within
+`in_one_line`. So a syntax error in the library, too, ends the gate with one line.
 """
 
 import multiprocessing

@@ -1,8 +1,8 @@
 """Make the table of planted losses of speed.
 
 A planted loss is a change of the library that makes it slower on purpose. The table says in how
-many runs each gate of `regression` found it. `tests/planted/losses.py` plants the losses, and
-writes the record.
+many runs each gate (check) of `regression` found it. `tests/planted/losses.py` plants the losses,
+and writes the record.
 """
 
 from benchmarks.harness import by_case

@@ -49,7 +49,7 @@ Sizes = Sequence[tuple[str, Size, Size, int | None, Balance | None]]
 
 
 def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Scale:
-    """Return the scale `paper`: the published rows, and controls with the published balances.
+    """Return the scale (set of sizes) `paper`: the published rows, and controls for them.
 
     Args:
         base: The settings that all controls have in common.

@@ -13,11 +13,11 @@ CHANGED = ("higher", "lower")  # the outcomes of a real difference
 
 
 def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline of a line, by which its numbers are divided, with the baseline's values.
+    """Return the line by whose numbers the numbers of `line` are divided, with its values.
 
-    A line has the matching rows of all sides. Each side that has a value in the line must also have
-    a value in the baseline. If several baselines are possible, these questions decide, one after
-    another:
+    The found line is the baseline. A line has the matching rows of all sides, such as runs. Each
+    side that has a value in the line must also have a value in the baseline. If several baselines
+    are possible, these questions decide, one after another:
 
     1. Which baseline was run like the line: measured or emulated, and by the same engine?
     2. Which baseline has the same scale as the line?

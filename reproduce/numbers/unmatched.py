@@ -94,6 +94,6 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return a key. A user would take rows with equal keys for the same row."""
+    """Return a key that two rows share if a user would take them for the same row."""
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

@@ -24,7 +24,7 @@ class Project:
         cases: The Python file that defines what is timed.
         root: The top folder of the git repository.
         build: A shell command that builds the package in a copy of the repository, or None.
-        gates: The modules of gates that judge the package without measuring time.
+        gates: The modules of the gates: programs that judge the package, but measure no time.
     """
 
     package: str

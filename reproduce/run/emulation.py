@@ -172,10 +172,10 @@ class Emulation:
     def step(self, issue: Seconds | None = None) -> EmulatedStep:
         """Replay a step in which each task takes its typical time.
 
-        In each run, a task takes a fraction of the run's time. The typical time of the task is the
-        median of these fractions, multiplied by the median time of a run. A single run is not
-        enough: the slowest partition determines the time of a step, and in a single run this can be
-        a partition that another program disturbed.
+        In each step that was run (`runs`), a task took a fraction of the step's time. The typical
+        time of the task is the median of these fractions, multiplied by the median time of a step.
+        A single step is not enough: the slowest partition determines the time of a step, and this
+        can be a partition that another program disturbed.
 
         Args:
             issue: The seconds for which a thread of the host issues each task, if one thread issues

@@ -139,7 +139,7 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
 
 def _work(tasks: list[PlannedTask]) -> float:
-    """Return the estimated cost of one step of each task that counts towards the time limit."""
+    """Return, for each task that counts towards the time limit, the estimated cost of a step."""
     return sum(task.work for task in _counted(tasks))
 
 

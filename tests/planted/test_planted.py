@@ -23,7 +23,7 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """For each fault: the old text occurs once, the new text changes the code, the test exists."""
+    """Each planted fault changes the code, and the test that has to find it exists."""
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert changed != program
     if row.file.endswith(".py"):
@@ -36,7 +36,7 @@ def test_rows(row: Row) -> None:
 
 @pytest.mark.parametrize("loss", losses.read(), ids=lambda loss: loss.kind)
 def test_losses(loss: losses.Loss) -> None:
-    """For each loss: the old text occurs once, the new text changes the code, the gates exist."""
+    """Each planted loss of speed changes the code, and the gates that have to find it exist."""
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates

@@ -34,9 +34,9 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a factory that calls `make(*args, **options)`.
+    """Return a function that makes a layer by `make(*args, **options)`.
 
-    The factory ignores its argument `parts`: modules that several layers can share.
+    The function ignores its argument `parts`: modules that several layers can share.
     """
     return lambda parts: make(*args, **options)
 
@@ -236,7 +236,7 @@ def frozen_weight(_: Any) -> nn.Module:
 
 
 def on_linear(change: Callable[..., nn.Module], *args: Any) -> Make:
-    """Return a factory that applies `change` to a linear layer."""
+    """Return a function that makes a linear layer and applies `change` to it."""
     return lambda parts: change(linear(), *args)
 
 

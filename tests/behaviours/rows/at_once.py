@@ -50,7 +50,7 @@ def norm() -> nn.Module:
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a factory of layers with a batch norm."""
+    """Return a function that makes layers with a batch norm."""
     return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 

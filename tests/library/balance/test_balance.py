@@ -54,7 +54,7 @@ def skips() -> Sequential:
 
 
 def last(kind: str) -> Callable[[], Sequential]:
-    """Return a factory of models that end with the given kind of layer."""
+    """Return a function that makes models that end with the given kind of layer."""
     return lambda: Sequential(Linear(4, 4), Linear(4, 4), KINDS[kind](shared_parts()))
 
 

@@ -98,7 +98,7 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return checks one second apart, during one task.
+    """Return the times that a monitoring thread sees in checks one second apart, in one task.
 
     Args:
         cpu: The CPU time of the process between two checks.

@@ -71,7 +71,10 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
 
 
 def test_recomputation_takes_another_forward_and_saves_memory() -> None:
-    """Give no memory. The result has micro-batches of one sample, and recomputation."""
+    """Ask for a setup that fits 0 bytes. The result is the setup that needs the least memory.
+
+    It has micro-batches of one sample, and recomputation.
+    """
     made = predictor(rows=100)
     (least,) = alternatives(made, 512, 1, SGD, 0.0)
     assert least.recomputed

@@ -66,7 +66,7 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
 def test_a_block_of_predictions_has_a_column_for_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a block, as in README, has columns: published, predicted, and one for each GPU's run."""
+    """Such a block has these columns: published, predicted, and one for the run of each GPU."""
     page = tmp_path / "README.md"
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/predicted"))
     assert "Nothing measured is committed yet." in render(tmp_path)[page]

@@ -61,7 +61,7 @@ def with_a_marked_skip() -> nn.Sequential:
 
 
 def handing_on(make: Any, take: Any) -> Any:
-    """Return a factory of layers that pass a named tuple on.
+    """Return a function that makes layers that pass a named tuple on.
 
     Args:
         make: Makes the named tuple from a tuple of two tensors.

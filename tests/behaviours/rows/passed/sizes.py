@@ -23,7 +23,7 @@ def cast(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def typed(*types: torch.dtype) -> Any:
-    """Return a factory of layers, with one linear layer for each of these dtypes."""
+    """Return a function that makes layers: a linear layer for each of these dtypes."""
     factories: list[Any] = []
     for dtype in types:
         to_dtype = partial(cast, to=dtype)

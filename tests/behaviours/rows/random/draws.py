@@ -181,7 +181,7 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a factory of layers, where only `layer`, in the second partition, draws."""
+    """Return a maker of layers, of which only `layer`, in the second partition, draws."""
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 

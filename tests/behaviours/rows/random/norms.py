@@ -22,7 +22,7 @@ def given(size: int = 14) -> Tensor:
 
 
 def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a factory of layers with a norm, for inputs of shape (N, 2, 3, 3)."""
+    """Return a function that makes layers with a norm, for inputs of shape (N, 2, 3, 3)."""
     conv, head = partial(nn.Conv2d, 2, 4, 1), partial(nn.Linear, 36, 3)
     return made(conv, norm, nn.ReLU, nn.Flatten, head)
 

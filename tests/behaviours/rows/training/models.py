@@ -15,12 +15,12 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    """Return a factory of the usual model, with functions as its middle layers."""
+    """Return a function that makes the usual model, with functions as its middle layers."""
     return lambda: mlp(*map(layer, functions))
 
 
 def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a factory of the usual model, with these middle layers."""
+    """Return a function that makes the usual model, with these middle layers."""
     return lambda: mlp(*(layer() for layer in layers))
 
 

@@ -51,7 +51,7 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def of(*kinds: str) -> Callable[[], Sequential]:
-    """Return a factory of models: the given kinds of layers, between two linear layers."""
+    """Return a function that makes models: layers of given kinds between two linear layers."""
 
     def build() -> Sequential:
         layers = [KINDS[kind](None) for kind in kinds]

@@ -103,7 +103,7 @@ def pairs() -> Sequential:
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
-    """Return a factory of three layers, of which the middle one is `function(layer, input)`.
+    """Return a maker of three layers, of which the middle one is `function(layer, input)`.
 
     The function uses the parameter `w` of its layer. Autograd keeps the computed gradient as
     `w.grad`, or keeps a copy if something else refers to the gradient.
