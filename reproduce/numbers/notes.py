@@ -206,7 +206,7 @@ def _at_other_times(lines: Lines) -> bool:
 
 
 def _load_is_unknown(side: Side) -> bool:
-    """Return whether it is unknown how busy other programs kept the machine in a side's runs."""
+    """Return whether nobody measured how busy other programs were during the runs of a side."""
     ran = False
     for record in side.records:
         if record.run is None:

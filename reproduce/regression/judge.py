@@ -98,7 +98,7 @@ class Judgement:
         return gates + self.called("worse", "base")
 
     def called(self, wanted: str, old: Old) -> list[str]:
-        """Return the names of the cases and means with this verdict, compared with `old`."""
+        """Return the cases and means that have this verdict in comparison with `old`."""
         names = []
         for name, decision in self.decisions[old].items():
             if verdict(decision, METRIC) == wanted:

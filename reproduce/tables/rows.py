@@ -141,10 +141,9 @@ class Rows:
         return speed_up(self.paper(result), self.paper(base))
 
     def published_throughput(self, result: Result) -> Reading | None:
-        """Return the published samples per second of the row, or None if its scale is not `paper`.
+        """Return the published samples per second; None if the row's sizes (scale) differ.
 
-        A scale is a set of sizes for the rows. At other scales than `paper`, which has the sizes of
-        the paper, a row does other work than the published row.
+        At other scales than `paper`, a row does other work than the published row.
         """
         paper = self.paper(result) if result.scale == "paper" else None
         return None if paper is None else throughput(paper)

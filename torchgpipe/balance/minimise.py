@@ -142,9 +142,7 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return, for each k, the first layer that fits, with all later layers, into k partitions.
-
-    The index in the list is k.
+    """Return a list: entry k is the first layer that fits, with all later ones, in k partitions.
 
     No partition may cost more than `bound`.
     """

@@ -101,8 +101,8 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
         apart: Whether each device has its own program. Otherwise one program serves all devices.
 
     Raises:
-        ValueError: If the programs would deadlock: a program waits until the item (the tensors of
-            a task) that it has given before was taken.
+        ValueError: If the programs would deadlock. They can, because only one item (the tensors of
+            a task) at a time can wait between two stages.
     """
     schedule, n, v, _ = arrangement
     once = make(schedule, n, m, v)

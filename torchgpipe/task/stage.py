@@ -171,7 +171,8 @@ class Stage:
     def _copies(self) -> list[Swap]:
         """Return what replaces parameters that are on another device by copies on this device.
 
-        With gradients, stand-ins have already replaced them, and the result is empty.
+        If gradients are on, stand-ins (detached parameters) on this device are already in their
+        place, and the result is empty.
         """
         swaps = []
         for module in self.modules if self.away else ():

@@ -39,7 +39,7 @@ def layout_of(x: Tensor) -> Layout:
 # Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Make a tensor with this layout. If it was sent as bytes, `rows` yields its values next."""
+    """Make a tensor with this layout. `rows` yields next the bytes of its values, if it has any."""
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

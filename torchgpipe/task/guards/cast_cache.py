@@ -1,8 +1,9 @@
 """Let tasks with compiled layers see one state of autocast's cache.
 
 What goes wrong without this guard: under autocast, a forward keeps copies of weights in low
-precision for later layers, and a recomputation keeps none. If this setting changes, `torch.compile`
-compiles a layer anew. So it would compile each layer twice: for forwards and for recomputations.
+precision for later layers, and a recomputation keeps none. A setting of autocast says whether it
+keeps copies. If this setting changes, `torch.compile` compiles a layer anew. So it would compile
+each layer twice: for forwards and for recomputations.
 
 What it costs: the copies of weights are made again in each task. Layers that are not compiled do
 not have this guard.
