@@ -98,8 +98,8 @@ def place(
     for _, partition, device in held:
         if device.type != "meta":
             _give_memory(partition, device, init, made)
-    # A parameter that partitions share stays on the device of the first one: in reverse order, this
-    # partition is moved last.
+    # Move the partitions in reverse order. Then a parameter that several partitions share ends up
+    # on the device of the first of them, which is moved last.
     for _, partition, device in reversed(held):
         partition.to(device)
     if init is not None:

@@ -1,4 +1,4 @@
-"""The results of submodules that are kept whole, for any size of the inputs: `KeptResults`."""
+"""The results of submodules that are kept as one layer, for any input size: `KeptResults`."""
 
 from collections.abc import Container
 from functools import partial
@@ -22,7 +22,7 @@ Form = tuple[tuple[Any, ...], torch.dtype, torch.device]
 
 
 class NeedsResults(Exception):
-    """An internal error: a submodule that is kept whole cannot run on fake tensors."""
+    """An internal error: a submodule kept as one layer cannot run on fake tensors."""
 
 
 _Result = tuple[Any, list[Form]]
@@ -30,7 +30,7 @@ _Result = tuple[Any, list[Form]]
 
 
 class KeptResults:
-    """The structures and shapes of the results of submodules that are kept whole.
+    """The structures and shapes of the results of submodules that are kept as one layer.
 
     A submodule may need the contents of its inputs, such as the lengths of sequences. So it cannot
     run on fake tensors. Then the module runs on the sample, in several sizes, and a recording uses
@@ -40,7 +40,7 @@ class KeptResults:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that are kept whole.
+        whole: The submodules that are kept as one layer.
 
     Raises:
         Untraceable: If the module is on `meta`, or if the shapes of a result do not follow from
@@ -52,8 +52,8 @@ class KeptResults:
     ) -> None:
         if any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers())):
             raise Untraceable(
-                f"a submodule of {type(module).__name__} that is kept whole needs the contents of "
-                "tensors, so it cannot run on meta; call sequential with the module on the CPU"
+                f"a submodule of {type(module).__name__} kept as one layer needs the values "
+                "of tensors, so it cannot run on meta; call sequential with the module on the CPU"
             )
         paths = {path: part for path, part in module.named_modules() if part in whole}
         self._slots: dict[str, list[Slots]] = {}
@@ -76,8 +76,8 @@ class KeptResults:
             self._calls = general(runs, points)
         except Differs as error:
             raise Untraceable(
-                f"a submodule of {type(module).__name__} that is kept whole returns tensors whose "
-                f"shapes do not follow from the batch size: {error}"
+                f"a submodule of {type(module).__name__} that is kept as one layer returns tensors "
+                f"whose shapes are not determined by the batch size: {error}"
             ) from None
 
     def __contains__(self, path: str) -> bool:
@@ -107,9 +107,9 @@ def _keep(
     if any(within(result, PackedSequence)):
         name = type(module).__name__
         raise Untraceable(
-            f"{name} is kept whole and returns a PackedSequence, which other layers cannot take; "
-            "keep a larger submodule whole that packs and unpacks the sequences, or return padded "
-            f"sequences from {name} (pad_packed_sequence)"
+            f"{name} is kept as one layer and returns a PackedSequence, which other layers cannot "
+            "take; keep a larger submodule as one layer, which packs and unpacks the sequences, or "
+            f"return padded sequences from {name} (pad_packed_sequence)"
         )
     taken = Slots()
     structure = taken.taken(result)

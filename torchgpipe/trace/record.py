@@ -146,7 +146,7 @@ class OtherSizes:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that are kept whole.
+        whole: The submodules that are kept as one layer.
         recorded: The recordings from which the layers were made.
 
     Raises:

@@ -183,7 +183,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "packed sequences between layers": (
         lambda: sequential(Packed(), torch.zeros(4, 3, 2), whole=[Packs]),
-        ["Packs is kept whole and returns a PackedSequence", "pad_packed_sequence"],
+        ["Packs is kept as one layer and returns a PackedSequence", "pad_packed_sequence"],
     ),
     "a tuple that is one argument": (
         lambda: of_pair((X, X)),

@@ -90,8 +90,8 @@ class AllWords(Encoder):
 @pytest.mark.parametrize(
     ("encoder", "device", "message"),
     [
-        (Encoder, "meta", "needs the contents of tensors.*with the module on the CPU"),
-        (AllWords, "cpu", "shapes do not follow from the batch size"),
+        (Encoder, "meta", "needs the values of tensors.*with the module on the CPU"),
+        (AllWords, "cpu", "shapes are not determined by the batch size"),
     ],
 )
 def test_refusals(encoder: type[Encoder], device: str, message: str) -> None:

@@ -107,7 +107,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"tokens": {2: LENGTH}}, ValueError, "has dimension 2 of tokens, which has 2 dimensions"),
     ({"tokens": (None,)}, ValueError, "has 1 entries for tokens, which has 2 dimensions"),
     ({"tokens": {1: 2 * LENGTH}}, TypeError, r"has 2\*length for tokens, but a length that is"),
-    ({"tokens": {1: Dim("t", min=7, max=8)}}, ValueError, "three lengths to record between 7 and"),
+    ({"tokens": {1: Dim("t", min=7, max=8)}}, ValueError, "finds too few between 7 and 8: give"),
     ({"tokens": {1: Dim("t", max=7)}}, ValueError, "t is 8, but dynamic_shapes allows at least 1"),
     (
         {"tokens": {1: LENGTH}, "mask": {0: LENGTH, 1: None}},

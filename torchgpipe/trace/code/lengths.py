@@ -225,8 +225,8 @@ def _length(
     recorded = _recorded(length, least, most)
     if recorded is None:
         raise ValueError(
-            f"{name} has no three lengths to record between {least} and {most}: give its Dim a "
-            "wider range"
+            f"sequential records three lengths of {name}, but finds too few between {least} and "
+            f"{most}: give its Dim a wider range"
         )
     known = Length(name, recorded, least, most)
     known.check(length)
