@@ -175,7 +175,7 @@ def _reader() -> tuple[nn.Sequential, DeepReader]:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_packed_sequences_in_a_layer_that_is_kept_whole(schedule: str, way: dict[str, Any]) -> None:
-    """Such a layer must never run on invented zeros: an LSTM refuses a sequence of length zero."""
+    """Tracing must not run such a layer on zeros: an LSTM refuses a sequence of length zero."""
     layers, module = copy.deepcopy(_reader())
     plain = copy.deepcopy(module)
     balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([1, 3], 1)

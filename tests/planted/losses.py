@@ -71,7 +71,7 @@ def chosen(asked: Namespace) -> list[Loss]:
 
 
 class Tally:
-    """The results for one loss: how many runs each gate had, and how many of them found the loss.
+    """The results for one planted loss of speed: each gate's runs, and how many found the loss.
 
     Args:
         loss: The loss.
@@ -133,7 +133,7 @@ def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
 
 
 def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
-    """Plant each loss, run `regression` until each gate has `runs` runs, and yield the results."""
+    """Plant each loss of speed, run `regression` until each gate has `runs` runs; yield results."""
     with copied() as tree:
         commit(tree)
         for tally in tallies:

@@ -1,4 +1,4 @@
-"""Tests of the gate of counts, which checks that the counts of a training step have not changed.
+"""Tests of `benchmarks.gates.counts`, which checks that counts of training steps do not change.
 
 The counts are, for example, how many operators run. The expected counts are in a committed file,
 and so are the orders in which devices run their tasks.

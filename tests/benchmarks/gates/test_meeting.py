@@ -1,6 +1,6 @@
-"""Tests of the gate of overlap, which checks that tasks run at the same time if they can.
+"""Tests of `benchmarks.gates.meeting`, which checks that tasks overlap if they can.
 
-The tests plant faults that prevent this. The error of the gate must then name the tasks.
+The tests plant faults that prevent this. The program's error must then name the tasks.
 """
 
 import json

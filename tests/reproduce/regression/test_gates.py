@@ -42,7 +42,7 @@ def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
-    """Make two versions of a package, each with the exit code and the lines of its gate."""
+    """Make two versions of a package, each with the exit code and the output of its gate."""
     monkeypatch.setattr(gates, "ROOT", folder)
     (folder / "a").mkdir()
     (folder / "a" / "gate.py").write_text(GATE)
