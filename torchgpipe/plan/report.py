@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster another setup can be at most, as a share: 0.05 means 5 %."""
+        """How much faster than this plan another setup could be at most: 0.05 means 5 %."""
         return self.seconds / self.bound - 1
 
     @property

@@ -26,7 +26,7 @@ VALUES = 36
 
 
 def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
-    """Return the operators as which `aten.convolution` or `aten.convolution_backward` counts.
+    """Return the operators that an `aten.convolution` or `aten.convolution_backward` counts as.
 
     A backward counts as one operator for each gradient that it computes. The gradient of the image
     and the gradient of the weight each take as many operations as the forward.

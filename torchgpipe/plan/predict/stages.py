@@ -38,7 +38,7 @@ class StageKey(NamedTuple):
 
 
 def _gradients(stages: Mapping[int, Sequence[LayerCount]]) -> dict[int, float]:
-    """Return the bytes of gradients that each stage's first backward adds on its device.
+    """Return the bytes of the gradients that each stage's first backward allocates on its device.
 
     If stages share a parameter, the last of them makes the gradient, because its backward is first.
 
@@ -119,11 +119,13 @@ class StageBytes:
 
     @classmethod
     def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
-        """Return the bytes of a stage; the counts' cache keeps the result.
+        """Return how many bytes the tasks of a stage need.
+
+        The result is kept in `counts.cache`, because many setups have equal stages.
 
         Args:
-            counts: The counts of the model.
-            setup: The setup.
+            counts: The operators and tensors that were counted in the model's layers.
+            setup: The balance, the micro-batches, the checkpoint mode and the schedule.
             s: The number of the stage.
         """
         start, stop = setup.cuts[s]
@@ -137,11 +139,12 @@ class StageBytes:
         return found
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that tasks in flight keep.
+        """Return the bytes that tasks keep between their forward and the end of their backward.
 
         Args:
-            recomputed: How many of them are checkpointed.
-            plain: How many of them are not checkpointed.
-            later: How many have only the gradients of their weights left to compute.
+            recomputed: The number of these tasks that are checkpointed.
+            plain: The number of these tasks that are not checkpointed.
+            later: The number of tasks that have computed the gradients of their inputs, but not
+                yet those of their weights.
         """
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half
