@@ -3,10 +3,10 @@
 Tasks do not compute with the parameters, but with stand-ins: detached parameters. (A task is a
 micro-batch on a stage.) So the stand-ins have to be in the layers while a task runs.
 
-What could go wrong: suppose that the stand-ins were in the layers only during tasks, and that a
-criterion adds a penalty on a weight of the layers. The criterion would find the parameter, although
-the tasks use the stand-in. So the gradient of the penalty would be added to the parameter
-separately, in the middle of a step.
+What goes wrong without this guard: suppose that the stand-ins were in the layers only during tasks,
+and that a criterion adds a penalty on a weight of the layers. The criterion would find the
+parameter, although the tasks use the stand-in. So the gradient of the penalty would be added to the
+parameter separately, in the middle of a step.
 
 Therefore, worker threads and ranks put the stand-ins into the layers for a whole run: all forwards,
 all backwards, or a whole step. Then the layers, the criterion and a penalty over
