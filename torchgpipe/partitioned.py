@@ -195,8 +195,8 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the same gradients, but returns a tensor of all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
-            scaler: Scales the loss for the backward. In a distributed pipeline, use the
-                `ShardedGradScaler` of `torch.distributed.fsdp`.
+            scaler: Scales the loss for the backward. In a distributed pipeline, it has to be a
+                `ShardedGradScaler`, of `torch.distributed.fsdp.sharded_grad_scaler`.
 
         Returns:
             The loss of the mini-batch: a scalar, or for `"none"` all losses. It has no graph, so

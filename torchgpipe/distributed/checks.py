@@ -3,9 +3,19 @@
 import warnings
 from math import inf
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from torchgpipe.distributed.rank_batch import Request
+from torchgpipe.step.request import StepRequest, check_criterion
+
+WITHIN_BACKWARD = (
+    "a pipeline over ranks cannot run within a backward, because ranks reach a backward at "
+    "different times; if torch.utils.checkpoint is around the pipeline, use the pipeline's "
+    "argument checkpoint instead"
+)
 
 
 def check_group(mesh: DeviceMesh | None = None) -> None:
@@ -46,6 +56,37 @@ def check_connectable(timeout: object, own: int) -> None:
         raise RuntimeError(
             f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
             "use other ranks, make a new pipeline and load the state"
+        )
+
+
+def check_request(request: Request, n: int) -> None:
+    """Check the criterion and the scaler that this rank has given to `step`, `evaluate` or `loss`.
+
+    Ranks without the output do not need a criterion, so they may give `None`.
+
+    Args:
+        request: The arguments of the call.
+        n: The number of ranks.
+
+    Raises:
+        TypeError: If the criterion is not a function, or if the scaler looks for overflows only in
+            the gradients of this rank.
+    """
+    if request is None:
+        return
+    if request.criterion is not None:
+        check_criterion(request.criterion)
+    scaler = request.scaler if isinstance(request, StepRequest) else None
+    if n == 1 or not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+        return
+    # This import takes time, and few programs need it.
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if not isinstance(scaler, ShardedGradScaler):
+        raise TypeError(
+            f"{type(scaler).__name__} looks for overflows only in the gradients of its own rank, "
+            "so the ranks would scale by different numbers; over ranks, give each rank a "
+            "ShardedGradScaler() of torch.distributed.fsdp.sharded_grad_scaler"
         )
 
 

@@ -16,14 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchgpipe.distributed.alike import checksum_of_parameters, settings_of
-from torchgpipe.distributed.checks import check_connectable, check_group, warn_without_parameters
+from torchgpipe.distributed.checks import (
+    WITHIN_BACKWARD,
+    check_connectable,
+    check_group,
+    check_request,
+    warn_without_parameters,
+)
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.rank_batch import LossRequest, RankBatch
+from torchgpipe.distributed.rank_batch import LossRequest, RankBatch, Request
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.layers.batches import Divided, divided, taken_apart, the_input
+from torchgpipe.layers.checks import SHARDED
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.modules import modules_of
@@ -37,9 +44,6 @@ from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import check
 from torchgpipe.uncompiled import run_uncompiled
-
-Request = StepRequest | LossRequest | None
-"""The arguments of `step()` or `loss()`; `None` for a call of the pipeline itself."""
 
 
 class DistributedGPipe(Partitioned):
@@ -285,16 +289,10 @@ class DistributedGPipe(Partitioned):
         self._serial += 1
         with connections.call(self._serial, "the call"):
             if backward_id() != -1:
-                raise RuntimeError(
-                    "a pipeline over ranks cannot run within a backward, because ranks reach a "
-                    "backward at different times; if torch.utils.checkpoint is around the "
-                    "pipeline, use the pipeline's argument checkpoint instead"
-                )
+                raise RuntimeError(WITHIN_BACKWARD)
             if sharded([self]):
-                raise TypeError(
-                    "fully_shard(model) gathers parameters only once for all micro-batches; shard "
-                    "the partition instead: fully_shard(model.partition, mesh=...)"
-                )
+                raise TypeError(SHARDED)
+            check_request(request, len(self._ranks))
             self._check()
             run = partial(self._run_batch, connections, args, kwargs, request)
             result = self._mini_batch(run, self.chunks)

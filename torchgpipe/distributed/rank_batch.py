@@ -17,6 +17,7 @@ from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.losses import scalar
+from torchgpipe.step.request import StepRequest
 from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
 from torchgpipe.trace.parts import tensors_in
@@ -27,6 +28,10 @@ class LossRequest(NamedTuple):
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
+
+
+Request = StepRequest | LossRequest | None
+"""The arguments of `step()`, `evaluate()` or `loss()`; `None` for a call of the pipeline itself."""
 
 
 class RankBatch(Batch):

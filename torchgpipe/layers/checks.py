@@ -26,6 +26,11 @@ MISSED_STEPS = (
     "torch.distributed._composable.replicate, in its place, and step()"
 )
 
+SHARDED = (
+    "fully_shard(model) gathers parameters only once for all micro-batches; shard the partition "
+    "instead: fully_shard(model.partition, mesh=...)"
+)
+
 REPLACED = (
     "a layer or partition was replaced after the pipeline was made; change the layers first, then "
     "wrap them in a new pipeline (what is inside of a layer may be replaced at any time between "

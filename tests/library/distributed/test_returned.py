@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.functional import cross_entropy, mse_loss
 
-from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.distributed.no_output import NoOutput
 from torchgpipe.schedules import Action, Schedule
 from torchgpipe.schedules.named import NAMED
@@ -39,6 +40,40 @@ def test_backward_after_a_step_is_refused_on_all_ranks(schedule: str) -> None:
         loss = model.step(mse_loss, X, X)
         with pytest.raises(RuntimeError, match=r"^step\(\) has run the backward already: remove"):
             loss.backward()
+
+
+def test_arguments_in_the_wrong_order_are_refused_on_all_ranks() -> None:
+    calls: list[Callable[[Any], object]] = [
+        lambda model: model.step(X),
+        lambda model: model.step(X, X),
+        lambda model: model.step(X, X, mse_loss),
+        lambda model: model.evaluate(X, X),
+        lambda model: model.loss(X, X, mse_loss),
+    ]
+    for call in calls:
+        model = pipeline()
+        dist.barrier()
+        with pytest.raises((TypeError, RankFailed), match="the criterion must be a function"):
+            call(model)
+        model.close()
+
+
+def test_a_scaler_of_one_rank_is_refused() -> None:
+    """With such a scaler, ranks scale by different numbers after an overflow on one rank."""
+    plain = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = pipeline()
+    dist.barrier()
+    with pytest.raises((TypeError, RankFailed), match=r"give each rank a ShardedGradScaler\(\)"):
+        model.step(mse_loss, X, X, scaler=plain)
+    model.close()
+    model.step(mse_loss, X, X, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    expected = [8 * p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.step(mse_loss, X, X, scaler=ShardedGradScaler("cpu", init_scale=8.0))
+    assert expected
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)  # a power of two changes no digit
 
 
 USES: dict[str, Callable[[Any], object]] = {
