@@ -14,8 +14,9 @@ Where = tuple[str, int]
 
 
 WITHOUT_CACHE = (
-    "turn the cache off: call the module with use_cache=False; to generate text with a cache, call "
-    "the module itself, which shares its parameters with the layers"
+    "turn the cache off before the call of sequential (for a model of Hugging Face, "
+    "module.config.use_cache = False); to generate text with a cache, call the module itself, "
+    "which shares its parameters with the layers"
 )
 """What to do if a module keeps keys and values of earlier tokens in a cache."""
 

@@ -216,7 +216,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "a cache": (
         lambda: sequential(Cached(), X),
-        ["an argument of type DynamicCache", "use_cache=False"],
+        ["an argument of type DynamicCache", "module.config.use_cache = False"],
     ),
     "a model's own loss": (
         lambda: sequential(OwnLoss(), (X, X)),

@@ -276,7 +276,7 @@ class Caching(nn.Module):
     [(None, "it returns a DynamicCache"), (DynamicCache(), "is given a DynamicCache as past")],
 )
 def test_a_cache_is_refused_with_the_recipe(past: Any, message: str) -> None:
-    recipe = r"use_cache=False; to generate text with a cache, call the module itself"
+    recipe = r"use_cache = False\); to generate text with a cache, call the module itself"
     with pytest.raises(Untraceable, match=rf"{message}(?s:.*){recipe}"):
         sequential(Caching(), (text(2, 4), past))
 
