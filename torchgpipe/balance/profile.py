@@ -160,7 +160,10 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
         TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"only an nn.Sequential can be {done}, got {type(module).__name__}")
+        raise TypeError(
+            f"only an nn.Sequential can be {done}, got {type(module).__name__}; "
+            "torchgpipe.sequential(module, sample) turns any module into one"
+        )
     sample = flat(module, sample)
     check(sample)
     verify_skippables(module)

@@ -238,7 +238,7 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
     ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
     ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
-    ((1, ReLU(), X), TypeError, "only an nn.Sequential can be balanced, got ReLU"),
+    ((1, ReLU(), X), TypeError, "got ReLU; torchgpipe.sequential"),
     ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
     ((1, POP_ALONE, X), TypeError, "pops 'skip', which no earlier layer stashes"),
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
