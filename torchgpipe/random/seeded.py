@@ -38,8 +38,8 @@ SET = (
 
 
 HIGHER_ORDER = (
-    "a layer calls the operator {!r}, which runs functions of its own; a worker thread cannot see "
-    "whether they draw random numbers, so use engine='graph'"
+    "a layer calls the operator {!r}, whose functions PyTorch traces; this is not safe in several "
+    "worker threads, so use engine='graph'"
 )
 
 
