@@ -8,9 +8,21 @@ from torchgpipe.trace.code.call import Held, Value
 from torchgpipe.trace.layer import Layer
 
 NAMED = {
-    *("name", "_inputs", "_outputs", "_steps", "_sizes_read", "_text", "_calls"),
-    *("_namespaces", "_stashed", "_popped", "_skips"),
-    *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+    "name",
+    "_inputs",
+    "_outputs",
+    "_steps",
+    "_sizes_read",
+    "_text",
+    "_calls",
+    "_namespaces",
+    "_stashed",
+    "_popped",
+    "_skips",
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
 }
 """The attributes of a layer that have names or numbers of the traced module in them."""
 
