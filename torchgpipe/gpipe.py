@@ -22,9 +22,10 @@ from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.step.losses import run_step, scalar
 from torchgpipe.step.request import StepRequest, check_criterion
+from torchgpipe.step.targets import whole
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
-from torchgpipe.uncompiled import run_uncompiled
+from torchgpipe.uncompiled import is_traced, run_uncompiled
 
 Device = int | str | torch.device
 EngineName = Literal["auto", "graph", "workers"]
@@ -98,7 +99,6 @@ class GPipe(Partitioned):
 
     devices: list[torch.device]
     _engine: GraphEngine | WorkersEngine
-    _traced_instead = "trace or export its layers, model[:]"
 
     def __init__(  # noqa: PLR0913 - each is an option of the user's
         self,
@@ -198,8 +198,23 @@ class GPipe(Partitioned):
                 nor a tuple of tensors.
             ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
+        if is_traced() and self._can_be_traced():
+            return cast(TensorOrTensors, self[:](input))
         output = run_uncompiled(self._traced_instead, self._forward, input)
         return cast(TensorOrTensors, output)
+
+    def _can_be_traced(self) -> bool:
+        """Return whether `torch.jit.trace` and `torch.export` may run the layers in their order.
+
+        In evaluation mode, the layers give the same output without micro-batches.
+        """
+        return not self.training and len(set(self.devices)) == 1 and self._signature is None
+
+    @property
+    def _traced_instead(self) -> str:
+        if self._signature is not None:
+            return "trace or export the module itself, whose parameters the pipeline uses"
+        return "call model.eval() first, or trace or export its layers, model[:]"
 
     def _forward(self, input: Input) -> Input:
         micro_batches, copied = self._begun(input)
@@ -258,6 +273,7 @@ class GPipe(Partitioned):
             TypeError: If `criterion` is not a function, or does not return a tensor.
         """
         check_criterion(criterion, "loss")
+        target = whole(target)
         args, kwargs = self._arguments(input)
         loss = criterion(self(*args, **kwargs), target)
         return loss if isinstance(loss, Tensor) else scalar(loss, "loss")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     logs: list[Any]
     plan: Any = None
     rank: int = 0
-    _traced_instead: ClassVar[str]
+    _traced_instead: Any  # what to trace or export instead of a pipeline, for an error message
     _partitions: nn.ModuleList
     _steps: WorkersEngine
     _schedule: str | Schedule

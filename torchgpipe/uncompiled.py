@@ -8,6 +8,12 @@ import torch
 from torchgpipe.task.where import shorten
 
 
+def is_traced() -> bool:
+    """Return whether `torch.jit.trace` or `torch.export` runs the caller."""
+    # PyTorch does not declare both functions to type checkers.
+    return bool(cast(Any, torch.compiler).is_exporting() or cast(Any, torch.jit).is_tracing())
+
+
 def run_uncompiled(instead: str, run: Callable[..., Any], *args: Any) -> Any:
     """Call `run(*args)`, which runs a mini-batch, and do not compile it.
 
@@ -23,8 +29,7 @@ def run_uncompiled(instead: str, run: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         # Otherwise torch.compile would compile the scheduler anew for each task.
         return torch.compiler.disable(run, reason=untraced)(*args)
-    # PyTorch does not declare both functions to type checkers.
-    if cast(Any, torch.compiler).is_exporting() or cast(Any, torch.jit).is_tracing():
+    if is_traced():
         raise RuntimeError(untraced)
     try:
         return run(*args)

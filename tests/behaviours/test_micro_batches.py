@@ -282,3 +282,11 @@ def test_structures_that_are_refused(given: Any, message: str) -> None:
     model = piped(taking_structures(), [2, 2], chunks=4, engine="graph", devices=("cpu", "cpu"))
     with pytest.raises((TypeError, ValueError), match=message):
         model.step(mse_loss, given, torch.ones(8, 3))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_that_cannot_be_split() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2)
+    nested = torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(2, 2)])
+    with pytest.raises(ValueError, match=r"tensor 0 of the input is nested .* layout=torch\.jagged"):
+        model(nested)

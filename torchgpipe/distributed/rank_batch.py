@@ -18,6 +18,7 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.losses import scalar
 from torchgpipe.step.request import StepRequest
+from torchgpipe.step.targets import whole
 from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
 from torchgpipe.trace.parts import tensors_in
@@ -225,7 +226,7 @@ class RankBatch(Batch):
             loss = torch.zeros((), device=device, requires_grad=bool(ends))
         else:
             self.program.doing = self.program.computing = "the criterion"
-            result = loss = scalar(request.criterion(result, request.target), "loss")
+            result = loss = scalar(request.criterion(result, whole(request.target)), "loss")
             self.program.computing = None
             self._tied.refuse_in(loss, ends)
             if loss.requires_grad and ends:

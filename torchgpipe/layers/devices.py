@@ -54,6 +54,8 @@ def choose_devices(
         found = [_device(device) for device in devices]
     else:
         found = accelerator.all_devices() or [torch.device("cpu")] * n
+    if n and not found:
+        raise IndexError("devices is empty; name a device for each partition: devices=['cpu']")
     if len(found) < n:
         raise IndexError(
             f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "

@@ -1,6 +1,6 @@
 """Split a sequence of layers into partitions, and place the partitions on devices."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from numbers import Integral
 
@@ -45,7 +45,7 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     """
     if balance is None:
         raise ValueError(f"balance is required: {_BALANCE}{_ADVICE}")
-    if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor):
+    if not isinstance(balance, Iterable) or isinstance(balance, str | Tensor | Mapping | Set):
         raise TypeError(f"balance must be {_BALANCE}, but got {shortened(balance)}{_ADVICE}")
     balance = list(balance)
     if not all(isinstance(b, Integral) and not isinstance(b, bool) for b in balance):

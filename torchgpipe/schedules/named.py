@@ -264,8 +264,12 @@ def make(
             all but the last one, or 'never' for none.
 
     Raises:
+        TypeError: If n, m or v is not a whole number.
         ValueError: If no schedule has this name, or the schedule does not fit n, m and v.
     """
+    for letter, number in {"n": n, "m": m, "v": v}.items():
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{letter} must be a whole number, but got {number!r}")
     if isinstance(schedule, Schedule):
         _check_fits(schedule, n, m, v)
         lists = with_recomputations(schedule.lists, m, checkpoint)

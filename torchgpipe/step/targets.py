@@ -53,6 +53,20 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     return [make(row) for row in zip(*columns, strict=True)]
 
 
+def whole(target: Any) -> Any:
+    """Return the target of a whole mini-batch, for `loss`. Arrays of numbers become tensors.
+
+    Raises:
+        TypeError: If the target is `MicroBatches`.
+    """
+    if isinstance(target, MicroBatches):
+        raise TypeError(
+            "loss takes the target of a whole mini-batch, but got MicroBatches; call step or "
+            "evaluate, which take MicroBatches"
+        )
+    return with_tensors(lambda x: x, target)
+
+
 def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
     """Return a copy of the target in which `function` has replaced each tensor.
 

@@ -236,6 +236,11 @@ def scatter(
     for k, (x, split) in enumerate(zip(tensors, batched, strict=True)):
         if not split:
             continue
+        if x.is_nested and x.layout is torch.strided:
+            raise ValueError(
+                f"tensor {k} of the input is nested with layout torch.strided, and cannot be "
+                "split; make it with layout=torch.jagged, or give MicroBatches"
+            )
         if x.dim() == 0:
             raise ValueError(
                 f"every input tensor needs a batch dimension, but tensor {k} is a scalar"

@@ -111,14 +111,22 @@ _OWN_LOSS = (
 
 def check_batch(
     module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
-) -> None:
+) -> dict[int, int]:
     """Raise an error if the module returns no tensor, or a tensor without a batch dimension.
 
     Args:
         module: The module.
         recordings: Its recordings.
         names: The names of its arguments that are tensors.
+
+    Returns:
+        The outputs that have a value for each pair of samples: the number of the tensor, and its
+        second dimension that is as long as the batch.
+
+    Raises:
+        Untraceable: The module returns no tensor, or one whose dimension 0 is not the batch.
     """
+    compared: dict[int, int] = {}
     first = recordings[0]
     if not first.outputs:
         raise Untraceable(
@@ -132,6 +140,10 @@ def check_batch(
             # With other lengths, other dimensions may have other lengths, too.
             others = expected[1:] if lengths == [*first.sizes[1:]] else shape[1:]
             if shape == (size, *others):
+                continue
+            dimension = _second_batch(shape, size, others)
+            if dimension is not None:
+                compared[number] = dimension
                 continue
             at = where()
             for call in recording.calls:
@@ -156,12 +168,33 @@ def check_batch(
                 module,
                 at,
                 f"it returns a tensor of shape {shape} for {size} samples, but outputs "
-                "of micro-batches are concatenated along dimension 0, and no other dimension may "
-                "grow with the batch",
-                "code that compares samples or adds them up, such as a loss, belongs after the "
-                "pipeline: return the inputs of this code; or say which arguments have no batch "
-                "dimension, shared=[…]",
+                "of micro-batches are concatenated along dimension 0",
+                "code that adds up samples, such as a loss, belongs after the pipeline: return the "
+                "inputs of this code; or say which arguments have no batch dimension, shared=[…]",
             )
+    return compared
+
+
+def _second_batch(shape: Sequence[int], size: int, others: Sequence[int]) -> int | None:
+    """Return the only dimension, besides 0, that is as long as the batch and differs.
+
+    Args:
+        shape: The shape of an output.
+        size: The batch size.
+        others: The lengths of the dimensions after 0 for another batch size.
+
+    Returns:
+        The dimension, or `None` if the shape differs in another way.
+    """
+    if len(shape) != 1 + len(others) or shape[0] != size:
+        return None
+    differing = []
+    for dimension, (length, other) in enumerate(zip(shape[1:], others, strict=True), 1):
+        if length != other:
+            differing.append(dimension)
+    if len(differing) == 1 and shape[differing[0]] == size:
+        return differing[0]
+    return None
 
 
 class Differs(Exception):

@@ -1,5 +1,6 @@
 """Cut any module into a sequence of layers that have the module's own parameters (`sequential`)."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
@@ -60,7 +61,9 @@ def sequential(
     The layers' outputs and gradients on the sample are compared with the module's. Unless some
     submodules are kept `whole`, the module's outputs (in evaluation mode) for the two halves of the
     sample are also compared with those for the whole sample. So the function raises an error if the
-    module compares samples, or if the batch is not in the first dimension.
+    module compares samples, or if the batch is not in the first dimension. An output with a value
+    for each pair of samples, such as the product of each image with each text, is possible: there
+    is a warning, because micro-batches have no values for pairs from different micro-batches.
 
     A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
     recording cannot repeat. If it has more than half of the parameters, an error is raised instead.
@@ -127,10 +130,7 @@ def sequential(
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
                     check_other_lengths(module, layers, signature, inputs)
-                    # Submodules that the user keeps whole may compare samples, so then the halves
-                    # of the sample may give other outputs.
-                    if not kept:
-                        check_halves(module, signature, inputs)
+                    _check_samples(module, signature, inputs, kept)
                     return layers
         if first is None:
             raise Untraceable(
@@ -141,6 +141,25 @@ def sequential(
         raise first
     finally:
         del first  # Its traceback refers to this frame, which keeps the module alive.
+
+
+def _check_samples(
+    module: Module, signature: Signature, inputs: Tensors, kept: Iterable[Module]
+) -> None:
+    """Check that a module treats each sample by itself; warn if it compares pairs of samples.
+
+    Submodules that the user keeps whole may compare samples. Then the halves of the sample may
+    give other outputs, and are not checked.
+    """
+    if not kept:
+        check_halves(module, signature, inputs)
+    if signature.compared:
+        warnings.warn(
+            f"{type(module).__name__} returns a value for each pair of samples, and step compares "
+            "only samples of the same micro-batch; to compare all samples of a mini-batch, return "
+            "what is compared, and compare it in the loss, as in loss(model(input))",
+            stacklevel=3,
+        )
 
 
 def _choices(
@@ -186,8 +205,8 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
     recorded = _recorded(module, signature, inputs, whole)
     recordings = recorded.recordings
     recording = recordings[0]
-    check_batch(module, recordings, signature.names)
-    signature.returns(*recording.result, recording.outputs)
+    compared = check_batch(module, recordings, signature.names)
+    signature.returns(*recording.result, recording.outputs, compared)
     calls = generalise(module, recordings)
     plans = cut(calls, _names(module, calls), len(inputs), recording.outputs)
     namespace = Namespace()

@@ -41,6 +41,8 @@ class Signature:
         batched: For each tensor among the arguments, whether it has a batch dimension.
         places: For each tensor among the arguments, its dimensions whose length may change.
         points: The sizes for which the module is recorded: batch sizes and lengths.
+        compared: Which tensors of the result have a value for each pair of samples, and the second
+            of their two dimensions that are as long as the batch.
 
     Raises:
         TypeError: If the sample has no tensors, has a cache of keys and values, or does not fit the
@@ -85,6 +87,7 @@ class Signature:
         for x in slots.tensors:
             of_x = places.get(id(x))
             self.places.append(of_x.pop(0) if of_x else {})
+        self.compared: dict[int, int] = {}
         self.points = corners([BATCHES, *[length.recorded for length in self._lengths]])
 
     @property
@@ -261,7 +264,9 @@ class Signature:
                     f"shared=[{other!r}] or a sample of two or more samples"
                 )
 
-    def returns(self, result: Any, slots: Slots, order: Collection[int]) -> None:
+    def returns(
+        self, result: Any, slots: Slots, order: Collection[int], compared: Mapping[int, int]
+    ) -> None:
         """Set the structure of the module's result.
 
         Args:
@@ -269,16 +274,35 @@ class Signature:
             slots: The slots.
             order: For each slot, the number of its tensor. If the module returns a tensor twice,
                 two slots have the same number.
+            compared: The numbers of the tensors that have a value for each pair of samples, and
+                the second of the two dimensions that are as long as the batch.
         """
         unique = list(dict.fromkeys(order))
+        self.compared = {
+            k: compared[number] for k, number in enumerate(order) if number in compared
+        }
         self._result = result
         self._result_slots = slots
         self._order = list(map(unique.index, order))
 
     def structured(self, outputs: TensorOrTensors) -> Any:
-        """Put output tensors into the structure of the module's result, and return the result."""
+        """Put output tensors into the structure of the module's result, and return the result.
+
+        Raises:
+            ValueError: If outputs with a value for each pair of samples have been concatenated:
+                they lack the pairs of samples from different micro-batches.
+        """
         flat = tensors_of(outputs)
         tensors = [flat[i] for i in self._order]
+        for k, dimension in self.compared.items():
+            if tensors[k].shape[dimension] != len(tensors[k]):
+                raise ValueError(
+                    "the module compares each sample with each other, which a pipeline can do only "
+                    "within a micro-batch, and such outputs are not concatenated; "
+                    "return the inputs of the comparison, and compare them in the loss, as in "
+                    "loss(model(input)), or call step or evaluate, which give the criterion one "
+                    "micro-batch at a time"
+                )
         return self._result_slots.put_back(self._result, tensors)
 
     def _bound(self, args: Sequence[Any], kwargs: ByName) -> BoundArguments:

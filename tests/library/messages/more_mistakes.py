@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, MicroBatches, schedules
 from torchgpipe.saves import Saves
 from torchgpipe.skip import skippable, stash
 from torchgpipe.timeline import record
@@ -41,6 +41,26 @@ MORE_MISTAKES: dict[str, Mistake] = {
     "lists as schedule": (
         lambda: model(schedule=[["0F0", "0B0"], ["1F0", "1B0"]]),
         ["schedule must be a name such as '1F1B'", "Schedule(name, placement, lists)", "[['0F0'"],
+    ),
+    "an empty list of devices": (
+        lambda: model(devices=[]),
+        ["devices is empty; name a device for each partition"],
+    ),
+    "a dictionary as balance": (
+        lambda: model({0: 1, 1: 1}),  # type: ignore[arg-type]
+        ["balance must be", "but got {0: 1, 1: 1}"],
+    ),
+    "a set as balance": (
+        lambda: model({1, 2}),  # type: ignore[arg-type]
+        ["balance must be", "but got {1, 2}"],
+    ),
+    "text as the number of micro-batches of a schedule": (
+        lambda: schedules.make("1F1B", 2, "4"),  # type: ignore[arg-type]
+        ["m must be a whole number, but got '4'"],
+    ),
+    "micro-batches as the target of loss": (
+        lambda: model().loss(mse_loss, X, MicroBatches([X])),
+        ["loss takes the target of a whole mini-batch", "call step or evaluate"],
     ),
     "a long balance": (
         lambda: model([1] * 1000),

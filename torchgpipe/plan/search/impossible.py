@@ -11,6 +11,9 @@ from torchgpipe.plan.predict.predict import Predictor, Setup
 from torchgpipe.plan.search.balances import Work, held_by_layers
 from torchgpipe.plan.search.trial import Candidate, Choices, assess
 
+HELPS = 0.9
+"""Twice as many devices help if the fullest device then needs at most this share of its memory."""
+
 
 class Impossible(ValueError):
     """The error if no setup fits the devices. The message says why in one line."""
@@ -151,5 +154,32 @@ def why(
     return (
         f"no balance fits {devices} device(s) of {room}: "
         f"even with {free_setup}, {balanced}, the fullest device needs {free_peak}; "
-        "use more devices, or a smaller batch"
+        + _what_helps(predictor, free, partitions, memory)
     )
+
+
+def _what_helps(predictor: Predictor, free: Candidate, partitions: int, memory: float) -> str:
+    """Say what would make a setup fit: another schedule, more devices, or a smaller batch.
+
+    Args:
+        predictor: The predictor of the model.
+        free: The setup that needs the least memory under the schedule `GPipe`.
+        partitions: How many devices there are.
+        memory: How many bytes tensors may take on each device.
+    """
+    batch_size, optimizer = free.setup.batch_size, free.setup.optimizer
+    # Under 1F1B, a device keeps fewer micro-batches at a time, and the last one keeps one output.
+    try:
+        other = least(predictor, partitions, Choices(batch_size, optimizer, schedules=["1F1B"]))
+    except Impossible:  # there are fewer layers than stages
+        other = free
+    if other.peak <= memory:
+        return (
+            f"but with the schedule 1F1B, {told(other.setup)} needs only {amount(other.peak)}: "
+            "allow it, schedules=['1F1B'] or --schedules 1F1B"
+        )
+    more = min(2 * partitions, len(predictor.counts))
+    wider = least(predictor, more, Choices(batch_size, optimizer))
+    if wider.peak < HELPS * free.peak:
+        return "use more devices, or a smaller batch"
+    return "use a smaller batch, or devices with more memory (more devices would hardly help)"

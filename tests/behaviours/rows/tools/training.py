@@ -18,6 +18,7 @@ from examples.works_with import (
     mixed_precision,
     optimizer_in_backward,
     traced,
+    traced_and_exported,
     train,
 )
 
@@ -64,8 +65,10 @@ def compile_each(layers: Any) -> None:
 
 
 CANNOT_BE_TRACED = r"cannot be traced or exported; "
-TRACED = CANNOT_BE_TRACED + r"(trace .* model\[:\]|load the states of all ranks)"
-EXPORTED = CANNOT_BE_TRACED + r"trace or export its layers, model\[:\]"
+TRACED = CANNOT_BE_TRACED + r"(call model.eval\(\) first|load the states of all ranks)"
+EXPORTED = (
+    CANNOT_BE_TRACED + r"call model.eval\(\) first, or trace or export its layers, model\[:\]"
+)
 
 ROWS = [
     tool(
@@ -133,16 +136,22 @@ ROWS = [
         without={**ALONE["without"], **LONG},
     ),
     tool(
-        "`torch.jit.trace(model, x)`",
+        "`torch.jit.trace(model, x)` in training",
         traced,
-        "Trace the layers, `model[:]`.",
+        "Call `model.eval()` first, or trace the layers, `model[:]`.",
         refused={"": TRACED},
     ),
     tool(
-        "`torch.export.export(model, (x,))`",
+        "`torch.export.export(model, (x,))` in training",
         exported,
-        "Export the layers, `model[:]`.",
+        "Call `model.eval()` first, or export the layers, `model[:]`.",
         refused={"": EXPORTED},
+        **ALONE,
+    ),
+    tool(
+        "`torch.jit.trace` and `torch.export` in evaluation",
+        traced_and_exported,
+        "If all layers are on one device. The layers run as one mini-batch.",
         **ALONE,
     ),
     tool(
