@@ -120,7 +120,7 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
     """Find the largest model that fits, for naive model parallelism and for a pipeline.
 
     Only one of the model's sizes is changed: the size with index `axis`. `tell` is called with a
-    text about each size that is tried.
+    text about each size that is tried, and about each result.
     """
     made = []
 
@@ -136,6 +136,7 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
             parameter_bytes = sum(layer.parameters for layer in counts.once)
             parameters = round(parameter_bytes / 4)
         made.append(Largest(how, sizes, beyond, parameters))
+        tell(f"  {line_of(asked, made[-1])}")
     return made
 
 
@@ -148,17 +149,21 @@ def title_of(asked: Asked) -> str:
     )
 
 
+def line_of(asked: Asked, found: Largest) -> str:
+    """Return a line with the largest model that was found for one way of training."""
+    name = asked.family.name
+    if found.sizes is None:
+        return f"{found.how}: none: not even {titled(name, found.beyond or ())} fits"
+    least = "at least " if found.beyond is None else ""
+    title = titled(name, found.sizes)
+    end = "" if found.beyond else ", where the search ends"
+    return f"{found.how}: {least}{title}: {found.parameters / 1e6:,.1f} M parameters{end}"
+
+
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
     """Yield lines with the largest models that fit, and which of their sizes was increased."""
-    name = asked.family.name
     for each in found:
-        if each.sizes is None:
-            yield f"{each.how}: none: not even {titled(name, each.beyond or ())} fits"
-            continue
-        least = "at least " if each.beyond is None else ""
-        title = titled(name, each.sizes)
-        end = "" if each.beyond else ", where the search ends"
-        yield f"{each.how}: {least}{title}: {each.parameters / 1e6:,.1f} M parameters{end}"
+        yield line_of(asked, each)
     yield (
         f"only {asked.family.names[axis]} grows. naive: one micro-batch, nothing "
         "recomputed; pipelined: micro-batches of one, all but the last recomputed"
@@ -168,7 +173,7 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
 
 def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
     """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
-    tell(f"  trying {titled(asked.family.name, sizes)}")
+    tell(f"  {how}: trying {titled(asked.family.name, sizes)}")
     counts = asked.family.counts(sizes)
     predictor = Predictor(counts, asked.hardware)
     optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
