@@ -159,7 +159,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     @property
     def schedule(self) -> ScheduleView:
         """The schedule in use; its `report()` says how each stage's backward is split."""
-        return ScheduleView(self._steps.arrangement, self._stages)
+        return ScheduleView(self._steps.arrangement, self._stages, self.chunks, self.checkpoint)
 
     def step(  # noqa: PLR0913 - all of them belong to one step
         self,

@@ -60,7 +60,15 @@ def test_its_text_fits_on_a_screen() -> None:
         "  stage 0 on cpu: 1 layer, 6 parameters",
         "  stage 1 on cpu: 1 layer, 4 parameters",
     ]
-    assert repr(model.schedule).splitlines()[0] == "GPipe, stages on [0, 1]"
+    assert repr(model.schedule).splitlines() == [
+        "GPipe, stages on [0, 1]",
+        "stage 0 on device 0: backward is not split by GPipe",
+        "stage 1 on device 1: backward is not split by GPipe",
+        "0 | 0 . . . B0",
+        "1 | . 0 B0",
+    ]
+    model.chunks = 100
+    assert len(repr(model.schedule).splitlines()) == 3  # the picture would be too wide
 
 
 def mse(y: Tensor, target: Tensor) -> Tensor:

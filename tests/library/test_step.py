@@ -292,15 +292,30 @@ def test_targets_are_parted_as_deep_as_they_go() -> None:
     assert last["c"] is None
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_forwards_out_of_order_are_told_where_a_batch_norm_sees_them(deferred: bool) -> None:
-    layers = Sequential(Linear(2, 2), nn.BatchNorm1d(2))
+@pytest.mark.parametrize(
+    "norm, deferred, advice",
+    [
+        (nn.BatchNorm1d(2), False, "use deferred_batch_norm=True"),
+        (nn.BatchNorm1d(2), True, None),
+        (nn.BatchNorm1d(2).eval(), False, None),
+        (nn.InstanceNorm1d(2, track_running_stats=True), False, "let the schedule run"),
+        (nn.InstanceNorm1d(2), False, None),
+    ],
+)
+def test_forwards_out_of_order_are_told_where_a_norm_keeps_statistics(
+    norm: nn.Module, deferred: bool, advice: str | None
+) -> None:
+    layers = Sequential(Linear(2, 2), norm)
     schedule = Schedule("mine", [0, 0], [FORWARDS + OF_SECOND_STAGE + BACKWARDS])
     options: dict[str, Any] = {"schedule": schedule, "deferred_batch_norm": deferred}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         GPipe(layers, [1, 1], devices=["cpu"], chunks=2, **options)
     told = [str(warning.message) for warning in caught]
-    assert len(told) == (0 if deferred else 1)
-    assert all("does not run the forwards of its micro-batches in order" in each for each in told)
+    if advice is None:
+        assert not told
+    else:
+        (line,) = told
+        assert f"{type(norm).__name__}, but mine does not run the forwards" in line
+        assert advice in line
     assert all(warning.filename == __file__ for warning in caught)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from torchgpipe.caught import shortened
 from torchgpipe.schedules import Action, Schedule, make
@@ -133,12 +133,16 @@ def warn_of_order(arrangement: Arrangement, stages: Sequence[Stage]) -> None:
                 numbers.append(i)
         if numbers == sorted(numbers):
             continue
-        norms = [m for m in stage.modules if isinstance(m, _BatchNorm) and m.track_running_stats]
-        if not set(norms) <= set(stage.deferred_norms):
+        norms = [m for m in stage.modules if isinstance(m, _NormBase) and m.track_running_stats]
+        changing = [m for m in norms if m.training and m not in set(stage.deferred_norms)]
+        if changing:
+            advice = "let the schedule run the forwards in order"
+            if all(isinstance(m, _BatchNorm) for m in changing):
+                advice = "use deferred_batch_norm=True"
             warnings.warn(
-                f"stage {stage.index} has a batch norm, but {schedule.name} does not run the "
-                "forwards of its micro-batches in order; so the running statistics are updated in "
-                "another order than without a pipeline; use deferred_batch_norm=True",
+                f"stage {stage.index} has a {type(changing[0]).__name__}, but {schedule.name} does "
+                "not run the forwards of its micro-batches in order; so the running statistics are "
+                f"updated in another order than without a pipeline; {advice}",
                 stacklevel=6,
             )
 
@@ -159,21 +163,42 @@ def overlaps(m: int, n: int) -> bool:
     return m > 1 and n > 1
 
 
+WIDTH = 100
+"""The widest picture of a schedule, in characters, that `print(model.schedule)` shows."""
+
+
 class ScheduleView:
     """The schedule of a pipeline, for the user to read.
+
+    Args:
+        arrangement: The schedule, and the device of each stage.
+        stages: The stages of this process.
+        m: The number of micro-batches.
+        mode: The checkpoint mode.
 
     Attributes:
         name: The name of the schedule.
         placement: For each stage, the index of its device in `devices`, or the stage's rank.
     """
 
-    def __init__(self, arrangement: Arrangement, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self, arrangement: Arrangement, stages: Sequence[Stage], m: int, mode: str
+    ) -> None:
         schedule, n, v, self.placement = arrangement
         made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
         self.name, self._splits, self._stages = made.name, made.halves, stages
+        if isinstance(schedule, Schedule):
+            m = min(m, schedule.micro_batches)
+        self._made = (schedule, n, m, v, mode)
 
     def __repr__(self) -> str:
-        return f"{self.name}, stages on {[*self.placement]}\n{self.report()}"
+        """Return a line for the schedule, a line for each stage, and a picture if it fits."""
+        lines = [f"{self.name}, stages on {[*self.placement]}", self.report()]
+        if self.placement:
+            picture = str(make(*self._made))
+            if max(map(len, picture.splitlines())) <= WIDTH:
+                lines.append(picture)
+        return "\n".join(lines)
 
     def report(self) -> str:
         """Return a line for each stage of this process: how its backward is split, or why not.

@@ -54,6 +54,10 @@ class Timeline:
     partitions: int
     placement: Sequence[int] = ()
 
+    def __repr__(self) -> str:
+        tasks = len(self.tasks)
+        return f"Timeline: {tasks} tasks on {self.partitions} devices, {self.seconds:.3g} s"
+
     def row(self, event: Event) -> int:
         """Return the row of an event."""
         return self.placement[event.partition] if self.placement else event.partition

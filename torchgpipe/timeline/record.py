@@ -81,6 +81,9 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
     If the pipeline runs over ranks, all ranks have to enter this context. The first rank writes one
     file for all ranks. If the `with` block raises an exception, no file is written.
 
+    The first mini-batch of a new pipeline takes longer than later ones, because threads are started
+    and memory is allocated. So run one mini-batch before the recording.
+
     Args:
         model: The pipeline.
         file: The path of the file, or `None` to write no file.
@@ -91,7 +94,9 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         OSError: If the file cannot be written.
     """
     if not isinstance(model, Partitioned):
-        raise TypeError(f"record takes a pipeline, but got {type(model).__name__}")
+        raise TypeError(
+            f"record takes a pipeline, but got {type(model).__name__}; call record(model, file)"
+        )
     if model.observer is not None:
         raise ValueError(
             "recording a timeline needs model.observer, which is already set; set it to None first"
