@@ -123,10 +123,9 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     def _build(self) -> None:
         """Make the objects that cannot be copied or pickled, such as locks, streams and threads."""
         self.logs = []
-        last = len(self.balance) - 1
         self._stages = []
         for (j, device), partition in zip(self._held, self._partitions, strict=True):
-            self._stages.append(Stage(j, partition, device, is_last=j == last))
+            self._stages.append(Stage(j, partition, device))
         self._look()
 
     def _look(self) -> None:

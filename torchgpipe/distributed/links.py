@@ -4,7 +4,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from torchgpipe.distributed.connections import Connections, E
 from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
+from torchgpipe.distributed.wires.structure import described, structure_of
 from torchgpipe.distributed.wires.transfer import Stages
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
@@ -23,6 +24,7 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
+from torchgpipe.trace.parts import Structure
 
 _KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
 """The kinds of actions that send a result to another stage, in forward (`True`) or in backward."""
@@ -201,8 +203,12 @@ class Messages(Links):
         Users can set Python attributes on tensors. The last tensor encodes the attributes of all
         other tensors; it is `None` if they have no attributes.
         """
-        name = f"{item.form.__module__}:{item.form.__qualname__}"
-        _form_of(name)  # raises an error already on this rank if other ranks cannot find the class
+        form: Hashable
+        if isinstance(item.form, Structure):
+            form = described(item.form.value)
+        else:
+            form = f"{item.form.__module__}:{item.form.__qualname__}"
+            _form_of(form)  # raises an error here if other ranks cannot find the class
         attributes = [{} if x is None else vars(x) for x in item.flat]
         told = None
         if any(attributes):
@@ -215,18 +221,19 @@ class Messages(Links):
                     "tensor as a separate output, not as an attribute"
                 ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
-        return (name, item.shared, needs), (*item.flat, told)
+        return (form, item.shared, needs), (*item.flat, told)
 
 
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
     """Return the item (output or skip) that a description and tensors of `_packed` stand for."""
     name, shared, needs = about
+    form = _form_of(name) if isinstance(name, str) else structure_of(name)
     *flat, told = tensors
     if told is not None:
         for x, attributes in zip(flat, unpacked(told), strict=True):
             if x is not None:
                 vars(x).update(attributes)
-    return Item(leaves(tuple(flat), needs), _form_of(name), shared)
+    return Item(leaves(tuple(flat), needs), cast(Form, form), shared)
 
 
 def _form_of(name: str) -> Form:

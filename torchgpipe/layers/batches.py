@@ -22,7 +22,7 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.parts import Slots
+from torchgpipe.trace.parts import Structure
 from torchgpipe.trace.signature import Signature
 
 Divided = tuple[list[TensorOrTensors], torch.Event | None]
@@ -106,11 +106,10 @@ def taken_apart(input: Any) -> Any:
                 f"{name!r} of input is a list, which can have an entry for each sample; make a "
                 "tensor of it, or give MicroBatches"
             )
-    slots = Slots()
-    structure = slots.taken(input)
-    if not slots.tensors:
+    structure, tensors = Structure.of(input)
+    if not tensors:
         raise TypeError(f"input must have tensors, but got {type(input).__name__} without any")
-    return Structured.of(slots.tensors, partial(slots.again().put_back, structure))
+    return Structured.of(tensors, structure)
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

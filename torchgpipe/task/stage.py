@@ -3,8 +3,7 @@
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.item import Shared, versions
-from torchgpipe.tensors.microbatch import Flat, Form, check, together
-from torchgpipe.trace.parts import Slots
+from torchgpipe.tensors.microbatch import Flat, Form, check, is_flat, together
+from torchgpipe.trace.parts import Structure
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -45,7 +44,6 @@ class Stage:
         index: The index of the partition in the model.
         partition: The layers.
         device: The device of the layers.
-        is_last: Whether the output is that of the pipeline.
 
     Attributes:
         away: The parameters that are on another device, because a partition there shares them, each
@@ -53,11 +51,8 @@ class Stage:
         runs_later: Whether the device is a GPU: it runs work after the host has submitted it.
     """
 
-    def __init__(
-        self, index: int, partition: nn.Module, device: torch.device, *, is_last: bool = False
-    ) -> None:
+    def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
         self.index = index
-        self.is_last = is_last
         self.partition = partition
         self.device = device
         self.runs_later = device.type == accelerator.KIND
@@ -148,13 +143,10 @@ class Stage:
             self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
-        if self.is_last and not isinstance(y, tuple):
-            # No partition takes this output. Only the criterion sees it, in any structure.
-            slots = Slots()
-            structure = slots.taken(y)
-            if slots.tensors:
-                put_back: Any = partial(slots.again().put_back, structure)
-                return (*slots.tensors, *skips), put_back
+        if not is_flat(y):
+            structure, tensors = Structure.of(y)
+            if tensors:
+                return (*tensors, *skips), cast(Form, structure)
         check(y, f"output of partition {self.index}")
         return (*y, *skips), type(y)
 

@@ -153,6 +153,16 @@ def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) ->
     return tuple(there)
 
 
+def is_flat(value: object) -> bool:
+    """Return whether a value can be sent from rank to rank: a tensor, or a tuple of tensors.
+
+    A `PackedSequence` counts, too, so that it is refused: it is a tuple, but not of tensors.
+    """
+    if isinstance(value, Tensor | PackedSequence):
+        return True
+    return isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value)
+
+
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
     """Return `value` with a function applied to each of its tensors."""
     return alike(value, [function(x) for x in tensors_of(value)])
@@ -269,7 +279,7 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     """
     if len(outputs) == 1:
         return outputs[0]
-    if not isinstance(outputs[0], Tensor | tuple):
+    if not is_flat(outputs[0]):
         raise TypeError(
             f"the last partition returns {type(outputs[0]).__name__}, which is not concatenated; "
             "call step(criterion, input, target) or evaluate(...), which give the criterion one "

@@ -109,3 +109,26 @@ class Slots(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             return self._slot(args[0])
         return func(*args, **(kwargs or {}))
+
+
+class Structure:
+    """A structure of tensors without its tensors: with tensors, it makes a copy of the structure.
+
+    Args:
+        value: The structure, with slots in place of its tensors.
+        slots: The slots.
+    """
+
+    def __init__(self, value: Any, slots: Slots) -> None:
+        self.value = value
+        self._slots = slots
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Structure, list[Tensor]]:
+        """Take a structure apart. Return it without its tensors, and the tensors."""
+        slots = Slots()
+        return cls(slots.taken(value), slots.again()), slots.tensors
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a copy of the structure with these tensors in it."""
+        return self._slots.put_back(self.value, tensors)

@@ -1,5 +1,6 @@
 """Test cases about tensors that layers take and return, and about outputs that are refused."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -174,6 +175,47 @@ def with_a_number(a: Tensor) -> tuple[Tensor, float]:
     return a, 2.0
 
 
+def nested(a: Tensor) -> tuple[Tensor, tuple[Tensor, None]]:
+    return a.sin(), (a.exp(), None)
+
+
+def of_nested(a: Tensor, inner: tuple[Tensor, None]) -> Tensor:
+    b, nothing = inner
+    assert nothing is None
+    return a * b
+
+
+def in_a_dictionary(a: Tensor) -> dict[str, Any]:
+    return {"a": a.sin(), "more": [a.exp(), "text", 1, True], "scale": 0.5}
+
+
+def changed_dictionary(given: dict[str, Any]) -> dict[str, Any]:
+    b, *others = given["more"]
+    return given | {"more": [b * given["a"], *others]}
+
+
+def of_a_dictionary(given: dict[str, Any]) -> Tensor:
+    b, text, one, true = given["more"]
+    assert (text, one, true) == ("text", 1, True) and true is True
+    scaled: Tensor = given["a"] * given["scale"] + b
+    return scaled
+
+
+@dataclass
+class Shown:
+    a: Tensor
+    name: str
+
+
+def in_a_class(a: Tensor) -> Shown:
+    return Shown(a.sin(), "a")
+
+
+def of_a_class(given: Shown) -> Tensor:
+    assert given.name == "a"
+    return given.a.exp()
+
+
 def no_output(_: Tensor) -> tuple[()]:
     return ()
 
@@ -262,10 +304,14 @@ ROWS = [
         of(linear, nothing, linear),
         refused={"": "output of partition 1 must be .* got NoneType"},
     ),
+    Row("a tensor and a number", of(linear, with_a_number, product)),
+    Row("a tuple in a tuple, and None", of(linear, nested, of_nested)),
+    Row("a dictionary with a list", of(linear, in_a_dictionary, of_a_dictionary)),
+    Row("a structure twice", of(in_a_dictionary, changed_dictionary, of_a_dictionary)),
     Row(
-        "a number",
-        of(linear, with_a_number, linear),
-        refused={"": "of partition 1 must .* element 1 is float"},
+        "a structure with another class",
+        of(linear, in_a_class, of_a_class),
+        refused={"ranks": "a layer returned a Shown in a structure for another rank"},
     ),
     Row("no output", of(linear, no_output, linear), refused={"": "got an empty tuple"}),
     Row(
