@@ -13,7 +13,7 @@ from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import divided, taken_apart, the_input
+from torchgpipe.layers.batches import divided, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -25,6 +25,7 @@ from torchgpipe.step.request import StepRequest, check_criterion
 from torchgpipe.step.targets import whole
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
+from torchgpipe.trace.inputs import taken_apart
 from torchgpipe.uncompiled import is_traced, run_uncompiled
 
 Device = int | str | torch.device

@@ -288,7 +288,5 @@ def test_structures_that_are_refused(given: Any, message: str) -> None:
 def test_a_nested_tensor_that_cannot_be_split() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2)
     nested = torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(2, 2)])
-    with pytest.raises(
-        ValueError, match="tensor 0 of the input is nested"
-    ):
+    with pytest.raises(ValueError, match="tensor 0 of the input is nested"):
         model(nested)

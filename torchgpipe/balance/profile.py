@@ -22,8 +22,17 @@ from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors import accelerator
-from torchgpipe.tensors.microbatch import TensorOrTensors, check, mapped, scatter, tensors_of
+from torchgpipe.tensors.microbatch import (
+    TensorOrTensors,
+    check,
+    in_form,
+    mapped,
+    scatter,
+    tensors_of,
+)
+from torchgpipe.trace.inputs import taken_apart
 from torchgpipe.trace.layer import batched, flat
+from torchgpipe.trace.parts import as_tensors
 
 T = TypeVar("T")
 
@@ -126,7 +135,8 @@ class Rehearsal:
     def forward(self, value: TensorOrTensors) -> None:
         """Run the layer's copy on an input that `prepare` has returned."""
         with skip_scope(self.scope):
-            self.output = self.layer(value)
+            self.output = as_tensors(self.layer(in_form(value)))
+        check(self.output, f"the output of layer {self.index}")
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
         """Call `forward`; return the storages that autograd saves for the backward, by id."""
@@ -164,7 +174,7 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
             f"only an nn.Sequential can be {done}, got {type(module).__name__}; "
             "torchgpipe.sequential(module, sample) turns any module into one"
         )
-    sample = flat(module, sample)
+    sample = taken_apart(flat(module, sample))
     check(sample)
     verify_skippables(module)
     return sample
@@ -200,7 +210,6 @@ def rehearse(
         make = functools.partial(placed_copy, module, index, device)
         rehearsal = Rehearsal(layer, value, skips, make, index)
         measurement = measure(rehearsal)
-        check(rehearsal.output, f"the output of layer {index}")
         value = mapped(cut_off, rehearsal.output)
         waiting.update(
             {key: None if x is None else cut_off(x) for key, x in rehearsal.scope.items()}

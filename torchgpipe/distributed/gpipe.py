@@ -29,7 +29,7 @@ from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import WorkersEngine
-from torchgpipe.layers.batches import Divided, divided, taken_apart, the_input
+from torchgpipe.layers.batches import Divided, divided, the_input
 from torchgpipe.layers.checks import SHARDED
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -43,6 +43,7 @@ from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import check
+from torchgpipe.trace.inputs import taken_apart
 from torchgpipe.uncompiled import run_uncompiled
 
 

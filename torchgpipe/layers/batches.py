@@ -1,7 +1,5 @@
 """Divide a mini-batch into micro-batches for the first stage."""
 
-from collections.abc import Mapping
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -15,14 +13,11 @@ from torchgpipe.tensors.microbatch import (
     UNCOUNTED,
     Input,
     MicroBatches,
-    Structured,
     TensorOrTensors,
     mapped,
-    refuse_array,
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.parts import Structure
 from torchgpipe.trace.signature import Signature
 
 Divided = tuple[list[TensorOrTensors], torch.Event | None]
@@ -78,38 +73,6 @@ def record_copies(input: Input, device: torch.device) -> torch.Event | None:
                 assert stream is not None
                 return stream.record_event()
     return None
-
-
-def taken_apart(input: Any) -> Any:
-    """Return a mapping or a dataclass as `Structured` tensors, and any other input as it is.
-
-    The first layer gets the same structure for each micro-batch: its tensors are split, and all
-    other values are copied.
-
-    Raises:
-        TypeError: If a mapping or a dataclass has no tensors, or has lists or arrays.
-    """
-    if isinstance(input, MicroBatches):
-        return MicroBatches([taken_apart(each) for each in input])
-    is_instance = is_dataclass(input) and not isinstance(input, type)
-    if not is_instance and not isinstance(input, Mapping):
-        return input
-    for name, value in (input if isinstance(input, Mapping) else vars(input)).items():
-        refuse_array(value, f"{name!r} of input")
-        if isinstance(value, MicroBatches):
-            raise TypeError(
-                f"{name!r} of input is MicroBatches; give MicroBatches of whole inputs, each with "
-                f"a part of {name!r}"
-            )
-        if isinstance(value, list):
-            raise TypeError(
-                f"{name!r} of input is a list, which can have an entry for each sample; make a "
-                "tensor of it, or give MicroBatches"
-            )
-    structure, tensors = Structure.of(input)
-    if not tensors:
-        raise TypeError(f"input must have tensors, but got {type(input).__name__} without any")
-    return Structured.of(tensors, structure)
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

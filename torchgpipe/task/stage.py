@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.item import Shared, versions
-from torchgpipe.tensors.microbatch import Flat, Form, check, is_flat, together
-from torchgpipe.trace.parts import Structure
+from torchgpipe.tensors.microbatch import Flat, Form, check, form_of, together
+from torchgpipe.trace.parts import as_tensors
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -143,12 +143,9 @@ class Stage:
             self._check_shared(before, versions(inputs), shared)
         if isinstance(y, Tensor):
             return (y, *skips), Tensor
-        if not is_flat(y):
-            structure, tensors = Structure.of(y)
-            if tensors:
-                return (*tensors, *skips), cast(Form, structure)
+        y = as_tensors(y)
         check(y, f"output of partition {self.index}")
-        return (*y, *skips), type(y)
+        return (*y, *skips), form_of(y)
 
     def _run_with_skips(self, inputs: Flat, form: Form) -> tuple[Any, Flat]:
         count = len(inputs) - len(self._keys)

@@ -84,6 +84,11 @@ class Structured(tuple[Tensor, ...]):
         return made
 
 
+def in_form(value: TensorOrTensors) -> Any:
+    """Return a micro-batch as a layer takes it: a mapping, for example, and not its tensors."""
+    return value.form(value) if isinstance(value, Structured) else value
+
+
 UNCOUNTED = -1
 """The number of samples of a micro-batch whose tensors differ in dimension 0."""
 
@@ -106,7 +111,7 @@ def form_of(value: TensorOrTensors) -> Form:
     return Tensor if isinstance(value, Tensor) else type(value)
 
 
-def alike(value: TensorOrTensors, tensors: Sequence[Tensor]) -> TensorOrTensors:
+def like(value: TensorOrTensors, tensors: Sequence[Tensor]) -> TensorOrTensors:
     """Return a micro-batch of the same form as `value`, with other tensors."""
     if isinstance(value, Structured):
         return Structured.of(tensors, value.form)
@@ -165,7 +170,7 @@ def is_flat(value: object) -> bool:
 
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
     """Return `value` with a function applied to each of its tensors."""
-    return alike(value, [function(x) for x in tensors_of(value)])
+    return like(value, [function(x) for x in tensors_of(value)])
 
 
 def check(value: object, what: str = "input") -> None:
@@ -267,7 +272,7 @@ def scatter(
     columns: list[Iterable[Tensor]] = []
     for x, split in zip(tensors, batched, strict=True):
         columns.append(x.chunk(chunks) if split else repeat(x))
-    return [alike(value, row) for row in zip(*columns, strict=False)]
+    return [like(value, row) for row in zip(*columns, strict=False)]
 
 
 def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:

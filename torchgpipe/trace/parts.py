@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.tensors.microbatch import Structured, is_flat
+
 T = TypeVar("T")
 
 
@@ -132,3 +134,14 @@ class Structure:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of the structure with these tensors in it."""
         return self._slots.put_back(self.value, tensors)
+
+
+def as_tensors(output: Any) -> Any:
+    """Return a layer's output as a tensor, a tuple of tensors, or `Structured` tensors.
+
+    An output without tensors is returned as it is.
+    """
+    if is_flat(output):
+        return output
+    structure, tensors = Structure.of(output)
+    return Structured.of(tensors, structure) if tensors else output

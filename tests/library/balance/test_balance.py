@@ -230,7 +230,7 @@ def test_default_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch)
 RELUS = Sequential(ReLU(), ReLU())
 POP_ALONE = Sequential(Pop())
 LOCKED = Sequential(ReLU(), Do(lambda _, x: x, lock=threading.Lock()))
-LIST_OUT = Sequential(ReLU(), Lambda(lambda x: [x]))
+NOTHING_OUT = Sequential(ReLU(), Lambda(lambda _: None))
 NAN = float("nan")
 # Each row holds arguments that both functions refuse, the error's type, and a part of its message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
@@ -239,10 +239,10 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
     ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
     ((1, ReLU(), X), TypeError, "got ReLU; torchgpipe.sequential"),
-    ((1, RELUS, (X, 1)), TypeError, "element 1 is int"),
+    ((1, RELUS, (X, [1])), TypeError, "element 1 of input is a list"),
     ((1, POP_ALONE, X), TypeError, "pops 'skip', which no earlier layer stashes"),
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
-    ((1, LIST_OUT, X), TypeError, "output of layer 1 must be a tensor"),
+    ((1, NOTHING_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
 # Each row has: the only balancing function that raises an error for the arguments; the sample; the
 # options; and a part of the error message.

@@ -110,10 +110,16 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a dictionary without tensors": (lambda: model()({"x": 1}), ["must have tensors", "got dict"]),
     "None as input": (lambda: model()(None), ["input must be a tensor", "got NoneType"]),
-    "a number in a tuple": (lambda: model()((X, 1)), ["tuple of tensors", "element 1 is int"]),
+    "a list in a tuple": (
+        lambda: model()((X, [X])),
+        ["element 1 of input is a list, which can have an entry for each sample; make a tensor"],
+    ),
     "a block mask in a micro-batch": (
         lambda: step(mse_loss, MicroBatches([(X, create_block_mask(causal, 1, 1, 4, 4, "cpu"))])),
-        ["element 1 is BlockMask", "a layer that needs another object has to make it of tensors"],
+        [
+            "some are in another object",
+            "a layer that needs another object has to make it of tensors",
+        ],
     ),
     "an empty tuple": (lambda: model()(()), ["got an empty tuple"]),
     "a scalar": (lambda: model()(torch.ones(())), ["needs a batch dimension", "tensor 0"]),

@@ -32,7 +32,7 @@ from torchgpipe.plan.count.tied import counted_once, tied_parameters
 from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
 from torchgpipe.trace.layer import batched
 
 LayerCounts = tuple[LayerCount, ...]
@@ -234,7 +234,7 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
     forward, backward = Counter(), Counter()
     try:
         with forward:
-            rehearsal.forward(given[0] if isinstance(value, Tensor) else given)
+            rehearsal.forward(like(value, given))
         roots = [x for x in rehearsal.results() if x.requires_grad]
         gradients = [torch.empty_like(x) for x in roots]
         with backward:
@@ -299,4 +299,4 @@ def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> 
 
     if isinstance(sample, Tensor):
         return empty(sample)
-    return tuple(map(empty, sample, split or [True] * len(sample)))
+    return like(sample, [*map(empty, sample, split or [True] * len(sample))])

@@ -20,7 +20,7 @@ from torchgpipe.skip.scope import Scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
-from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import Structured, TensorOrTensors, tensors_of
 from torchgpipe.trace.code.call import Held, Value
 from torchgpipe.trace.layer import Layer
 from torchgpipe.trace.parts import tensors_in
@@ -98,7 +98,7 @@ class Alike:
         if id(layer) not in self._layers:
             self._layers[id(layer)] = layer, _state(layer)
         _, state = self._layers[id(layer)]
-        if state is None:
+        if state is None or isinstance(value, Structured):
             return None
         numbers: dict[int, int] = {}
         looks = [_looks(x, numbers) for x in tensors_of(value)]

@@ -18,7 +18,8 @@ from torch.nn import Sequential
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, synchronize, time_forward, time_run
 from torchgpipe.skip.scope import skip_scope
-from torchgpipe.tensors.microbatch import TensorOrTensors, mapped, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, in_form, mapped, tensors_of
+from torchgpipe.trace.parts import as_tensors
 
 
 class Seconds(NamedTuple):
@@ -90,7 +91,7 @@ def _forward(
     for i, layer in enumerate(module):
         synchronize(device)
         start = perf_counter()
-        value = layer(value)
+        value = as_tensors(layer(in_form(value)))
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:

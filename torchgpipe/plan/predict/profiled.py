@@ -28,7 +28,7 @@ from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
 from torchgpipe.tensors import accelerator
-from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
+from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
 from torchgpipe.trace.layer import batched
 
 LEAST = 2
@@ -313,4 +313,4 @@ def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors
 
     if isinstance(sample, Tensor):
         return take(sample)
-    return tuple(map(take, sample, batched(module) or [True] * len(sample)))
+    return like(sample, [*map(take, sample, batched(module) or [True] * len(sample))])
