@@ -1,6 +1,7 @@
 """Start the program `python -m reproduce`.
 
-If a package that all commands need is missing, the program prints one line about it and ends.
+If a package that all commands need is missing, the program prints one line that says how to install
+the package, and ends.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Define the exit codes of all commands, and exceptions for problems that a user can solve.
 
-The exit code is 0 if the result is as expected.
+A command's exit code is 0 if the result is as expected. Other exit codes are constants here.
 """
 
 import atexit
@@ -21,8 +21,9 @@ CANNOT_TELL = 2
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 LEAST_TORCH = (2, 11)
-CLOSEST = 3  # names that a message has in place of a long list
-MOST_LISTED = 12  # names that a list may have
+# A message names all of up to `MOST_LISTED` names, and only `CLOSEST` names of a longer list.
+CLOSEST = 3
+MOST_LISTED = 12
 
 
 class Error(Exception):
@@ -63,12 +64,13 @@ class Worse(Error):
 def suggestion(name: str, known: Iterable[str], listing: str | None = None) -> str:
     """Return a text for an error message: the known names that are most similar to a name.
 
-    If no known name is similar, the text has all of them, or the first ones of a long list.
+    If no known name is similar, the text has all known names, or the first names of a long list.
 
     Args:
         name: The name that is not known.
         known: The known names.
-        listing: What lists all names, such as a command. It is needed for a long list.
+        listing: A command that lists all names. The text shortens a long list only if `listing` is
+            given, and names this command.
     """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=CLOSEST)
@@ -125,16 +127,16 @@ def _too_old_torch() -> str | None:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal while the program starts: end the program at once.
+    """Handle a signal while the program starts, by ending the program at once.
 
-    At that time, there are no results yet that could be lost.
+    A starting program has no results yet that could be lost.
     """
     os.write(2, f"reproduce: {Signalled(signum)}\n".encode())
     os._exit(128 + signum)
 
 
 def raise_signalled(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal by an exception, so that `with` blocks and `finally` clean up."""
+    """Handle a signal by raising an exception, so that `with` and `finally` blocks clean up."""
     raise Signalled(signum)
 
 
@@ -157,13 +159,13 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Make sure that Ctrl-C, SIGTERM or SIGHUP ends a run.
+    """Make sure that Ctrl-C, SIGTERM or SIGHUP ends a run within the `with` block.
 
     The handler of the signal raises an exception in the main thread. Python drops this exception if
     the thread is in a destructor or in the callback of a weak reference. Such code often runs,
     because it frees tensors. So the handler also remembers the signal. This context manager yields
-    a function that raises the exception again if there was a signal. The run calls the function
-    between steps.
+    a function that raises the exception again if there was a signal. The run has to call this
+    function between steps.
     """
     received: list[int] = []
 

@@ -28,21 +28,22 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-# Let PyTorch count GPUs without starting CUDA: the forks of a process that has started CUDA cannot
+# Let PyTorch count GPUs without starting CUDA. Otherwise the processes that tests fork could not
 # use CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# If a shell runs pytest in the background, pytest ignores SIGINT. Then the programs that tests
-# start would ignore it, too, and Ctrl-C would not end them.
+# A shell that runs pytest in the background makes it ignore SIGINT (Ctrl-C). The programs that
+# tests start would inherit this. So restore the usual handler, because some tests end programs by
+# SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def seed_the_cpu(seed: int) -> torch.Generator:
-    """Seed the generator of the CPU, and return it, as `torch.manual_seed` does.
+    """Seed the random generator of the CPU, and return it, as `torch.manual_seed` does.
 
     `torch.manual_seed` also keeps a stack trace for each kind of device that has not been used yet.
-    Tests have deep stacks, so the traces took a third of the time of all tests.
+    With the deep stacks of tests, this took a third of the time of all tests.
     """
     generator: torch.Generator = vars(torch.random)["default_generator"]  # maybe a test's own
     return generator.manual_seed(seed)
@@ -70,15 +71,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, and parametrized tests that add nothing new.
+    """Choose which of the collected tests run, and in which order.
 
-    A test adds nothing new if each pair of its parameters' values also occurs in another test that
-    is kept. With `--all`, triples of values are compared instead of pairs. Without `--slow`, only n
-    tests of a function with the mark `quick(n)` are kept.
-
-    Tests in tests/behaviours with the engine "ranks" get the mark `ranks`: they run in several
-    processes. Files that have only slow tests come first. If pytest runs in several processes, none
-    of them then has a slow test left at the end.
+    - Without `--slow`, slow tests do not run.
+    - Of a parametrized test, only some combinations of values run. They are chosen so that each
+      pair of values of two parameters occurs in at least one. With `--all`, each triple of values
+      does.
+    - Without `--slow`, at most n combinations run if the test has the mark `quick(n)`.
+    - Tests in tests/behaviours with the engine "ranks" get the mark `ranks`, so that they run in
+      several processes.
+    - Files that have only slow tests come first. So if several pytest processes share the tests,
+      none has a slow test left at the end.
     """
     slow = config.getoption("slow")
     every = config.getoption("all")
@@ -114,10 +117,11 @@ def over_ranks(item: Any) -> bool:
 
 
 def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
-    """Choose a few tests of a function.
+    """Choose a few of the parametrized tests of a function.
 
-    Together, they have all combinations of the values of any `size` parameters. If the function is
-    marked with `apart(a, b)` and `quick` is true, combinations with both `a` and `b` are left out.
+    For any `size` parameters of the function, each combination of their values occurs in a chosen
+    test. There is one exception: if the function has the mark `apart(a, b)` and `quick` is true,
+    the values of the parameters a and b need not be combined.
     """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
@@ -134,14 +138,15 @@ def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Choose a few rows, and return their indices.
+    """Choose a few rows that together have all combinations of values, and return their indices.
 
-    A row maps the names of parameters to their values. Together, the chosen rows have all
-    combinations of `size` values: with 2, each pair of values is in a row.
+    Rows with the most new combinations are chosen first. Among equals, a fixed random order
+    decides, so that no value is mostly combined with the first values of other parameters.
 
-    The next row is always one with the most new combinations. If several rows have the most, a
-    fixed random order decides. (In the given order, the parameter that varies slowest would mostly
-    meet the first values of the others.)
+    Args:
+        rows: For each test, a mapping from the names of its parameters to their values.
+        size: The number of values in a combination. With 2, each pair of values that is in any row
+            is in a chosen row.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
@@ -166,8 +171,8 @@ STARTED = pytest.StashKey[Ranks]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
-    # All objects that exist now live until the end of the run. Garbage collections leave them out,
-    # and so take only milliseconds.
+    # All objects that exist now live until the end of the test run. `gc.freeze` makes garbage
+    # collections skip them, so that a collection takes only milliseconds.
     gc.collect()
     gc.freeze()
     if any(item.get_closest_marker("ranks") for item in session.items):
@@ -196,7 +201,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def alike() -> None:
-    """Give each test the same seed, and one thread for PyTorch's operators."""
+    """Start each test with the same random seed, and with one thread for PyTorch's operators."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
@@ -213,9 +218,9 @@ def only_what_the_tests_make() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, Any, Any]:
-    """Skip tests that need torchvision if it cannot be imported.
+    """Skip a test that fails because torchvision cannot be imported.
 
-    For example, this happens if it was built for another version of PyTorch.
+    For example, torchvision may have been built for another version of PyTorch.
     """
     try:
         return (yield)
@@ -231,8 +236,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# Fixtures for the options of a pipeline. A test takes `engine` and `checkpoint`, or `way`, which is
-# a dictionary of both.
+# Fixtures for two options of a pipeline, its engine and its mode of checkpointing. A test uses the
+# fixtures `engine` and `checkpoint`, or the fixture `way`, a dictionary with both options.
 
 
 @pytest.fixture(params=["graph", "workers"])

@@ -1,11 +1,11 @@
-"""`Everywhere`: a pipeline over ranks that tests use like a pipeline in one process.
+"""`Everywhere`, a pipeline over ranks that tests use like a pipeline in one process.
 
-Every rank runs the whole test, which is written for one process. The test must pass on each rank. A
+Every rank runs the whole test, which is written for one process, and must pass on each rank. Each
 rank builds all layers, but its pipeline runs only the layers of its own partition.
 
-After each forward and each backward, the ranks exchange four things: outputs, errors, the gradients
-and buffers of their layers, and what these layers recorded. Each rank puts them into its own copies
-of the other ranks' layers. So a test can look at any layer on any rank.
+After each forward and each backward, the ranks exchange outputs, errors, and the gradients and
+buffers of their layers. Each rank keeps copies of the other ranks' layers up to date with them. So
+a test can check any layer on any rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITTEN_DOWN = ("first", "second")
 class Everywhere(nn.Module):
     """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    On ranks without a device, the test ends early.
+    On the ranks that are left over, the test ends when this object is made.
     """
 
     _rank: Rank
@@ -58,8 +58,8 @@ class Everywhere(nn.Module):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"rank \d has no parameters")
             pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # Wait until all ranks have made their pipeline. If a rank failed before, the other ranks
-        # would end the test here, without the exchange that the failed rank waits for.
+        # Wait until all ranks have built their pipeline. If one failed in its forward before,
+        # others would raise an error here, and never reach the exchange in which that rank waits.
         dist.barrier()
         # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
@@ -137,7 +137,7 @@ class Everywhere(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage. If so, it gets the target and has the logs."""
+        """Whether this rank has the last stage, and so gets the target and has the logs."""
         return self.rank == self._placement[-1]
 
     @property
@@ -185,7 +185,7 @@ class Everywhere(nn.Module):
     def on_all(self, run: Callable[[], Any]) -> list[Any]:
         """Run a function on each rank. Return the results of all ranks, or raise a rank's error.
 
-        Afterwards, this process's copies of other ranks' layers have the state of the originals.
+        Afterwards, each rank's copies of other ranks' layers have the state of the originals.
         """
         value, error = None, None
         try:
@@ -228,7 +228,7 @@ class Everywhere(nn.Module):
 
 
 class _Outputs:
-    """The last rank's output: its structure, and detached tensors."""
+    """The output of the last rank: its tensors, detached, and how they are nested."""
 
     def __init__(self, result: Any, slots: Slots, tensors: list[Tensor]) -> None:
         self.result, self.slots = result, slots
@@ -240,11 +240,9 @@ class _Outputs:
 
 
 class _Done:
-    """A finished forward, with all that its backward needs.
+    """What a backward needs from its forward: the model, this rank's output, and the inputs.
 
     Attributes:
-        own: The output of this rank's pipeline.
-        given: The inputs.
         parameters: The tensors of the whole model that can have gradients, by name.
     """
 
@@ -254,7 +252,7 @@ class _Done:
         self._here = _leaves(model._pipeline)
 
     def backward(self, grads: Flat, keep: bool) -> list[Tensor | None]:
-        """Run backward on each rank. Return the gradients of all inputs and parameters."""
+        """Run backward on each rank. Return the gradients of the inputs and of all parameters."""
         # `autograd.grad` needs the token on a rank that has no parameters that require grad.
         wanted = [x for x in (*self._given, *self._here.values(), TOKEN) if x.requires_grad]
         outputs: list[Tensor] = [self._own]
@@ -289,9 +287,10 @@ class _Done:
 
 
 def _raise(errors: list[BaseException | None]) -> None:
-    """Raise the first error of a rank, if there is one.
+    """Raise one of the errors of all ranks, if there is any.
 
-    A `RankFailed` only says that another rank has failed, so the other rank's error comes first.
+    A `RankFailed` only says that another rank has failed. So it is raised only if there is no other
+    error.
     """
     for error in sorted(errors, key=lambda error: isinstance(error, RankFailed)):
         if error is not None:
@@ -299,7 +298,7 @@ def _raise(errors: list[BaseException | None]) -> None:
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that can have gradients: parameters, and some buffers."""
+    """Return the tensors that can have gradients: parameters, and buffers that require grad."""
     buffers = {name: x for name, x in model.named_buffers() if x.requires_grad and x.is_leaf}
     return dict(model.named_parameters()) | buffers
 
@@ -319,7 +318,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return the buffers of a layer's modules, and the attributes that tests look at."""
+    """Return the buffers and the recorded random numbers of each module in a layer."""
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}

@@ -14,14 +14,14 @@ def needs(count: int) -> pytest.MarkDecorator:
 
 
 def on(*devices: str) -> Any:
-    """Return a list of devices as a pytest parameter, skipped if there are too few GPUs."""
+    """Return a list of devices as a pytest parameter. Skip its tests if there are too few GPUs."""
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     count = max(numbers, default=-1) + 1
     return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
 
 
 def first(count: int) -> Any:
-    """Return the first GPUs as a pytest parameter, skipped if there are fewer."""
+    """Return the first `count` GPUs as a pytest parameter. Skip its tests if there are fewer."""
     return on(*[f"cuda:{k}" for k in range(count)])
 
 
@@ -41,7 +41,13 @@ RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), first(2), first(4), first(8
 
 
 def ways(*places: Any) -> pytest.MarkDecorator:
-    """Return a pytest mark that runs a test on devices in one process, and over ranks."""
+    """Return a pytest mark that runs a test in one process and over ranks.
+
+    The mark sets the parameters `engine` and `devices` of the test.
+
+    Args:
+        places: The lists of devices to use in one process, as made by `on` and `first`.
+    """
     # A test that is marked with `ranks` starts processes. Do not mark it if it is skipped.
     over = [pytest.mark.ranks] if DEVICES else []
     cases = []

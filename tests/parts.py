@@ -1,4 +1,4 @@
-"""`Fails`, a layer that fails on demand, and optimizers by the names that the planner uses."""
+"""`Fails`, a layer that raises an error when a test wants it, and optimizers by their names."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 
 
 class Fails(nn.Module):
-    """An identity layer that raises an error once, after a call of `fail`.
+    """An identity layer that a test can make fail.
 
-    It raises in forward, in a recomputation, or in backward. After a call of `at`, it calls a
-    function there instead.
+    After a call of `fail`, it raises an error once: in forward, in a recomputation, or in backward.
+    After a call of `at`, it calls a function there instead of raising an error.
     """
 
     def __init__(self) -> None:

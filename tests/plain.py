@@ -1,4 +1,4 @@
-"""`Plain`, the reference for the results of a pipeline, and `piped`, which makes a pipeline."""
+"""`Plain`, layers without a pipeline, and `piped`, which makes a pipeline to compare with them."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Undivided(nn.BatchNorm2d):
-    """A batch norm whose running statistics are those of whole mini-batches.
+    """A batch norm that normalizes micro-batches, but tracks the statistics of whole mini-batches.
 
-    It is the reference for deferred batch norm.
+    The results of deferred batch norm in a pipeline are compared with it.
     """
 
     met: list[Tensor]
@@ -37,9 +37,9 @@ class Undivided(nn.BatchNorm2d):
 
 
 class Plain(nn.Sequential):
-    """Layers without a pipeline, whose results a pipeline must equal.
+    """Layers without a pipeline, with whose results those of a pipeline are compared.
 
-    They run on one micro-batch after another, and the outputs are concatenated.
+    The layers run on one micro-batch after another, and the outputs are concatenated.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Plain(nn.Sequential):
             self._defer()
 
     def _defer(self) -> None:
-        """Let batch norms take their running statistics from whole mini-batches."""
+        """Make all batch norms track the statistics of whole mini-batches."""
         for layer in self.modules():
             if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d) and layer.track_running_stats:
                 layer.__class__ = Undivided
@@ -84,8 +84,8 @@ class Plain(nn.Sequential):
     def run(self, value: Any) -> Any:
         outputs = []
         for part in self.split(value):
-            # Clear autocast's cache. Otherwise micro-batches would share its low-precision copies
-            # of weights, and autograd would add up their gradients in low precision.
+            # Clear autocast's cache of low-precision copies of weights. Otherwise micro-batches
+            # would share a copy, and autograd would add up their gradients in low precision.
             torch.clear_autocast_cache()
             outputs.append(super().forward(part))
         if isinstance(outputs[0], Tensor):
@@ -109,9 +109,16 @@ def piped(
     v: int = 1,
     **options: Any,
 ) -> Any:
-    """Make a pipeline with `v` partitions on each device, over the given devices in turn.
+    """Make a pipeline of the layers, in one process or over ranks.
 
-    With `engine="ranks"`, it runs over the processes that run the test.
+    Args:
+        layers: The layers.
+        balance: The number of layers in each partition.
+        chunks: The number of micro-batches.
+        devices: The devices. If there are fewer than needed, they are used repeatedly.
+        v: The number of partitions on each device.
+        options: Further options of the pipeline. With `engine="ranks"`, the pipeline runs over the
+            processes that run the test.
     """
     places = [devices[j % len(devices)] for j in range(len(balance) // v)]
     if options.get("engine") == "ranks":

@@ -1,16 +1,17 @@
-"""Processes that run tests together. Each is a rank of `torch.distributed`.
+"""Processes that run a test together. Each is a rank of `torch.distributed`.
 
-Pytest's own process forks the ranks after it has collected all tests, so that they know all tests.
-They live until pytest's process ends.
+Pytest's own process forks the ranks after it has collected all tests, so that ranks know the tests.
+The ranks live until pytest's process ends. A test runs in three steps:
 
-1. Pytest's process tells the ranks the next test.
-2. Each rank runs the test with its fixtures, and reports the result. With the mark `ranks(n)`,
-   the first n ranks do so. With `ranks`, the test calls `Rank.join` with the number of ranks.
-3. In the test, ranks send messages to each other by `Rank.exchange`, through pytest's process.
-   So this process notices if a rank waits for a message that never comes.
+1. Pytest's process tells the ranks which test is next.
+2. Each rank runs the test with its fixtures, and reports the result. With the mark `ranks(n)`, only
+   the first n ranks do so. With the mark `ranks`, the test calls `Rank.join` with the number of
+   ranks.
+3. During the test, ranks send messages to each other by `Rank.exchange`. The messages go through
+   pytest's process, which so notices if a rank waits for a message that never comes.
 
-What a rank prints goes to a file of its own. If a rank hangs or dies, the test fails with the ends
-of these files, which have the stack of each thread.
+Each rank prints to its own file. If a rank hangs or dies, the test fails, and its message shows the
+ends of these files, with the stack of each thread.
 """
 
 import faulthandler
@@ -49,16 +50,16 @@ LAST = 5000
 
 
 class Ranks:
-    """All ranks, as seen by pytest's own process.
+    """The ranks that run tests, as pytest's own process uses them.
 
     Attributes:
-        launched: The processes of the ranks, and the connections to them.
+        launched: The processes of the ranks, and the connections to these processes.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-        # This import takes seconds. Import it once, before processes are forked.
+        # Do two things before processes are forked: import this module, which takes seconds, and
+        # make pytest's temporary folder, because otherwise each process makes its own folder.
         importlib.import_module("torch._dynamo")
-        # Make pytest's temporary folder here. Otherwise each process makes its own folder.
         folder = config._tmp_path_factory.mktemp("ranks")  # type: ignore[attr-defined]
         self._index = {item.nodeid: k for k, item in enumerate(items)}
         self._files = [folder / f"rank-{k}.txt" for k in range(WORLD)]
@@ -69,7 +70,11 @@ class Ranks:
             self.launched = Launched("fork", WORLD, serve, config, items, self._files)
 
     def run(self, test: str) -> str:
-        """Run a test on all ranks. Return the errors of those on which it failed."""
+        """Run a test on all ranks.
+
+        Returns:
+            The errors of the ranks on which the test failed, or "" if it passed on all ranks.
+        """
         if self._ended:
             return self._ended
         told: dict[int, str] = {}
@@ -98,9 +103,10 @@ class Ranks:
         return []
 
     def _answer(self, offered: dict[int, tuple[int, bytes]], told: dict[int, str]) -> None:
-        """If all ranks of an exchange wait for it, send all values to each of them.
+        """Answer the ranks that wait in `Rank.exchange`.
 
-        If another rank of the exchange has already ended the test, send `None`.
+        If all ranks of the exchange wait, send the values of all ranks to each of them. If a rank
+        of the exchange has already ended the test, send `None`.
         """
         if not offered:
             return
@@ -112,7 +118,15 @@ class Ranks:
         offered.clear()
 
     def _end(self, why: str, told: dict[int, str]) -> str:
-        """End the processes. Return their messages, output and stack traces."""
+        """End the processes of all ranks, because one of them hangs or has died.
+
+        Args:
+            why: What went wrong.
+            told: The errors that ranks have reported, by rank.
+
+        Returns:
+            An error with `why`, the reported errors, and what each process printed last.
+        """
         for process in self.launched.processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -133,10 +147,10 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """This process as a rank, for the test that it runs.
+    """A rank, as the test that runs in this process uses it.
 
     Attributes:
-        file: The file with all that this process prints.
+        file: The file to which this process prints.
     """
 
     file: Path
@@ -156,7 +170,7 @@ class Rank:
     def serve(
         self, config: pytest.Config, items: Sequence[pytest.Item], files: Sequence[Path]
     ) -> NoReturn:
-        """Run tests until pytest's process ends. Stdout and stderr go to this rank's file."""
+        """Run tests until pytest's process ends. Redirect stdout and stderr to this rank's file."""
         gc.freeze()
         # The test run receives the signal, too. It then ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -184,9 +198,9 @@ class Rank:
             self._failed.append(report.longreprtext)
 
     def join(self, n: int) -> None:
-        """Make a process group of the first n ranks, if the test has none yet.
+        """Make a process group of the first n ranks, if the test has not made one yet.
 
-        On other ranks, the test ends.
+        On all other ranks, end the test.
         """
         if self.index >= n:
             self._left = True
@@ -207,7 +221,7 @@ class Rank:
         dist.barrier()
 
     def use(self, pipeline: Any) -> None:
-        """Note a pipeline that must be closed at the end of the test."""
+        """Remember a pipeline, which is closed when the test ends."""
         self._used[id(pipeline)] = pipeline
 
     def exchange(self, n: int, value: Any) -> list[Any]:
@@ -219,7 +233,10 @@ class Rank:
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return `run(case)` of this rank. If `run` raises on one rank, raise on all ranks."""
+        """Return the result of `run(case)`. Raise an error if it fails on any of the first n ranks.
+
+        All these ranks must be given the same case.
+        """
         result, error = None, ""
         try:
             result = run(case)

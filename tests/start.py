@@ -1,4 +1,7 @@
-"""Start Python in another process: a new one, also with torchrun, or one forked from a server."""
+"""Functions that start Python in another process.
+
+The process is a new one, or one that is forked from a server and so need not import torch.
+"""
 
 import os
 import runpy
@@ -28,10 +31,10 @@ PRELOADED = [
 
 
 def forking() -> Any:
-    """Return the context of `multiprocessing` whose processes are forked from a server.
+    """Return a context of `multiprocessing` whose processes are forked from a server.
 
-    The server has imported torch and this library. It has one thread, so that forks are safe. All
-    tests of a test run share the server, so it has to be started here.
+    The server has imported torch and this library, so a new process starts fast. As it has only one
+    thread, forking is safe. All tests share the server that the first call starts.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -40,10 +43,10 @@ def forking() -> Any:
 
 
 def forked(module: str) -> tuple[int | None, str, str]:
-    """Run `python -m module` in a forked process.
+    """Run a module as a program (`python -m module`), in a process forked from a server.
 
     Returns:
-        The exit code, and what was written to stdout and stderr.
+        The exit code, and what the program wrote to stdout and to stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "out"), Path(folder, "err")]
@@ -69,11 +72,11 @@ def python(
     errors: int = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Start Python with a script or `-m module` in a git checkout of this project.
+    """Start Python in a new process, with a git checkout of this project.
 
     Args:
-        arguments: The arguments of Python.
-        root: The folder of the checkout, which is also the working directory.
+        arguments: The arguments of Python, such as a script, or `-m` and a module.
+        root: The folder of the checkout, which becomes the working directory.
         first: A folder in which Python looks for modules before it looks in the checkout.
         errors: The argument `stderr` of `subprocess.Popen`.
         environment: Additional environment variables.

@@ -1,7 +1,7 @@
-"""Tests on CUDA: a pipeline computes what its layers compute, in one process and over ranks.
+"""Tests of pipelines on CUDA, in one process and over ranks.
 
-Streams must wait for the tensors that they need, and for nothing else. A pipeline must free its
-memory.
+A pipeline must compute what its layers compute, and must free its memory. Its streams must wait for
+the tensors that they need, and for nothing else.
 """
 
 import contextlib
@@ -66,14 +66,14 @@ def with_norm() -> Sequential:
 
 
 def with_shared_weight() -> Sequential:
-    """Return layers of which the first and the last linear layer of equal sizes share a weight."""
+    """Return a model in which two linear layers of equal sizes share a weight."""
     module = layers()
     module[6].weight = module[2].weight
     return module
 
 
-# Gradients are equal up to rounding: on other streams, kernels can add numbers in another order.
-# The differences are larger in bfloat16, which has only eight significant bits.
+# Gradients are equal only up to rounding, because kernels on other streams can add numbers in
+# another order. The differences are larger in bfloat16, which has only eight significant bits.
 BEHAVIOURS = [
     Row("usual", layers, given, use=steps, tolerance=REORDERED),
     Row("batch norm", with_norm, given, use=steps, tolerance=REORDERED),
@@ -97,14 +97,17 @@ def assert_all_have_gradients(model: Module) -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpoint: Any) -> None:
-    """A pipeline has the outputs, gradients and buffers of plain layers on one device."""
+    """Check that a pipeline has the outputs, gradients and buffers of its layers on one device."""
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
 
 
 @pytest.mark.parametrize("devices", WITH_HOST)
 def test_a_weight_of_a_gpu_and_the_host(devices: Places, checkpoint: Any) -> None:
-    """A weight that a GPU and the host share stays one parameter, on the first device with it."""
+    """Check a weight that layers on a GPU and on the CPU share.
+
+    It must stay one parameter, which is on the device of the first of these layers.
+    """
     torch.manual_seed(0)
     module, plain = with_shared_weight(), with_shared_weight()
     plain.load_state_dict(module.state_dict())
@@ -152,9 +155,9 @@ def test_an_error_arrives_and_the_next_call_works(engine: str, devices: Places, 
 
 
 class Late(Module):
-    """A layer that keeps the GPU busy for some time before it computes, in forward and in backward.
+    """A layer that keeps the GPU busy for a millisecond before it computes, also in backward.
 
-    So code that does not wait for this layer reads its result too early.
+    Code that does not wait for this layer reads its result too early, and so gets wrong numbers.
     """
 
     def __init__(self) -> None:
@@ -217,7 +220,8 @@ def test_a_pinned_input_may_be_refilled_after_the_call(engine: str, devices: Pla
 class Noted(Module):
     """A layer that records a CUDA event after each forward.
 
-    Forward number `slow` takes about a second.
+    Args:
+        slow: The index of a forward that takes about a second.
     """
 
     def __init__(self, slow: int | None = None) -> None:
@@ -254,7 +258,10 @@ def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch()
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
-    """A pipeline uses the caller's current streams. Backward may be called on other streams."""
+    """Check that a pipeline works on streams that the caller has made current.
+
+    Backward may be called on other streams than forward.
+    """
     model = GPipe(layers(), balance(devices), devices=devices, chunks=3, checkpoint=checkpoint)
     x = torch.randn(13, 16, device=devices[0])
     y = model(x)

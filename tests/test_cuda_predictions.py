@@ -1,4 +1,7 @@
-"""Tests on CUDA: predicted memory peaks equal the allocator's peaks, and events time the tasks."""
+"""Tests of predictions and timelines on CUDA.
+
+Predicted memory peaks must be those of PyTorch's allocator, and CUDA events must time the tasks.
+"""
 
 import gc
 from collections.abc import Callable
@@ -42,9 +45,10 @@ SETUPS = [
 
 
 def linears() -> nn.Sequential:
-    """Return linear layers without biases.
+    """Return a model of linear layers without biases.
 
-    A bias would need temporary memory for its gradient's sum: 132 MiB for these sizes on an H100.
+    To sum up the gradient of a bias, CUDA needs temporary memory that is not predicted. For these
+    sizes, it is 132 MiB on an H100.
     """
     layers = nn.Sequential()
     for _ in range(4):
@@ -57,10 +61,10 @@ def linears() -> nn.Sequential:
 def test_predicted_memory_is_allocated(
     n: int, optimizer: str, batch: int, chunks: int, checkpoint: Any
 ) -> None:
-    """Memory peaks of some gigabytes are predicted with an error of at most 5%.
+    """Check that memory peaks of some gigabytes are predicted with an error of at most 5%.
 
-    The error comes from the allocator, which rounds sizes up, and from temporary workspaces of
-    matrix products.
+    An error is allowed because the allocator rounds sizes up, and because matrix products use
+    temporary workspaces.
     """
     options: dict[str, Any] = {}
     if optimizer:
@@ -81,7 +85,15 @@ def memory(devices: list[torch.device]) -> list[int]:
 def allocated(
     module: nn.Sequential, setup: Setup, make: Callable[..., torch.optim.Optimizer] | None
 ) -> list[int]:
-    """Return each device's memory peak in the second step, without cuBLAS workspaces."""
+    """Train two steps, and return each device's memory peak in the second step, in bytes.
+
+    Workspaces of cuBLAS are not counted.
+
+    Args:
+        module: The layers.
+        setup: The configuration of the pipeline.
+        make: A function that makes an optimizer, or `None` for none.
+    """
     devices = [torch.device("cuda", j) for j in range(len(setup.balance))]
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,6 +1,7 @@
-"""The example, the tutorial and the README compute the same losses in one process and in ranks.
+"""Tests of examples/train.py, and of the code in the tutorial and the README.
 
-The example continues its training after failures of ranks. The README's other lines run, too.
+The code must compute the same losses in one process and over ranks. The example must continue its
+training after failures of ranks.
 """
 
 import json
@@ -33,11 +34,11 @@ Steps = list[tuple[int, float, float]]
 
 
 def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.Popen[str]:
-    """Start the example, with planted faults if `faults` is given.
+    """Start examples/train.py in a new process, with planted faults if `faults` is given.
 
     Args:
-        start: The arguments of Python: torchrun's arguments, the example, and its arguments.
-        faults: The fault of each start by torchrun, as in tests/failures/script.py.
+        start: The arguments of Python: those of torchrun, the example, and those of the example.
+        faults: For each start by torchrun, the fault to plant, as in tests/failures/script.py.
         environment: Additional environment variables.
     """
     arguments = [*start]
@@ -50,7 +51,7 @@ def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.P
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
-    """Wait for the end of the example. Return the steps, losses and gradient norms it printed."""
+    """Wait until the example ends. Return the steps, losses and gradient norms that it printed."""
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == code, printed
     steps: Steps = []
@@ -61,7 +62,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> Steps:
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    """Return the model's and the optimizer's state that was saved after a step."""
+    """Return the state of the model and the optimizer that the example saved after a step."""
     (path,) = folder.glob(f"*-step-{step}")
     content = FileSystemReader(path).read_metadata()
     kinds = ("model.", "optimizer.")
@@ -87,7 +88,13 @@ def code_of(page: Path) -> list[str]:
 
 
 def printed_by(code: str, folder: Path, *start: str) -> str:
-    """Run code as a script, and return what it prints. `start` has torchrun's arguments."""
+    """Run code as a script, and return what it prints.
+
+    Args:
+        code: The code.
+        folder: The folder in which the script is written.
+        start: The arguments of torchrun, if it starts the script.
+    """
     script = folder / "script.py"
     script.write_text(code)
     process = python(*start, str(script), errors=subprocess.STDOUT)
@@ -142,13 +149,13 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
 
 
 def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
-    """A training with failures has the same losses and gradients as one without failures.
+    """Check that a training with failures has the losses and the state of one without failures.
 
     1. The training starts on two nodes with two ranks each.
-    2. One node is killed. The other continues with another balance.
+    2. One node is killed. The other one continues with another balance.
     3. A rank is killed while it saves.
     4. A rank raises an error.
-    5. The test itself starts two ranks, which finish the training.
+    5. When the training has ended, the test starts two ranks anew, which train some more steps.
 
     The model has no dropout, because dropout masks depend on the balance.
     """

@@ -1,4 +1,7 @@
-"""Packages import each other in one direction only, even within functions and for types."""
+"""Tests that packages import each other in one direction only.
+
+This must hold for all imports, also for those within functions and for type checkers only.
+"""
 
 import ast
 import graphlib
@@ -8,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A package may import only packages in the lines below its own line. Packages in one line may not
-# import each other. A folder within a package is a package of its own, with a line of its own.
+# A package may import only packages in lines below its own. Packages in the same line may not
+# import each other. A package within another package has a line of its own.
 LAYERS = [
     {"benchmarks"},
     {"reproduce"},
@@ -55,7 +58,7 @@ OLD_NAMES = {"batchnorm", "checkpoint", "microbatch", "saves", "schedule"}
 
 
 def modules() -> dict[str, Path]:
-    """Return the modules of all packages, by name, with their files."""
+    """Return a dictionary from the names of all modules of this project to their files."""
     found = {}
     for folder in ("benchmarks", "reproduce", "torchgpipe"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -68,7 +71,10 @@ MODULES = modules()
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, also within functions and for type checkers only."""
+    """Yield the names of the modules that a file imports.
+
+    They include imports within functions and for type checkers only.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -85,7 +91,11 @@ def is_within(module: str, package: str) -> bool:
 
 
 def package(module: str) -> tuple[int, str] | None:
-    """Return the innermost package of a module: the index of its line in `LAYERS`, and its name."""
+    """Return the innermost package in `LAYERS` that contains a module.
+
+    Returns:
+        The index of the package's line in `LAYERS`, and the name of the package.
+    """
     found = None
     for line, names in enumerate(LAYERS):
         for name in names:
@@ -110,9 +120,10 @@ def test_imports_go_down() -> None:
 
 
 def test_each_folder_has_its_line() -> None:
-    """`LAYERS` names each folder of the library and of `reproduce`.
+    """Check that the table `LAYERS` names all packages of the library and of `reproduce`.
 
-    It also names each file of the library's top folder, except files of old module names.
+    It must also name each module in the library's top folder, except modules that exist only for
+    their old names.
     """
     parts = {"torchgpipe", "reproduce", "benchmarks", "reproduce.error"}
     for top in ("torchgpipe", "reproduce"):

@@ -1,7 +1,7 @@
-"""Count the library's functions that run in one training step, and their calls.
+"""Count the functions of the library that run in a training step, and their calls.
 
-A reader has to know all functions that a step needs. The numbers are committed, so that a diff
-shows when they grow. `python -m tests.test_path` prints the current ones.
+To understand a step, a reader has to know all of these functions. The numbers are committed, so
+that a diff shows when they grow. `python -m tests.test_path` prints the current numbers.
 """
 
 import sys
@@ -23,15 +23,16 @@ PYTHON = (3, 11)
 TASKS = 8
 """The number of tasks in a step, which has 4 micro-batches and 2 stages."""
 
-# The keys are: the engine, the mode of checkpointing, and the schedule of `step` ("" for
-# `model(x)`). The values are: the number of functions that run, and the number of their calls.
+# A key is the engine, the mode of checkpointing, and the schedule of `step`, or "" for a step that
+# calls `model(x)`. A value is the number of functions that run in a step, and the number of their
+# calls. Divided by `TASKS`, the latter is the number of calls for each task.
 EXPECTED = {
-    ("workers", "except_last", ""): (197, 995),  # 124 calls for each task
-    ("workers", "never", ""): (162, 681),  # 85 calls for each task
-    ("workers", "except_last", "1F1B"): (229, 1024),  # 128 calls for each task
-    ("graph", "except_last", ""): (166, 1034),  # 129 calls for each task
-    ("graph", "never", ""): (68, 253),  # 32 calls for each task
-    ("graph", "except_last", "1F1B"): (209, 937),  # 117 calls for each task
+    ("workers", "except_last", ""): (197, 995),
+    ("workers", "never", ""): (162, 681),
+    ("workers", "except_last", "1F1B"): (229, 1024),
+    ("graph", "except_last", ""): (166, 1034),
+    ("graph", "never", ""): (68, 253),
+    ("graph", "except_last", "1F1B"): (209, 937),
 }
 
 

@@ -1,6 +1,7 @@
-"""Folders contain few files, and files are short, so that a reader finds a place quickly.
+"""Tests of the size of folders and files, and of the density of code.
 
-The code is not dense, so that a reader follows it at the first reading.
+Folders must contain few files, and files must be short, so that readers find a place quickly.
+Expressions must be simple, so that readers understand them at once.
 """
 
 import ast
@@ -22,7 +23,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def files() -> list[Path]:
-    """Return all Python files of the project, but not those of virtual environments and builds."""
+    """Return all Python files of the project. Virtual environments and builds are left out."""
     found = [ROOT / "setup.py"]
     for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
         found += (ROOT / top).rglob("*.py")
@@ -60,9 +61,13 @@ def test_no_line_is_wide() -> None:
     [("torchgpipe", 4, 2.0), ("reproduce", 4, 2.0), ("benchmarks", 4, 2.0), ("tests", 5, 2.6)],
 )
 def test_density(folder: str, comprehensions: float, expressions: float) -> None:
-    """Limit the number of comprehensions per 100 statements, and of expressions per statement.
+    """Check how dense the code of a folder is.
 
-    Names and constants do not count as expressions.
+    Args:
+        folder: The folder.
+        comprehensions: The largest number of comprehensions in 100 statements.
+        expressions: The largest number of expressions in a statement, on average. Names and
+            constants are not counted.
     """
     counts: Counter[str] = Counter()
     for path in (ROOT / folder).rglob("*.py"):
@@ -76,15 +81,15 @@ def test_density(folder: str, comprehensions: float, expressions: float) -> None
 
 
 def within(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes within a node, but not the node itself."""
+    """Yield all nodes of a syntax tree that are within a node, but not the node itself."""
     for child in ast.iter_child_nodes(node):
         yield from ast.walk(child)
 
 
 def test_nothing_is_within_its_like() -> None:
-    """No comprehension and no conditional expression is within another one.
+    """Check that no comprehension and no conditional expression is within another one.
 
-    A comprehension has a single `for`, except in tables at the top of a module.
+    A comprehension may have only one `for`, except in constants at the top of a module.
     """
     for path in files():
         tree = ast.parse(path.read_text())

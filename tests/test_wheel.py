@@ -1,4 +1,7 @@
-"""A wheel has the library, and `reproduce` with its data, and works without a checkout."""
+"""Tests of the wheel, from which the library is installed.
+
+It must have the library, and `reproduce` with its data, and work without a git checkout.
+"""
 
 import os
 import shutil
@@ -76,7 +79,10 @@ def copy_needed(to: Path) -> None:
 
 
 def assert_content(names: list[str]) -> None:
-    """Assert that a wheel has both packages, and the published results of all papers."""
+    """Assert that the files of a wheel are those of the packages `torchgpipe` and `reproduce`.
+
+    They must include the published results of all papers.
+    """
     tops, published = set(), set()
     for name in names:
         top = name.partition("/")[0]
@@ -95,7 +101,7 @@ def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedPro
 
 
 def assert_older(folder: Path, time: int) -> None:
-    """Assert that no installed file was written after `time`."""
+    """Assert that no file in a folder was changed at or after a time, in nanoseconds."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert files
     for path in files:

@@ -1,4 +1,7 @@
-"""The docs use the words of the glossary; docstrings list parameters, and name errors."""
+"""Tests of the words in docs, code and docstrings.
+
+Docs and code must use the words of the glossary. Docstrings must describe parameters and errors.
+"""
 
 import ast
 import re
@@ -33,7 +36,7 @@ def library() -> list[ast.Module]:
 
 @cache
 def classes() -> dict[str, ast.ClassDef]:
-    """Return all classes of the library by name."""
+    """Return a dictionary from names to the classes of the library, as syntax trees."""
     found = {}
     for tree in library():
         for node in ast.walk(tree):
@@ -43,7 +46,7 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def first_cells(text: str) -> list[str]:
-    """Return the first cell of each row of Markdown tables, without markup and symbols."""
+    """Return the first cells of the lines of Markdown tables, without markup and symbols."""
     cells = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
     plain = [re.sub(r",? \*[^|]*$", "", cell) for cell in cells]
     return [cell for cell in plain if cell not in ("word", "not", "---")]
@@ -93,7 +96,10 @@ def test_no_two_classes_of_the_library_have_the_same_name() -> None:
 def public(
     body: list[ast.stmt], owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef]]:
-    """Yield the public functions and methods with their classes, but no overloads."""
+    """Yield all public functions and methods in the body of a module or a class.
+
+    Each comes as a pair of its class, or `None`, and its syntax tree. Overloads are left out.
+    """
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from public(node.body, node)
@@ -125,7 +131,10 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def listed(docstring: str) -> set[str]:
-    """Return the parameters in the section `Args:`; a line can name several of them."""
+    """Return the names of the parameters that a docstring describes in its section `Args:`.
+
+    A line of this section can describe several parameters.
+    """
     section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
     names: list[str] = []
     for before_colon in re.findall(r"^    (\S[^:]*):", section, flags=re.MULTILINE):

@@ -1,9 +1,11 @@
 """GPipe pipeline parallelism for PyTorch: micro-batches, checkpointing, skip connections.
 
-`GPipe` makes a pipeline of an `nn.Sequential`. `pipeline` and `sequential` accept any module, and
-so does `distributed_pipeline`, for a pipeline over ranks.
-`torchgpipe.balance` finds a balance: the number of layers on each device. `torchgpipe.skip`
-declares skip connections.
+`GPipe` makes a pipeline of an `nn.Sequential`. `pipeline` makes a pipeline of any module, and
+`distributed_pipeline` makes one that runs on several ranks (processes). `sequential` cuts any
+module into an `nn.Sequential` for `GPipe`.
+
+`torchgpipe.balance` chooses the number of layers for each device. `torchgpipe.skip` declares skip
+connections between layers.
 """
 
 from torchgpipe.__version__ import __version__

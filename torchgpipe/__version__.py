@@ -1,3 +1,3 @@
-"""The version, in a module that imports nothing."""
+"""Define the version of torchgpipe, in a file that can be run without importing PyTorch."""
 
 __version__ = "0.1.0"

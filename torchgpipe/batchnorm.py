@@ -1,4 +1,4 @@
-"""Re-export `DeferredBatchNorm`, so that imports written for torchgpipe 0.0.7 work."""
+"""Re-export `DeferredBatchNorm`, so that code written for torchgpipe 0.0.7 can import it here."""
 
 from torchgpipe.task.batchnorm import DeferredBatchNorm
 

@@ -1,19 +1,19 @@
-"""Describe an error or a value in one line, and remove a reference cycle from a caught error."""
+"""Helpers for errors: describe an error or a value in one line, and avoid a reference cycle."""
 
 
 def caught(error: Exception) -> Exception:
-    """Return an error without the first frame of its traceback.
+    """Remove the first frame from a caught error's traceback; return the error.
 
-    Use this in a generator with the decorator `contextmanager`, when the generator has caught the
-    error. The first frame is the generator's own. From Python 3.12 on, this frame refers to its
-    caller's frame, and the caller's frame refers to the error. This reference cycle would keep
-    alive everything that the frames hold.
+    A generator with the decorator `contextmanager` calls this function when it catches an error.
+    The first frame of the traceback is then the generator's own frame. From Python 3.12 on, this
+    frame refers to its caller's frame, which refers to the error. Without this function, that
+    reference cycle would keep alive all objects in the two frames.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the name of an error's class, and the first line of its message if there is one."""
+    """Describe an error in one line: the name of its class, and its message's first line."""
     kind = type(error).__name__
     lines = str(error).splitlines()
     return f"{kind}: {lines[0]}" if lines and lines[0] else kind

@@ -1,4 +1,4 @@
-"""Re-export two functions, so that imports written for torchgpipe 0.0.7 work."""
+"""Re-export `is_checkpointing` and `is_recomputing`, which torchgpipe 0.0.7 defined here."""
 
 from torchgpipe.tensors.checkpoint import is_checkpointing, is_recomputing
 

@@ -1,4 +1,4 @@
-"""Clip gradients by their total norm over all ranks, where each rank holds some gradients."""
+"""Clip gradients by their total norm, if each rank has the gradients of only some parameters."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -20,9 +20,10 @@ def clip_gradients(
 
     Args:
         partitions: The partitions of this rank, by their indices in the model, in order.
-        copies: Parameters that another rank has, too. That rank counts their gradients in the
-            norm, so this rank does not.
-        exchange: Sends a tensor to all ranks, and returns the tensors of all ranks.
+        copies: Those parameters that another rank has, too. The other rank includes their
+            gradients in the norm, so this rank must leave them out.
+        exchange: A function that sends this rank's tensor to all ranks, and returns the tensors of
+            all ranks.
         max_norm: The largest allowed norm.
         norm_type: The kind of norm: 2 is the Euclidean norm, infinity the largest absolute value.
     """
@@ -45,8 +46,8 @@ def clip_gradients(
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]
     all_norms, all_places = torch.cat(found, dim=1)
-    # Put the norms into the order of the model's layers. Then the total norm is equal, to the last
-    # bit, for any balance.
+    # Sort the norms by the order of the partitions in the model. So the total norm is equal, to the
+    # last bit, whichever rank has which layers.
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One call clips plain gradients (their mesh is None here), or the DTensors of one mesh.

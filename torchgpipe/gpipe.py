@@ -1,4 +1,4 @@
-"""`GPipe`: a sequence of layers that trains as a pipeline."""
+"""Define `GPipe`, which trains a sequence of layers as a pipeline over several devices."""
 
 import warnings
 import weakref
@@ -160,8 +160,8 @@ class GPipe(Partitioned):
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
-        # The finalizer must not refer to the engine. The engine refers to the layers, and a layer
-        # may refer to this module, so this module would never be garbage-collected.
+        # The finalizer refers to the worker threads only. If it referred to the engine, which has
+        # the layers, a layer that refers to this pipeline would keep the pipeline alive forever.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
             self._engine = GraphEngine(self._stages, arrangement, **self._of_graph_engine)
@@ -188,8 +188,8 @@ class GPipe(Partitioned):
         Args:
             input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
                 device; or a mapping or dataclass of such tensors, which the first layer gets; or
-                `MicroBatches`, a list of such micro-batches. Pinned tensors may be refilled when
-                the call has returned.
+                `MicroBatches`, a list of such inputs, which are not split. If a tensor is in
+                pinned memory, it may be overwritten as soon as this method has returned.
 
         Returns:
             The concatenated outputs of the micro-batches, on the device of the last partition.
@@ -247,7 +247,11 @@ class GPipe(Partitioned):
         return loss
 
     def _begun(self, input: Input) -> tuple[list[TensorOrTensors], torch.Event | None]:
-        """Check the input and the settings of this pipeline; return the result of `divided`."""
+        """Check the input and the settings; return the micro-batches of the input.
+
+        Also return an event that occurs when copies of the input from pinned memory have ended. It
+        is `None` if there are no such copies.
+        """
         input = taken_apart(input)
         check(input)
         self._check()
@@ -260,8 +264,8 @@ class GPipe(Partitioned):
     ) -> torch.Tensor:
         """Run a mini-batch through the pipeline, and return `criterion(output, target)`.
 
-        This runs all forwards. The caller has to call `backward()` on the loss; `step` would also
-        run the backwards. `DistributedGPipe` has the same method.
+        This method runs only the forwards. Call `backward()` on the returned loss to run the
+        backwards. (The method `step` runs both.) `DistributedGPipe` has the same method.
 
         Args:
             criterion: A function of the output of the mini-batch and the target.

@@ -1,4 +1,4 @@
-"""Re-export three functions, so that imports written for torchgpipe 0.0.7 work."""
+"""Re-export `check`, `gather` and `scatter`, which torchgpipe 0.0.7 defined here."""
 
 from torchgpipe.tensors.microbatch import check, gather, scatter
 

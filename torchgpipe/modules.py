@@ -7,7 +7,7 @@ from torch import nn
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return `root` and all modules below it, like `root.modules()`, but faster."""
+    """Return a list of `root` and all modules inside it; this is faster than `root.modules()`."""
     found: dict[nn.Module, None] = {}
     unseen = [root]
     while unseen:
@@ -19,7 +19,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return each pipeline in `modules`, and all modules within it."""
+    """Return the pipelines among `modules`, and all modules inside these pipelines."""
     found: set[nn.Module] = set()
     for module in modules:
         if "_stages" in module.__dict__:
@@ -28,17 +28,18 @@ def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Swap(NamedTuple):
-    """A temporary new value of one entry of a dictionary, such as of a module's `__dict__`.
+    """A temporary new value for one entry of a dictionary, such as a module's `__dict__`.
 
-    To replace a module's parameters, its whole dictionary `_parameters` is replaced. So if a layer
-    adds a parameter in its forward, the real dictionary stays unchanged.
+    `InPlace` sets such a value, and later restores the old value. To replace the parameters of a
+    module, the entry `_parameters` is replaced, which is the dictionary of all its parameters. So
+    if a layer adds a parameter in its forward, the real dictionary stays unchanged.
 
     Attributes:
         place: The dictionary.
         key: The key of the entry.
         value: The temporary value.
-        may_stay: What happens at the end if a layer has set another value meanwhile. `True` keeps
-            the layer's value, and `False` restores the old value.
+        may_stay: What happens at the end if a layer has set the entry to a third value. `True`
+            keeps the layer's value, and `False` restores the old value.
     """
 
     place: dict[str, Any]
@@ -50,7 +51,8 @@ class Swap(NamedTuple):
 class InPlace:
     """A context that replaces entries of dictionaries, such as attributes of modules.
 
-    If Ctrl-C skips `__exit__`, `__del__` puts the old values back.
+    At its end, the context restores the old values. An interrupt by Ctrl-C can skip `__exit__`.
+    Then `__del__` restores them.
     """
 
     __slots__ = ("_before", "_swaps")

@@ -105,7 +105,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
 
         Args:
             devices: The device of each partition; `None` if another process has the partition.
-            init: A function that fills each layer.
+            init: A function that is called as `init(k, layer)` to fill each layer k, or `None`.
         """
         partitions = [p for p in self._partitions if isinstance(p, nn.Sequential)]
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
@@ -121,7 +121,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         self._build()
 
     def _build(self) -> None:
-        """Make the objects that cannot be copied or pickled, such as locks, streams and threads."""
+        """Make locks, streams and threads, which cannot be copied or pickled with this pipeline."""
         self.logs = []
         self._stages = []
         for (j, device), partition in zip(self._held, self._partitions, strict=True):
@@ -143,12 +143,12 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return the copies of parameters that another process uses first, with their names."""
+        """Return those parameters that are copies of another process's, with their names there."""
         return {}
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
-        """Return the skip connections from one partition to another."""
+        """Return the skip connections that lead from one partition to another partition."""
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -231,7 +231,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         reduction: str = "mean",
         weight: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Run only the forwards, and return the loss.
+        """Run the forwards of a mini-batch without gradients, and return its loss.
 
         Args:
             criterion: A function of a micro-batch's output and target, as for `step`.
@@ -246,9 +246,9 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             return cast(Tensor, run_uncompiled(self._traced_instead, self._hooked, input, request))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline without gradients, and return its output.
+        """Run a mini-batch without gradients, and return the pipeline's output.
 
-        The arguments can also be a single input like that of `evaluate`.
+        The arguments are those of a call of the pipeline, or a single `input` as for `evaluate`.
         """
         if len(args) == 1 and not kwargs:
             args, kwargs = self._arguments(args[0])
@@ -256,20 +256,20 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             return self(*args, **kwargs)
 
     def _arguments(self, input: Any) -> Arguments:
-        """Convert `input` to the positional and the named arguments of `forward`."""
+        """Convert a pipeline's input to positional and keyword arguments of `forward`."""
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Run the forward hooks of this module around `_run_for_loss`, and return the loss."""
+        """Run a mini-batch with this module's forward hooks, as a call would; return the loss."""
         given = self._arguments(input)
         return run_with_hooks(self, given, lambda given: self._run_for_loss(*given, request))
 
     @abstractmethod
     def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
-        """Run a mini-batch, given the arguments of a call of `forward`; return the loss."""
+        """Run a mini-batch and return its loss; `args` and `kwargs` are arguments of `forward`."""
 
     def _seen(self, output: Any) -> Any:
-        """Run the forward hooks on an output; return what the criterion gets for it."""
+        """Run this module's forward hooks on an output; return the output for the criterion."""
         return seen_by_hooks(self, self._shown(output))
 
     def _shown(self, output: Any) -> Any:
@@ -290,7 +290,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         return [samples(micro_batch, self._signature) for micro_batch in micro_batches]
 
     def _mini_batch(self, run: Callable[[], T], m: int) -> T:
-        """Call `run`; if it succeeds, update the statistics of deferred batch norms."""
+        """Run a mini-batch by calling `run`; then update the statistics of deferred batch norms."""
         norms = [*chain.from_iterable(stage.deferred_norms for stage in self._stages)]
         shared = self._shared_buffers
         # A single micro-batch in a single process runs the layers in their order.
@@ -314,8 +314,8 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their total norm over all partitions; return this norm.
 
-        This does the same as `torch.nn.utils.clip_grad_norm_` does without a pipeline. The norm is
-        equal, to the last bit, for any balance. Some gradients can be DTensors, and others not.
+        This does what `torch.nn.utils.clip_grad_norm_` does for a model without a pipeline. The
+        norm is equal, to the last bit, for any balance. Gradients can be tensors and DTensors.
         """
         settings = {"max_norm": float(max_norm), "norm_type": float(norm_type)}
         with self._together("clip_grad_norm_", **settings) as exchange:
@@ -323,9 +323,9 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for a call (`doing`) that all ranks make with the settings `alike`.
+        """Return a context for the method `doing`, which all ranks call with arguments `alike`.
 
-        It yields a function that sends a tensor to all ranks, and returns the tensors of all ranks.
+        It gives a function that sends this rank's tensor to all ranks, and returns all tensors.
         """
         return nullcontext(lambda own: [own])
 

@@ -1,6 +1,6 @@
-"""Limit how long ranks wait for each other when they connect.
+"""Limit how long ranks (processes) wait for each other when they connect.
 
-Ranks print a line after a minute, and give up after five minutes.
+A rank that waits prints a line after one minute. After five minutes, it ends its process.
 """
 
 import os
@@ -19,10 +19,12 @@ def say(line: str) -> None:
 
 @contextmanager
 def waiting_for(what: str, tell: Callable[[str], object] = say) -> Iterator[None]:
-    """Limit how long the code in this context may wait for `what`.
+    """End the process if the code in this context still waits after five minutes.
 
-    After a minute, `tell` is called with a line of text that says so. After five minutes, it is
-    called again, and the process ends.
+    Args:
+        what: A description of what the code waits for, such as another rank.
+        tell: A function that gets a line of text after one minute of waiting, and another line
+            after five minutes. The lines say what the code waits for.
     """
 
     def give_up() -> None:

@@ -1,7 +1,7 @@
 """Convert plain Python values to JSON text and back, to send them to other processes.
 
-Unlike `pickle`, reading the text runs no code. A type that JSON does not have is written as an
-object with one entry: for example, `(1, 2)` is written as `{"tuple": [1, 2]}`.
+JSON is safer than `pickle`, because reading the text runs no code. A value of a type that JSON does
+not have is written as an object with one entry: for example, `(1, 2)` as `{"tuple": [1, 2]}`.
 """
 
 import json
@@ -30,13 +30,13 @@ _FROM_JSON: dict[str, Any] = {
 
 
 def packed(value: Any) -> Tensor:
-    """Return a plain value as JSON text, in a tensor of bytes.
+    """Convert a plain Python value to JSON text, and return the text as a tensor of bytes.
 
-    The text is padded with spaces to a length that is a power of two. Ranks remember every shape
-    that they have sent, so there should be few different shapes.
+    The text is padded with spaces to a length that is a power of two. Ranks remember the shapes of
+    all tensors that they have sent. Thanks to the padding, there are only a few shapes.
 
     Raises:
-        TypeError: If the value is no plain value, or cannot be written as JSON.
+        TypeError: If the value has a type that cannot be converted, or cannot be written as JSON.
     """
     try:
         text = json.dumps(_tagged(value)).encode()
@@ -47,7 +47,7 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(packed: Tensor | None) -> Any:
-    """Return the value that `packed` has converted to a tensor."""
+    """Convert a tensor of bytes, which `packed` has made, back to the Python value."""
     assert packed is not None
     text = bytes(packed.cpu().numpy())
     return json.loads(text, object_hook=_untagged)

@@ -1,4 +1,4 @@
-"""`Saves` saves and loads the state of a training run."""
+"""Re-export `Saves`, which saves and loads the state of a training run."""
 
 from torchgpipe.state.saves import Saves
 

@@ -1,4 +1,4 @@
-"""`clock_cycles` of torchgpipe 0.0.7; pipelines use `torchgpipe.schedules` instead."""
+"""Define `clock_cycles`, for code written for torchgpipe 0.0.7; this library does not use it."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """Yield a list of tasks for each clock cycle of GPipe's forward (torchgpipe paper, 3.2.1).
 
-    There are m micro-batches, n partitions and m + n - 1 cycles. Task (i, j) runs micro-batch i on
-    partition j. Cycle k has all tasks with i + j = k, in ascending order of j.
+    In one clock cycle, each partition can run one micro-batch. There are m micro-batches, n
+    partitions and m + n - 1 cycles. Task (i, j) is the forward of micro-batch i on partition j.
+    Cycle k has all tasks with i + j = k, in ascending order of j.
     """
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n))]

@@ -1,4 +1,4 @@
-"""Change a setting of the whole process while threads need it changed."""
+"""Change a setting of the whole process for as long as any thread needs the new value."""
 
 import threading
 from collections.abc import Callable
@@ -9,12 +9,13 @@ from typing import Any
 class ProcessSetting(AbstractContextManager[None]):
     """A context that changes a setting of the whole process, for all threads.
 
-    The setting gets its old value back when the last thread has left the context.
+    Several threads can be in the context at the same time. The setting gets its old value back
+    when the last thread leaves the context.
 
     Args:
-        get: Returns the value of the setting.
-        put: Sets the setting to a value.
-        value: The value within the context.
+        get: A function that returns the present value of the setting.
+        put: A function that sets the setting to the value that it is given.
+        value: The value of the setting within the context.
     """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: object) -> None:

@@ -1,4 +1,4 @@
-"""Run a pipeline without compiling it, even within `torch.compile`; shorten error tracebacks."""
+"""Run a pipeline without compiling it, even if compiled code calls it; shorten tracebacks."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,15 +15,15 @@ def is_traced() -> bool:
 
 
 def run_uncompiled(instead: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Call `run(*args)`, which runs a mini-batch, and do not compile it.
+    """Call `run(*args)` without compiling it, even if code compiled by `torch.compile` calls this.
 
     Args:
-        instead: What the user can trace or export in place of the pipeline, for an error message.
-        run: The function.
+        instead: What the user can trace or export in place of the pipeline, for the error message.
+        run: A function that runs a mini-batch.
         args: The arguments of `run`.
 
     Raises:
-        RuntimeError: The pipeline is traced or exported.
+        RuntimeError: If `torch.export` or `torch.jit.trace` is running.
     """
     untraced = f"a pipeline cannot be traced or exported; {instead}"
     if torch.compiler.is_dynamo_compiling():

@@ -1,5 +1,6 @@
 """Define the commands of `python -m reproduce`.
 
-`main` puts the commands together. `job` and `shared` are helpers. Every other file defines one
-command, or several commands that belong together.
+The module `main` combines all commands into one program. `job` prepares a run of experiments, and
+`shared` has code that several commands use. Every other module defines one command, or several
+related commands.
 """

@@ -1,4 +1,7 @@
-"""Define the command `init-ci`, which writes a CI workflow that runs `regression`."""
+"""Define the command `init-ci`, which writes a CI workflow for the user's repository.
+
+The workflow runs the command `regression`, to say whether a pull request makes the code worse.
+"""
 
 import re
 import shlex
@@ -53,7 +56,9 @@ def init_ci(
 ) -> None:
     """Write a CI workflow that judges pull requests.
 
-    First, each case is run once. If one does not run, nothing is written.
+    The workflow runs the command regression for each pull request, to say whether it makes the code
+    worse. Before the workflow is written, each case (a piece of code to time) is run once here. If
+    a case fails, nothing is written.
     """
     import jinja2
 
@@ -62,10 +67,11 @@ def init_ci(
 
     project = project_of(package, cases, build)
     if WORKFLOW.exists():
-        raise Error(f"{WORKFLOW} exists already: change it by hand, or remove it first")
+        raise Error(f"{WORKFLOW} exists already: change this file by hand, or remove it first")
     if address is not None and (package is None or set_up is not None):
         raise click.UsageError(
-            "--from goes with --package and without --set-up, which installs this program itself"
+            "--from says where CI installs this program from: use --from together with --package, "
+            "and without --set-up, whose command installs this program"
         )
     check_place(cases)
     program = None
@@ -98,14 +104,14 @@ def init_ci(
 
 
 def check_place(cases: Path | None) -> None:
-    """Raise `Error` if CI would not find the workflow or the cases in the repository."""
+    """Raise `Error` if CI would not find the workflow, or the file `cases`, in the repository."""
     here = Path.cwd()
     try:
         top = Path(git(here, "rev-parse", "--show-toplevel").decode())
     except Error as error:
         raise Error(f"init-ci: {here} is not in a git repository ({error})") from None
     if top != here.resolve():
-        raise Error(f"init-ci: run it in the top folder of the repository, {top}")
+        raise Error(f"init-ci: run this command in the top folder of the repository, {top}")
     try:
         git(here, "rev-parse", "--verify", "HEAD")
     except Error:
@@ -113,13 +119,19 @@ def check_place(cases: Path | None) -> None:
     if cases is None:
         return
     if not cases.resolve().is_relative_to(top):
-        raise Error(f"--cases {cases}: CI has only files of the repository: move the file there")
+        raise Error(f"--cases {cases}: CI has only files of the repository: move this file into it")
     if git(here, "ls-files", "--others", "--ignored", "--exclude-standard", "--", str(cases)):
-        raise Error(f"--cases {cases}: git ignores this file, so CI would not have it")
+        raise Error(
+            f"--cases {cases}: git ignores this file, so CI would not have it; "
+            "move the file, or change .gitignore"
+        )
 
 
 def address_of_program(given: str | None) -> str:
     """Return the address from which CI installs this program, in the form that pip takes.
+
+    Args:
+        given: The address that the user gave. If it is None, the address is found out.
 
     Raises:
         Error: No address is known, or git cannot read the repository.
@@ -129,15 +141,16 @@ def address_of_program(given: str | None) -> str:
             address = own_address()
         except Error as error:
             raise Error(
-                f"init-ci: {error}, so name the git repository that CI installs it from, as in "
-                f"--from {ADDRESS}"
+                f"init-ci: {error}, so name the git repository from which CI installs this "
+                f"program, as in --from {ADDRESS}"
             ) from None
     else:
         if not re.fullmatch(r"[\w.:/@~+%-]+", given):
             raise click.BadParameter(f"{given}: give {ADDRESS}", param_hint="--from")
         if is_folder(given):
             raise click.BadParameter(
-                f"{given}: CI cannot install from a folder of this machine: give {ADDRESS}",
+                f"{given}: CI cannot install this program from a folder of this machine: "
+                f"give an address such as {ADDRESS}",
                 param_hint="--from",
             )
         address = pip_address(given)
@@ -149,7 +162,7 @@ def address_of_program(given: str | None) -> str:
 
 
 def try_cases(project: Any) -> None:
-    """Run each case once; raise `Error` if one does not run."""
+    """Run each case (a piece of code to time) once, and raise `Error` if one of them fails."""
     from reproduce.regression.timed import load
     from reproduce.regression.trial import unable
 
@@ -162,7 +175,10 @@ def try_cases(project: Any) -> None:
 
 
 def default_set_up(program: str | None) -> str:
-    """Return the command with which CI installs this program and what the package needs."""
+    """Return the shell command by which CI installs this program and the package to measure.
+
+    `program` is the address of this program for pip, or None if CI measures this program itself.
+    """
     if program is None:
         return f"{INSTALL} '.[reproduce]'"
     can_install = any(Path(name).exists() for name in ("pyproject.toml", "setup.py"))

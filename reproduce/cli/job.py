@@ -1,4 +1,4 @@
-"""Check the options of `python -m reproduce run`, and start the record of the run."""
+"""Check the options of `python -m reproduce run`, and begin the run's record (file of results)."""
 
 import sys
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def validate(options: Options) -> Job:
 
     if options.changes and not options.rows:
         raise click.UsageError(
-            f"--set {' '.join(options.changes)}: name the row to change by --row, such as "
+            f"--set {' '.join(options.changes)}: also name the row to change by --row, such as "
             "--row n2m4"
         )
     named = [EXPERIMENTS[name] for name in options.experiments]
@@ -123,7 +123,8 @@ def check_measures(options: Options, found: Devices, measured: set[str]) -> None
     """
     if options.engines != THREADS and measured.isdisjoint(TIMED):
         raise click.UsageError(
-            "--engine is for experiments that time steps: speed experiments and unet-ablation"
+            "--engine is for experiments that time steps: speed experiments and unet-ablation; "
+            "leave --engine out for other experiments"
         )
     if found.kind == "meta" and measured != {"memory"}:
         on_memory = [each.name for each in EXPERIMENTS.values() if each.measures == "memory"]
@@ -131,15 +132,20 @@ def check_measures(options: Options, found: Devices, measured: set[str]) -> None
     for_accuracy = options.data is not None or options.seeds is not None
     if for_accuracy and "accuracy" not in measured:
         raise click.UsageError(
-            "--data and --seeds are for experiments on accuracy, such as resnet101-accuracy"
+            "--data and --seeds are for experiments on accuracy, such as resnet101-accuracy; "
+            "leave them out for other experiments"
         )
 
 
 def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
-    """Return the object that writes the timelines of rows into the file `trace`.
+    """Return the object that writes a timeline of each row (configuration) into the file `trace`.
 
-    `several` says whether a row can have several timelines, for example one for each engine. Raise
-    an error if no experiment times steps, or if the folder of `trace` is not writable.
+    Raise an error if no experiment times steps, or if the folder of `trace` is not writable.
+
+    Args:
+        trace: The path of the file.
+        chosen: The experiments to run, and their rows.
+        several: Whether a row can have several timelines, for example one for each engine.
     """
     from reproduce.report.trace import Tracer
 
@@ -160,7 +166,10 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
 
 
 def make_recorder(job: Job) -> Recorder:
-    """Return a recorder with a new record or, with --resume, with the record of the last run."""
+    """Return the object that writes the run's record, the file of its results.
+
+    The record is new or, with the option --resume, that of the last run.
+    """
     from reproduce.run.session import UNITS
 
     options = job.options
@@ -174,7 +183,10 @@ def make_recorder(job: Job) -> Recorder:
 
 
 def settings_of(job: Job) -> dict[str, Json]:
-    """Return the settings that are stored in the run's record."""
+    """Return the settings that are stored in the run's record.
+
+    These are the options of the command line, and the settings of each experiment.
+    """
     options = job.options
     settings: dict[str, Json] = {
         "steps": options.steps,

@@ -1,4 +1,4 @@
-"""Define the command `list`, which lists the experiments and says which can run here."""
+"""Define the command `list`, which lists all experiments and says which can run on this machine."""
 
 import contextlib
 import textwrap
@@ -51,8 +51,9 @@ class Minutes(NamedTuple):
 
     Attributes:
         minutes: The whole minutes of the run.
-        alone: Whether the run had no other experiments.
-        folder: The folder of its record: `RUNS` or `MEASURED`.
+        alone: Whether the run had only one experiment.
+        folder: The folder of the run's record: `RUNS` for the user's own runs, or `MEASURED` for
+            committed runs, which may come from another machine.
     """
 
     minutes: int
@@ -63,14 +64,22 @@ class Minutes(NamedTuple):
         """Return the minutes as a text such as "12".
 
         "<12" means that the run also had other experiments. Brackets, as in "(12)", mean that the
-        record is not in the folder `RUNS`.
+        run's record is in the folder `MEASURED`, so the run may come from another machine.
         """
         text = f"{self.minutes}" if self.alone else f"<{self.minutes}"
         return text if self.folder == RUNS else f"({text})"
 
 
 class Overview(NamedTuple):
-    """A line of the list: an experiment, its scale on this machine, and how long a run took."""
+    """A line of the list of experiments.
+
+    Attributes:
+        name: The name of the experiment.
+        title: What the experiment shows.
+        scale: The scale (set of sizes) that fits this machine, or None if no scale fits.
+        rows: The number of rows (configurations) that a run has by default.
+        minutes: How long an earlier run took, or None if there was no complete run.
+    """
 
     name: str
     title: str
@@ -79,7 +88,7 @@ class Overview(NamedTuple):
     minutes: Minutes | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of the experiment's line in the table."""
+        """Return the texts of the experiment's cells in the table, from left to right."""
         title = textwrap.fill(self.title, SHOWS)
         if self.scale is None:
             return self.name, title, "none", "-", "-"
@@ -170,7 +179,10 @@ def _overview(experiment: Experiment, devices: Devices) -> Overview:
 
 
 def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
-    """Return how long the first complete run of an experiment in a folder of records took."""
+    """Return how long a complete run of an experiment took, or None if `folder` has no such run.
+
+    If there are several complete runs, the best record (see `ranked`) counts.
+    """
     for record in ranked(readable(folder), name):
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:
@@ -183,7 +195,7 @@ def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
 
 
 def _numbers(name: str, scale: Scale) -> Iterator[Number]:
-    """Yield the settings of a scale's rows for CSV and JSON."""
+    """Yield each setting of each row of a scale (a set of sizes), for output as CSV or JSON."""
     for row in scale.rows:
         about: Number = {"experiment": name, "scale": scale.name, "row": row.name}
         settings = {
@@ -199,7 +211,10 @@ def _numbers(name: str, scale: Scale) -> Iterator[Number]:
 
 
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
-    """Return a table of a scale's rows, with a note that says whether the rows can run here."""
+    """Return a table of the rows that an experiment has at a scale (a set of sizes).
+
+    A note below the table says how many of the rows can run on the devices.
+    """
     paper = "nobody has published these rows"
     if experiment.table:
         file = f"results/paper/{experiment.table}.json"
@@ -212,7 +227,10 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Return a text that says how many rows can be measured or emulated on the devices."""
+    """Return a text that says how many rows of a scale can be measured or emulated on devices.
+
+    If no row can run, the text says why.
+    """
     from reproduce.run.engines import engines
 
     count = len(scale.rows)

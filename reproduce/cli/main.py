@@ -44,7 +44,7 @@ COMPLETE = "_REPRODUCE_COMPLETE"
 
 
 class Commands(click.Group):
-    """A group of commands. A signal such as Ctrl-C ends a command with one line."""
+    """The group of all commands. If Ctrl-C ends a command, one line is printed, not a traceback."""
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
@@ -60,7 +60,7 @@ class Commands(click.Group):
 )
 @click.version_option(VERSION, prog_name="reproduce")
 def cli() -> None:
-    """Run the GPipe papers' experiments here. COMMAND --help explains a command."""
+    """Run the GPipe papers' experiments on this machine. COMMAND --help explains a command."""
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
 
     Args:
         arguments: The words of the command line. By default, those of this process.
-        benchmarks: The function that makes the tables of the folder `benchmarks`, for the command
-            `render`. Without it, `render` leaves these tables as they are.
+        benchmarks: A function that makes the tables with results of benchmarks, for the command
+            `render`. If it is None, `render` leaves these tables as they are.
     """
     if arguments is None:
         arguments = sys.argv[1:]

@@ -1,4 +1,7 @@
-"""Define the command `plan`, which predicts the best setup or the largest model that fits."""
+"""Define the command `plan`.
+
+It predicts the best setup to train a model on a node, or the largest model that fits in memory.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,9 +68,10 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows on standard error what the command does now.
+    """Within a `with` block, yield a function that prints what the command does now.
 
-    A terminal shows each text at once. Elsewhere, the first line is written after some seconds.
+    The function writes to standard error. On a terminal, each text appears at once, in the place of
+    the text before. Elsewhere, a line is written only every few seconds.
     """
     from reproduce.run.progress import Progress
 
@@ -187,7 +191,7 @@ class Options:
 
     @property
     def note(self) -> str:
-        """What to say about the hardware if none was given."""
+        """The text that tells the user which hardware is assumed; empty if hardware was given."""
         if not self.by_default:
             return ""
         here = "" if self.grows else f"{HERE}, which times the layers on this machine, or "
@@ -198,7 +202,7 @@ class Options:
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not fit the model or the other options, with the reason."""
+    """Yield pairs of an option that does not fit the model or other options, and the reason."""
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
@@ -216,11 +220,11 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option that cannot be used with `--largest`, with the reason.
+    """Yield pairs of an option that cannot be used together with `--largest`, and the reason.
 
     Args:
         asked: The values of the options.
-        sized: The models of the papers that have sizes to choose.
+        sized: The names of the papers' models whose size the user can choose.
     """
     own = ":" in asked.model and not asked.model.startswith("torchvision:")
     if asked.model in sized and asked.grows not in GROWS:
@@ -286,7 +290,10 @@ def show_best(asked: Options) -> None:
 
 
 def headed(title: str, note: str, *, wrap: bool = True) -> str:
-    """Return a title and a note, if there is one, as paragraphs above what follows."""
+    """Return a title and a note as two paragraphs, which are printed above the results.
+
+    An empty note is left out. If `wrap` is true, long lines are broken.
+    """
     from reproduce.tables.layout import WIDTH
 
     paragraphs = list(filter(None, (title, note)))
@@ -296,7 +303,7 @@ def headed(title: str, note: str, *, wrap: bool = True) -> str:
 
 
 def show_largest(asked: Options) -> None:
-    """Find the largest model that fits, and print it."""
+    """Find the largest model that fits in the devices' memory, and print its sizes."""
     from reproduce.predict.asked import PAPERS, find_family, find_given
     from reproduce.predict.largest import Asked, find_largest, lines_of, title_of
     from reproduce.tables.layout import bullets

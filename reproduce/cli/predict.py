@@ -1,4 +1,4 @@
-"""Define the command `predict`, which predicts published tables or the rows of a run."""
+"""Define the command `predict`, which predicts published tables, or results of an emulated run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +62,8 @@ def predict(  # noqa: PLR0913 - click passes each option
 ) -> None:
     """Predict published tables without running anything.
 
-    Name EXPERIMENTS, or "all". Their rows are predicted in the published sizes. No GPU is needed.
+    EXPERIMENTS are names of experiments, or "all". Their rows are predicted with the published
+    sizes of models and batches. No GPU is needed.
     """
     if bool(experiments) == (run is not None):
         raise click.UsageError("name either experiments, or a run by --run")
@@ -71,22 +72,23 @@ def predict(  # noqa: PLR0913 - click passes each option
             raise click.UsageError("--out is for published tables: --run writes no records")
         if autocast or fp32_precision:
             raise click.UsageError(
-                "--autocast, --fp32-precision: leave them out with --run, because a run is "
-                "predicted in float32, as it ran"
+                "--autocast, --fp32-precision: leave these options out with --run, because a run "
+                "is predicted in float32, the precision in which it ran"
             )
         show_run(run, hardware, style)
         return
     if hardware is None:
         raise click.BadParameter(
-            "the papers' tables are predicted from a description of hardware: name one. To time "
-            f"models on this machine, use python -m reproduce plan MODEL --hardware {HERE} for one "
+            "the papers' tables are predicted from a description of hardware: name a description. "
+            f"To time models on this machine, use python -m reproduce plan MODEL --hardware {HERE} "
+            "for one "
             f"model, or predict --run RUN --hardware {HERE} for the models of a run",
             param_hint=f"--hardware {HERE}",
         )
     if (autocast or fp32_precision) and out is None:
         raise click.UsageError(
-            "--autocast, --fp32-precision: name a folder by --out, because results/predicted is "
-            "for the published precision"
+            "--autocast, --fp32-precision: also name a folder by --out, because the default "
+            "folder, results/predicted, is for predictions in the published precision"
         )
     folder = out or OUT / "predicted"
     prepare_folder(folder)
@@ -103,14 +105,23 @@ def predict(  # noqa: PLR0913 - click passes each option
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records or, if `made` is given, those tables instead."""
+    """Print the tables of records in the format `style`.
+
+    If `made` is given, its tables are printed instead of the records' usual tables.
+    """
     from reproduce.tables.all import written_records
 
     click.echo(written_records(records, style, made), nl=False)
 
 
 def show_run(run: str, hardware: Any, style: str) -> None:
-    """Predict the emulated rows of a run, and print emulated and predicted results side by side."""
+    """Predict the emulated rows of a run, and print emulated and predicted results side by side.
+
+    Args:
+        run: The run's name, or the path of its record.
+        hardware: The hardware for which to predict; None to time the models on this machine.
+        style: The format of the output, such as "text" or "json".
+    """
     from reproduce.predict.rows import predict_run
     from reproduce.tables.emulated import beside_emulated
 
@@ -126,9 +137,9 @@ def show_run(run: str, hardware: Any, style: str) -> None:
 def predict_table(
     experiment: str, hardware: Any, autocast: str | None, fp32_precision: str | None
 ) -> Record:
-    """Predict the published table of an experiment.
+    """Predict the published table of an experiment, and return a record of the prediction.
 
-    If `autocast` or `fp32_precision` is given, the record's name and title contain it.
+    If `autocast` or `fp32_precision` is given, it is a part of the record's name and title.
     """
     from reproduce.predict import rows
 

@@ -46,7 +46,7 @@ def show(records: tuple[str, ...], style: str) -> None:
 @click.argument("record")
 @click.option("--force", is_flag=True, help="Publish it in spite of the reasons against it.")
 def publish(record: str, force: bool) -> None:
-    """Copy a run into results/measured, to commit it.
+    """Copy a run into results/measured, where it can be committed.
 
     RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
     scale, devices and time. The run's tables are written into a Markdown file of the same name.
@@ -61,7 +61,8 @@ def publish(record: str, force: bool) -> None:
     found = load(find_record(record))
     if found.kind != "measured" or found.run is None:
         raise click.UsageError(
-            f"{record}: was not measured by this program, so it cannot be published as measured"
+            f"{record}: this record was not measured by this program, so it cannot be published "
+            "as measured"
         )
     path = MEASURED / f"{published_name(found, found.run)}.json"
     against = list(reasons_against(found, found.run))
@@ -126,7 +127,7 @@ def published_name(record: Record, run: Run) -> str:
 def import_paper(source: Path, out: Path) -> None:
     """Write a record for each table of the papers.
 
-    SOURCE is a JSON file that contains all tables.
+    A record is a file of results. SOURCE is a JSON file that contains all tables of the papers.
     """
     prepare_folder(out)
     for path in import_tables(source, out):
@@ -186,8 +187,8 @@ def report(results: Path | None, out: Path, traces: tuple[Path, ...]) -> None:
 
     The page shows published, predicted, measured and emulated numbers side by side. It also shows
     your own runs in the folder runs. If a run is left out, the page says why. If DIR (or, by
-    default, the current folder) has a history.jsonl, the page also draws the numbers of each
-    revision. Files that cannot be read are skipped, and their names are printed.
+    default, the current folder) has a file history.jsonl, the page also draws the numbers that the
+    command history has added. Files that cannot be read are skipped, and their names are printed.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
@@ -264,7 +265,8 @@ def history(
 
     if smaller_is_better and style != "text":
         raise click.UsageError(
-            f"--format {style}: --smaller-is-better prints JSON of its own; leave one of them out"
+            f"--format {style}: --smaller-is-better always prints JSON of its own; leave one of "
+            "these two options out"
         )
     line = line_of(sources)
     said: list[str] = []
@@ -328,7 +330,7 @@ def compare(
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(
-            f"give A, B and so on: from 2 to 26 results to compare, not {len(sides)}"
+            f"give from 2 to 26 results to compare, called A, B and so on, not {len(sides)}"
         )
     if allow_missing and not fail_on_regression:
         raise click.UsageError("--allow-missing changes what --fail-on-regression does: give both")

@@ -1,4 +1,4 @@
-"""Define the command `regression`, which measures two revisions in turn."""
+"""Define the command `regression`, which says whether a git revision is worse than another one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,8 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
     names = (package or "").split(".")
     if cases is None or not all(map(str.isidentifier, names)):
         raise click.UsageError(
-            f"name both a package and a file of cases, as in {OWN}; got {package} and {cases}"
+            f"name both a package and a file of cases, as in {OWN}; got the package {package} and "
+            f"the file {cases}"
         )
     return Project(str(package), cases.absolute(), Path.cwd(), build)
 

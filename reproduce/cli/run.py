@@ -35,7 +35,7 @@ from reproduce.tables.layout import many
 
 
 class RunCommand(Command):
-    """A command whose option `--set` takes several settings: `--set n=4 m=16`."""
+    """A click command whose option `--set` takes several values at once, as in `--set n=4 m=16`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of the command line."""
@@ -43,7 +43,10 @@ class RunCommand(Command):
 
 
 def with_each_set(words: Sequence[str]) -> list[str]:
-    """Turn `--set n=4 m=16` into `--set n=4 --set m=16` in the words of a command line."""
+    """Repeat `--set` before each of its values in a command line, because click needs that.
+
+    For example, `--set n=4 m=16` becomes `--set n=4 --set m=16`.
+    """
     expanded = []
     in_settings = False
     previous = ""
@@ -141,7 +144,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
 def run(**options: Any) -> None:
     """Run experiments, print their tables and keep a record. The record has all results.
-    The command list shows the names of all EXPERIMENTS.
+    EXPERIMENTS are names of experiments; the command list shows all names.
     """
     job = validate(Options(**options))
     recorder = make_recorder(job)
@@ -207,7 +210,7 @@ def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
 
 
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
-    """Return a function that creates the `Session` of an experiment, the object that runs it.
+    """Return a function that creates a `Session`, the object that runs one experiment.
 
     All sessions share the recorder, the profiled balances, the estimated times of steps, and the
     measurement of the machine's load.
@@ -254,10 +257,10 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
 
 
 def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, done: bool) -> None:
-    """Print the tables of a group of rows.
+    """Print the tables of a group of rows, which are rows that are compared with each other.
 
-    The tables go to stdout if the group is finished and the output style is text. Otherwise they go
-    to stderr.
+    `done` says whether the group is finished. The tables of a finished group go to stdout if the
+    output style is text. All other tables go to stderr.
     """
     from reproduce.tables.all import tables
 

@@ -48,14 +48,15 @@ def schedule(  # noqa: PLR0913 - click passes each option
     NAME is GPipe, 1F1B, Interleaved1F1B, ZBH1, ZBH2 or ZBVZeroBubble. FILE is a schedule that
     torch.distributed.pipelining wrote as .csv. Each line of the drawing is a device. A forward of a
     stage, its recomputation, and each half of a split backward take one column. A whole backward
-    takes two columns. The unit of times is the forward of one micro-batch through 1/n of the model.
+    takes two columns. Times are in units: one unit is the forward of one micro-batch through 1/n of
+    the model, where n is the number of devices.
     """
     from reproduce.tables.layout import bullets
     from reproduce.tables.output import written
     from torchgpipe.schedules import Schedule, make
 
     if out is not None and out.suffix not in (".svg", ".png"):
-        raise Error(f"--out {out}: the name of a picture ends in .svg or .png")
+        raise Error(f"--out {out}: the name of a picture must end in .svg or .png")
     try:
         file = Schedule.load(name) if name.endswith(".csv") else None
         n = devices or (len(file.lists) if file else 4)
@@ -80,17 +81,24 @@ def schedule(  # noqa: PLR0913 - click passes each option
 
 
 def _column(schedule: "Schedule") -> Fraction:
-    """Return how many units of time a column lasts. A stage's forward takes one column."""
+    """Return how many units of time a column of the drawing lasts.
+
+    A column is the forward of a micro-batch through one stage. A unit is the forward of a
+    micro-batch through 1/n of the model, where n is the number of devices.
+    """
     return Fraction(len(schedule.lists), len(schedule.placement))
 
 
 def _units(schedule: "Schedule", seconds: float) -> float:
-    """Convert the seconds of a schedule's replay (its simulation) to units of time."""
+    """Convert seconds of a schedule's simulation to the units of time of the command's output.
+
+    In the simulation, a column of the drawing lasts one second. `_column` explains the units.
+    """
     return seconds * float(_column(schedule))
 
 
 def _facts(schedule: "Schedule") -> Iterator[str]:
-    """Yield lines on a schedule's bubble, time and memory."""
+    """Yield lines of text that say how large a schedule's bubble, time and memory are."""
     played = schedule.replay()
     of_longest = f"{played.bubble_of_longest:.1%} of the longest device's span"
     of_step = f"{played.bubble:.1%} of the step"
@@ -106,7 +114,7 @@ def _facts(schedule: "Schedule") -> Iterator[str]:
 
 
 def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":
-    """Yield the numbers of a schedule for CSV and JSON."""
+    """Yield the step's time, the bubble and the number of kept tasks, for output as CSV or JSON."""
     played = schedule.replay()
     about: Number = {"experiment": title, "row": schedule.name}
     unit = f"forwards of a micro-batch through 1/{len(schedule.lists)} of the model"

@@ -35,10 +35,10 @@ class Command(click.Command):
 
 
 def need_torch() -> None:
-    """Import torch, or raise `Error`.
+    """Import torch, or raise `Error` if torch is missing or broken.
 
-    During the import, a signal such as Ctrl-C ends the process at once. The usual handler raises an
-    exception, which code in torch could catch.
+    During the import, a signal such as Ctrl-C ends the process at once. The usual handler would
+    raise an exception, and code in torch could catch this exception, so that the process goes on.
     """
     if "torch" not in sys.modules:
         with handling(leave):
@@ -63,7 +63,10 @@ on = click.option(
 
 
 def devices_by_default(default: str) -> Option:
-    """Return the option `--devices`, in short `-n`. Its help text says what the default is."""
+    """Return a click option `--devices` (`-n`), whose help text contains the words `default`.
+
+    The words say how many devices are used if the option is not given.
+    """
     return click.option(
         "-n", "--devices", type=COUNT, metavar="N", help=f"Devices. Default: {default}"
     )
@@ -102,7 +105,7 @@ fp32_precision = click.option(
 
 
 def examples(*commands: str) -> str:
-    """Return the last part of a command's help: commands to copy, one on each line."""
+    """Return the examples at the end of a command's help text, one command on each line."""
     lines = ["\b", "Examples:"]
     lines += [f"  python -m reproduce {command}" for command in commands]
     return "\n".join(lines)
@@ -111,12 +114,18 @@ def examples(*commands: str) -> str:
 def command(
     *lines: str, cls: type[click.Command] = Command, **how: Any
 ) -> Callable[..., click.Command]:
-    """Return a decorator that makes a click command. Its help ends with `lines` as examples."""
+    """Return a decorator that turns a function into a click command.
+
+    Args:
+        lines: Command lines to show as examples at the end of the command's help text.
+        cls: The class of the command.
+        how: Further arguments of `click.command`.
+    """
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
 def threshold(default: float) -> Option:
-    """Return the option `--threshold`, the smallest relative difference that matters."""
+    """Return the click option `--threshold`, the smallest relative difference that matters."""
     return click.option(
         "--threshold",
         type=click.FloatRange(min=0),
@@ -128,7 +137,7 @@ def threshold(default: float) -> Option:
 
 
 def alpha(where: str) -> Option:
-    """Return the option `--alpha`: the accepted risk that noise is called a real difference."""
+    """Return the click option `--alpha`, the accepted risk to call noise a real difference."""
     return click.option(
         "--alpha",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -140,12 +149,12 @@ def alpha(where: str) -> Option:
 
 
 def hardware(here: str) -> Option:
-    """Return the option `--hardware`, which names a hardware description.
+    """Return the click option `--hardware`, which names a hardware description.
 
-    Its value can also be "here", which means this machine.
+    The option's value can also be "here", which means this machine.
 
     Args:
-        here: The words for this value in the help text.
+        here: The words of the help text that name the value "here".
     """
     return click.option(
         "--hardware",
@@ -183,8 +192,8 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
     Unknown names raise an error, and repeated names are dropped. A shell can complete the names.
 
     Args:
-        what: What the names stand for, such as "experiment". The error message contains it.
-        offered: Returns the known names.
+        what: What the names stand for, such as "experiment", for the error message.
+        offered: A function that returns the known names.
     """
 
     def callback(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[str]:

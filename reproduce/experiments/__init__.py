@@ -21,7 +21,10 @@ EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment
 
 
 def predictable() -> dict[str, str]:
-    """Map the name of each experiment that can be predicted to the id of its published table."""
+    """Return the experiments that can be predicted.
+
+    The result maps the name of each experiment to the id of its published table.
+    """
     tables = {}
     for experiment in EXPERIMENTS.values():
         if experiment.table and experiment.measures != "accuracy":

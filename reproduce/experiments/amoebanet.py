@@ -16,8 +16,8 @@ from reproduce.experiments.controls import (
 )
 from reproduce.experiments.row import Experiment, Optimizer, Row
 
-# This is the batch size of all rows that are compared at equal batch size. It is divisible by every
-# number of micro-batches of these rows. Even as a single micro-batch, it fits on two P40 GPUs.
+# Rows that are compared at equal batch size have a batch size of 64. This number is divisible by
+# all numbers of micro-batches of these rows. A micro-batch of 64 samples still fits on two P40s.
 BASE = Row(model="AmoebaNet-D", size=(18, 256), batch_size=64)
 
 # --- speed -------------------------------------------------------------------------------------

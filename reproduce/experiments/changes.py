@@ -1,7 +1,8 @@
-"""Change rows from the shell: `--row n2m4 --set m=16 batch_size=64` runs a changed row.
+"""Change the settings of an experiment's rows by options of the command line.
 
-A changed row has a name of its own, such as `n2m4 m=16 batch_size=64`. It is in a group of its own,
-reproduces no published row, and its record says what was changed.
+For example, `--row n2m4 --set m=16 batch_size=64` runs the row `n2m4` with other settings. The
+changed row has a name of its own, `n2m4 m=16 batch_size=64`. It reproduces no published row, and is
+not compared with unchanged rows. Its record says what was changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class Setting:
 
     Attributes:
         field: The name of the field in `Row`.
-        parse: Returns the value for a text, or raises `ValueError`.
+        parse: A function that converts a text to the field's value, or raises `ValueError`.
         allowed: A text that says which values are allowed.
     """
 
@@ -60,11 +61,11 @@ SIZE = Setting("size", _positive, "a size of the model, a whole number from 1")
 
 
 def change_rows(scale: Scale, texts: Sequence[str]) -> Scale:
-    """Return the scale with changed rows in place of its rows.
+    """Return a copy of a scale (a set of rows) in which each row has changed settings.
 
     Args:
-        scale: The scale, with the rows to change.
-        texts: What to change, such as `["n=4", "m=16"]`.
+        scale: The scale with the rows to change.
+        texts: The new settings, such as `["n=4", "m=16"]`.
 
     Raises:
         Error: A row has no such field, the value is not allowed, or nothing would change.
@@ -81,7 +82,10 @@ def change_rows(scale: Scale, texts: Sequence[str]) -> Scale:
 
 
 def change_row(row: Row, texts: Sequence[str]) -> Row:
-    """Return the row with changed settings, under a name of its own."""
+    """Return a copy of a row (a configuration) with changed settings and a new name.
+
+    `texts` has the new settings, such as `["n=4", "m=16"]`.
+    """
     fields: dict[str, Any] = {}
     given = set()
     different = []
@@ -130,7 +134,7 @@ def _names_of_sizes(row: Row) -> tuple[str, ...]:
 
 
 def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
-    """Return the name and the value that a text such as `n=4` sets."""
+    """Return the name and the parsed value of a new setting, from a text such as `n=4`."""
     name, equals, value = text.partition("=")
     if not equals:
         raise Error(f"--set {text}: give a field and its value, such as n=4")
@@ -169,7 +173,10 @@ def _with_consequences(row: Row, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(row: Row, fields: dict[str, Any], said: str) -> None:
-    """Raise `Error` if the settings of a changed row do not fit each other or its model."""
+    """Raise `Error` if the settings of a changed row do not fit each other or the row's model.
+
+    For example, the number of partitions must not exceed the number of the model's layers.
+    """
     problem = None
     if row.partitions is None and not fields.keys() <= {"batch_size", "size"}:
         problem = f"{row.changed_from} is trained without a pipeline; set n and m, too"
@@ -186,7 +193,7 @@ def _check(row: Row, fields: dict[str, Any], said: str) -> None:
 
 
 def _not_fitting(row: Row) -> str | None:
-    """Return why the row's partitions do not fit the layers of its model, or None if they do."""
+    """Return why a row's partitions do not fit the layers of its model, or None if they fit."""
     import torch
 
     with torch.device("meta"):

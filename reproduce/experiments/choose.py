@@ -17,10 +17,11 @@ def choose_rows(
     """Return the experiments, each with only the chosen rows.
 
     Args:
-        experiments: The experiments.
+        experiments: The experiments with all of their rows.
         names: The names of the rows to choose. If there are no names, all rows are chosen whose
             `extra` is false.
-        extra: If there are no names, also choose the rows whose `extra` is true.
+        extra: If there are no names, whether to choose the rows whose `extra` is true, too. Such
+            rows run only if the user asks for them.
 
     Raises:
         Error: A name is unknown, or an experiment has none of the chosen rows.
@@ -41,15 +42,15 @@ def choose_rows(
                 scales.append(replace(scale, rows=rows))
         if not scales:
             raise Error(
-                f"--row: {experiment.name} has none of the rows {', '.join(names)}; do not name "
-                "this experiment"
+                f"--row: the experiment {experiment.name} has none of the rows "
+                f"{', '.join(names)}; do not name this experiment"
             )
         chosen.append(replace(experiment, scales=tuple(scales)))
     return chosen
 
 
 def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> None:
-    """Raise `Error` if one of the given names is not the name of any row."""
+    """Raise `Error` if one of `names` is not the name of any row (configuration) to choose from."""
     known: dict[str, Row] = {}  # in order, each name once
     for experiment in experiments:
         for scale in experiment.scales:
@@ -65,12 +66,16 @@ def _check_names(experiments: Sequence[Experiment], names: Sequence[str]) -> Non
 def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str | None) -> str:
     """Return the name of a scale (a set of sizes) that all experiments have and that fits.
 
-    It fits if the devices have the kind and the memory that it needs. The result is `asked` or, if
-    `asked` is None, the first scale that fits. Raise `Error` if there is no such scale.
+    A scale fits if the devices have the kind and the memory that the scale needs. The result is
+    `asked` or, if `asked` is None, the first scale that fits. If there is no such scale, raise
+    `Error`.
     """
     common = _common_scales(experiments)
     if not common:
-        raise Error("there is no scale that has all the chosen rows; run them separately")
+        raise Error(
+            "there is no scale, such as paper or small, that has all the chosen rows; run these "
+            "rows separately"
+        )
     if asked is not None and asked not in common:
         raise Error(
             f"--scale {asked}: no such scale of {experiments[0].name}; choose {' or '.join(common)}"
@@ -101,7 +106,7 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
     """Return why one of the experiments does not fit on the devices, or None if all fit.
 
-    `scale` names the sizes of the experiments' rows.
+    `scale` is the name of the scale (the set of sizes) at which the experiments would run.
     """
     for experiment in experiments:
         reason = why_not(experiment.scale(scale), devices)

@@ -72,10 +72,11 @@ def small_speed(
     """Return the scale `small`: smaller variants of the published rows, and controls.
 
     Args:
-        base: The settings that all controls have in common. All rows use its model.
+        base: The settings that all controls have in common. All rows use the model of `base`.
         published: The published rows.
         batch_sizes: The batch sizes of the variants, in the order of `published`.
-        seconds: The time limit for all rows together. Extra rows have additional time.
+        seconds: The time limit for all rows that run by default. Rows that run only with --all or
+            --row have additional time.
     """
     like = smaller(published, base, batch_sizes)
     rows = controls(base, SMALL_MICRO_BATCH, SMALL_CHUNKS, None)
@@ -83,7 +84,13 @@ def small_speed(
 
 
 def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
-    """Return two scales: one with models of the published sizes, and one with smaller models."""
+    """Return the two scales of a memory experiment, `paper` and `small`.
+
+    Args:
+        base: The settings that all rows of `paper` have in common.
+        small: The settings that all rows of `small` have in common.
+        sizes: The rows, with the sizes of their models at both scales.
+    """
     paper = Scale(
         name="paper",
         rows=memory_rows(base, sizes),
@@ -102,7 +109,9 @@ def memory_scales(base: Row, small: Row, sizes: Sizes) -> tuple[Scale, Scale]:
 
 
 def published_rows(base: Row, table: Published, samples: int) -> Rows:
-    """Return the rows of a published table of speeds. The first row is the baseline of speed-ups.
+    """Return the rows that reproduce a published table of speeds.
+
+    The table's first row is the baseline of all speed-ups.
 
     Args:
         base: The settings that all rows have in common.
@@ -176,10 +185,10 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return the row as a pipeline with the partitions of `balance`.
+    """Return a copy of a row that trains by a pipeline with the partitions of `balance`.
 
-    If `balance` is None, return the row unchanged. All micro-batches but the last are checkpointed.
-    If there is only one micro-batch, it is checkpointed, too, as in the paper.
+    If `balance` is None, return the row unchanged. A pipeline checkpoints all micro-batches but the
+    last. If there is only one micro-batch, it is checkpointed, too, as in the paper.
     """
     if balance is None:
         return row
@@ -195,8 +204,8 @@ def controls(
     """Return the controls at equal batch size, followed by the controls at equal micro-batch size.
 
     Args:
-        base: The settings that all controls have in common. Controls at equal batch size have its
-            batch size.
+        base: The settings that all controls have in common. Controls at equal batch size also have
+            the batch size of `base`.
         micro_batch: The samples per micro-batch of controls at equal micro-batch size. The names of
             these controls end in `/mb`.
         ms: The numbers of micro-batches.
@@ -222,7 +231,10 @@ def controls(
 
 
 def _controls(base: Row, ms: Sequence[int]) -> Iterator[Row]:
-    """Yield rows of naive model parallelism, of checkpointing alone, and of GPipe."""
+    """Yield rows (configurations) of naive model parallelism, of checkpointing alone, and of GPipe.
+
+    `ms` has the numbers of micro-batches. `base` has the settings that all rows have in common.
+    """
     for n in PARTITIONS:
         name = f"naive n{n}"
         yield replace(

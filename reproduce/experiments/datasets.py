@@ -1,8 +1,8 @@
 """Yield mini-batches of ImageNet or of generated images.
 
 The order of the images and their random crops depend only on the seed and the number of the epoch.
-So a training that is resumed at an epoch gets the same data as a training without interruption.
-Checkpoints need no state of the data.
+So a training that is resumed at an epoch gets the same data as a training without interruption, and
+a saved training need not contain any state of the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_EPOCHS = 100_003  # with fewer epochs, no two trainings use the same seed f
 class AccuracyNeeds(NamedTuple):
     """The data and the seeds of an accuracy experiment.
 
-    Each row is trained once with each seed.
+    Each row (configuration) of the experiment is trained once with each seed.
     """
 
     data: Gratings | ImageNet
@@ -43,9 +43,9 @@ class AccuracyNeeds(NamedTuple):
 def prepare(
     name: str, scale: AccuracyScale, folder: Path | None, seed: int, seeds: int | None
 ) -> AccuracyNeeds:
-    """Return the data and the seeds of an experiment at one of its scales.
+    """Return the data and the seeds of an accuracy experiment at a scale (a set of sizes).
 
-    If the scale has settings for generated images, generate them. Otherwise, use ImageNet.
+    If the scale has settings for generated images, generate these images. Otherwise, use ImageNet.
 
     Args:
         name: The name of the experiment, for error messages.
@@ -60,13 +60,16 @@ def prepare(
     trained = range(seed, seed + (seeds or scale.seeds))
     if scale.made is not None:
         if folder is not None:
-            raise Error(f"--data {folder}: scale {scale.name} makes its own data; leave --data out")
+            raise Error(
+                f"--data {folder}: the scale {scale.name} trains on images that it generates; "
+                "leave --data out"
+            )
         gratings = Gratings(**scale.made, seed=seed)
         return AccuracyNeeds(gratings, trained)
     if folder is None:
         raise Error(
             f"{name} at scale {scale.name} trains on ImageNet: name its folder by --data DIR, "
-            f"which must have {LAYOUT}; or use --scale small, which makes its own data"
+            f"which must have {LAYOUT}; or use --scale small, which generates its own images"
         )
     row = scale.rows[0]
     reading = dict(row.data)
@@ -189,7 +192,8 @@ class ImageNet:
         if missing:
             first = min(missing)
             raise Error(
-                f"--data {folder}: train/ has a folder {first}, but val/ has none; add it to val/"
+                f"--data {folder}: train/ has a folder of the class {first}, but val/ has none; "
+                "add this folder to val/"
             )
 
     def train_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
@@ -231,7 +235,10 @@ def ignore_interrupts(worker: int) -> None:
 
 
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
-    """Return the images in `folder/part` as a torchvision `ImageFolder`, or raise `Error`."""
+    """Return the images in `folder/part` as a torchvision `ImageFolder`.
+
+    Raise `Error` if the folder cannot be read, or does not have as many classes as `classes` says.
+    """
     datasets = import_torchvision("datasets", "ImageNet")
     try:
         found = datasets.ImageFolder(str(folder / part), transform, loader=load_image)

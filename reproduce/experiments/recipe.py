@@ -1,4 +1,8 @@
-"""Define the settings of accuracy experiments: training recipes, rows and scales."""
+"""Define the settings of accuracy experiments.
+
+These are recipes (the learning rate in each epoch), rows (configurations of a training), and scales
+(sets of rows of one size).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +13,11 @@ from reproduce.records.places import Json
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The number of epochs of a training, and its learning rate at every point.
+    """The number of epochs of a training, and its learning rate at each time.
 
     1. During the first `warmup_epochs`, the learning rate grows linearly, from `base_lr` to
-       `base_lr * max(1, batch_size / base_batch_size)`. It changes after each mini-batch (Goyal et
-       al., arXiv:1706.02677, section 2.2).
+       `base_lr * max(1, batch_size / base_batch_size)`. The learning rate changes after each
+       mini-batch (Goyal et al., arXiv:1706.02677, section 2.2).
     2. At each epoch in `lr_decay_epochs`, the learning rate is multiplied by `lr_decay`.
     """
 
@@ -29,9 +33,10 @@ class Recipe:
         return self.base_lr * max(1.0, batch_size / self.base_batch_size)
 
     def learning_rate(self, batch_size: int, epoch: float) -> float:
-        """Return the learning rate at a point of training.
+        """Return the learning rate for mini-batches of `batch_size` samples at a given time.
 
-        `epoch` is the point in epochs: 2.5 is in the middle of the third epoch.
+        `epoch` is the time since the training began, in epochs: 2.5 is in the middle of the third
+        epoch.
         """
         warmed_up = 1.0 if self.warmup_epochs == 0 else min(1.0, epoch / self.warmup_epochs)
         rate = self.base_lr + warmed_up * (self.peak_lr(batch_size) - self.base_lr)
@@ -70,11 +75,14 @@ class AccuracyRow(Row):
 
     @property
     def devices(self) -> int:
-        """Return the number of devices that the row needs."""
+        """Return the number of devices that the training needs."""
         return self.partitions or self.gpus
 
     def config(self) -> dict[str, Json]:
-        """Return the row's settings for a record. The keys are names from the published table."""
+        """Return all settings of the training, for a record (a file of results).
+
+        The keys are names from the published table.
+        """
         return {
             **super().config(),
             **self.recipe.config(self.batch_size),
@@ -86,10 +94,10 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """One of the sizes in which an accuracy experiment runs.
+    """A scale of an accuracy experiment: its rows in one of several sizes, and their data.
 
     Attributes:
-        rows: The trainings.
+        rows: The settings of each training.
         seeds: The number of times that each row is trained, each time from another seed.
         made: The arguments of the generated data set `Gratings`. It is None if the user provides
             the data.
@@ -101,5 +109,5 @@ class AccuracyScale(Scale):
     made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
-        """Return the settings `seeds` and `made`, for a run's record."""
+        """Return the number of seeds and the arguments of `Gratings`, to store them in a record."""
         return {"seeds": self.seeds, "made": self.made and dict(self.made)}

@@ -19,8 +19,8 @@ PUBLISHED_SPEED: Published = (
     ("pipeline-8", 150, 5400, (26, 22, 33, 44, 44, 66, 66, 69)),
 )
 
-# This is the batch size of all rows that are compared at equal batch size. It is divisible by every
-# number of micro-batches of these rows. Even as a single micro-batch, it fits on two P40 GPUs.
+# Rows that are compared at equal batch size have a batch size of 192. This number is divisible by
+# all numbers of micro-batches of these rows. A micro-batch of 192 samples still fits on two P40s.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32
@@ -79,7 +79,7 @@ PUBLISHED_ACCURACY = (
 
 
 def published_trainings() -> Iterator[AccuracyRow]:
-    """Yield the training rows of the published accuracy table."""
+    """Yield a row (the settings of a training) for each row of the published accuracy table."""
     for name, gpus, batch_size, m, balance, over in PUBLISHED_ACCURACY:
         row = replace(
             TRAINING, name=name, published=name, gpus=gpus, batch_size=batch_size, over=over
@@ -127,7 +127,10 @@ SMALL_PIPELINES = (
 
 
 def small_trainings() -> Iterator[AccuracyRow]:
-    """Yield a row for plain training, and for pipelines whose error rates are compared with it."""
+    """Yield the rows of the scale `small`: plain training first, and then pipelines.
+
+    The error rates of the pipelines are compared with the error rate of plain training.
+    """
     yield replace(SMALL_TRAINING, name="plain", configuration="plain", published="dataparallel-256")
     for name, n, m, deferred, published in SMALL_PIPELINES:
         yield replace(

@@ -65,13 +65,14 @@ class Row:
             run.
         loss: A function `loss(output, target)` that returns a mean over samples, or the name of
             such a function in `torch.nn.functional`.
-        options: Further settings for the record.
-        components: The enabled parts of the pipeline.
-        equal: What the rows of a group have in common if they do not reproduce published rows: the
-            batch size, the micro-batch size, or the model.
+        options: Further settings that are only written into the record.
+        components: The components of the pipeline that are enabled. The ablation disables some.
+        equal: What the row has in common with the rows that it is compared with: the batch size,
+            the micro-batch size, or the model. None for rows that reproduce published rows.
         skip_epochs: The number of first epochs whose steps are not timed.
-        over: The row of the same experiment that is the baseline of this row's speed-up.
-        published: The row of the published table that this row reproduces.
+        over: The name of the row in the same experiment that is the baseline of this row's
+            speed-up.
+        published: The name of the row in the published table that this row reproduces.
         link: The hardware description from which an emulation takes the time of copies between
             devices. None means that copies take no time.
         changed_from: If the option `--set` changed the row, the name of the row as it was.
@@ -117,12 +118,12 @@ class Row:
 
     @property
     def extra(self) -> bool:
-        """Return whether the row runs only with the options --all or --row."""
+        """Return whether the row runs only if the user gives the option --all or --row."""
         return self.configuration == PUBLISHED_BALANCE or self.equal == "micro-batch"
 
     @property
     def devices(self) -> int:
-        """Return the number of devices that the row needs."""
+        """Return the number of devices that this training run needs."""
         return self.partitions or 1
 
     @property
@@ -151,7 +152,7 @@ class Row:
 
     @property
     def sized(self) -> "SizedModel":
-        """Return an object that builds the row's model, and draws mini-batches for it."""
+        """Return an object that builds the model of this training run, and draws mini-batches."""
         from reproduce.models.built import SizedModel
 
         return SizedModel(self.model, self.size, self.input_shape, self.num_classes)
@@ -164,7 +165,10 @@ class Row:
         return getattr(functional, self.loss) if isinstance(self.loss, str) else self.loss
 
     def config(self) -> dict[str, Json]:
-        """Return the row's settings for a record. The keys are names from the published tables."""
+        """Return all settings of this training run, for a record (a file of results).
+
+        The keys are names from the published tables.
+        """
         from reproduce.models.built import MODELS
 
         config: dict[str, Json] = {
@@ -228,7 +232,7 @@ class Scale:
     seconds: float | None = None
 
     def settings(self) -> dict[str, Json]:
-        """Return the numbers of steps and the time limit, for a run's record."""
+        """Return the numbers of steps and the time limit, to store them in a run's record."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,

@@ -93,7 +93,10 @@ ABLATION_BALANCE = (34, 76, 70, 61)
 
 
 def ablation_rows(base: Row) -> tuple[Row, ...]:
-    """Return four pipelines, which enable none, one, two, and all three of the components."""
+    """Return the rows of the ablation: pipelines with none, one, two and three components enabled.
+
+    `base` has the settings that all of these rows have in common.
+    """
     baseline = PUBLISHED_ABLATION[0]
     base = replace(base, over=baseline, partitions=4, chunks=8, checkpoint="except_last")
     rows = []

@@ -37,7 +37,10 @@ SMALL = replace(BASE, size=(64,), input_shape=(3, 64, 64), batch_size=32)
 
 
 def rows(base: Row) -> Iterator[Row]:
-    """Yield the rows of every model. A model's first row is plain training."""
+    """Yield the rows of all models: for each model, first plain training, and then its pipelines.
+
+    `base` has the settings that all rows have in common.
+    """
     for name in ZOO:
         plain = replace(base, model=f"torchvision:{name}", name=name, over=name)
         yield plain

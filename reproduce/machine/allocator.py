@@ -33,10 +33,10 @@ def freed_memory_is_kept() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Restart this program with the environment variables `KEEP_FREED`.
+    """Restart this program with environment variables that make glibc keep freed memory.
 
-    If one of the variables is already set, or if the C library does not accept them, continue
-    without a restart.
+    If one of these variables (`KEEP_FREED`) is already set, or if the C library does not accept
+    them, continue without a restart.
     """
     if KEEP_FREED.keys() & os.environ.keys() or not _is_accepted():
         return
@@ -46,9 +46,9 @@ def keep_freed_memory() -> None:
 
 
 def _is_accepted() -> bool:
-    """Return whether the C library is glibc and accepts `THRESHOLD` (1 GiB).
+    """Return whether the C library is glibc, and keeps freed memory of up to 1 GiB if asked to.
 
-    Old versions of glibc accept at most 32 MiB.
+    Old versions of glibc accept a threshold of at most 32 MiB.
     """
     library, _ = platform.libc_ver()
     if library != "glibc":

@@ -28,7 +28,7 @@ ON_CHIP = 0
 
 
 class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a GPU did at one time. A field is None if the driver does not tell.
+    """What a GPU did at one time. A field is None if the driver does not tell its value.
 
     Attributes:
         index: The number that the driver gives the GPU.
@@ -37,7 +37,7 @@ class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         power: The power draw in watts.
         temperature: The temperature in degrees Celsius.
         idle: Whether the clock rate is low because the GPU has nothing to do.
-        slowed_by: What else kept the clock rate below its maximum.
+        slowed_by: The other reasons why the clock rate was below its maximum, such as a power cap.
     """
 
     index: int
@@ -50,7 +50,10 @@ class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 def gpu_states() -> list[GpuState]:
-    """Return the state of each GPU of this machine; an empty list if there is no driver."""
+    """Return the clock rates, power and temperature of each GPU of this machine.
+
+    If there is no GPU driver, the list is empty.
+    """
     states = []
     for index in range(ask("nvmlDeviceGetCount_v2") or 0):
         known = numbered(index)
@@ -80,11 +83,12 @@ def clocks(devices: Devices) -> dict[str, float]:
 
     - "clock": the clock rate of the multiprocessors, in MHz, of the slowest device
     - "memory_clock": the clock rate of the memory, in MHz, of the slowest device
-    - "slowed": the reasons why clock rates of any device are below their highest. It is a number
-      with a bit of NVML for each reason, such as 4 for the power limit and 32 for the temperature.
+    - "slowed": the reasons why clock rates of any device are below their highest. The value is a
+      sum of NVML's numbers for the reasons, such as 4 for the power limit and 32 for the
+      temperature.
 
-    What the driver does not tell is left out. For devices other than CUDA devices, the result is
-    empty.
+    A value that the driver does not tell is left out. For devices other than CUDA devices, the
+    result is empty.
     """
     if devices.kind != "cuda":
         return {}
@@ -115,7 +119,7 @@ def _clock(known: ctypes.c_void_p, kind: int) -> float | None:
 
 
 def _reasons(known: ctypes.c_void_p) -> int | None:
-    """Return the bits of the reasons why a GPU's clock rates are below their highest."""
+    """Return the reasons why a GPU's clock rates are below their highest, as bits of a number."""
     for name in REASONS:
         bits: int | None = ask(name, known, kind=ctypes.c_ulonglong)
         if bits is not None:

@@ -1,4 +1,4 @@
-"""Describe the machine and the software with which a record was made.
+"""Describe the machine and the software with which a record (a file of results) was made.
 
 A field is None if its value cannot be determined.
 """

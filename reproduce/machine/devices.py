@@ -1,6 +1,6 @@
-"""Choose the devices for experiments.
+"""Choose the devices on which experiments run.
 
-If there are several CPU devices, each of them has an equal number of the CPU cores.
+The CPU can stand for several devices. Each of these devices has an equal number of CPU cores.
 """
 
 import contextlib
@@ -172,9 +172,10 @@ def cores() -> int:
 
 
 def info(file: Path, name: str) -> str | None:
-    """Return the first value of `name` in a Linux file that has lines `name: value`.
+    """Return the value of `name` in a file with lines `name: value`, such as /proc/meminfo.
 
-    Return None if there is no such line or no such file.
+    If several lines have this name, the first of them counts. If there is no such line or no such
+    file, return None.
     """
     try:
         text = file.read_text()

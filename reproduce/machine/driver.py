@@ -30,7 +30,7 @@ class Utilization(ctypes.Structure):
 
 @functools.cache
 def _nvml() -> Any:
-    """Return the initialized library; None if there is no driver."""
+    """Return the initialized NVML library, or None if there is no NVIDIA driver."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -70,13 +70,13 @@ def driver_version() -> str | None:
 
 
 def numbered(index: int) -> ctypes.c_void_p | None:
-    """Return NVML's object for the GPU to which the driver gives a number, or None."""
+    """Return NVML's handle of the GPU that the driver calls number `index`, or None."""
     found = ask("nvmlDeviceGetHandleByIndex_v2", index, kind=ctypes.c_void_p)
     return None if found is None else ctypes.c_void_p(found)
 
 
 def handle(device: "torch.device | int") -> ctypes.c_void_p | None:
-    """Return NVML's object for a CUDA device of this process, or None.
+    """Return NVML's handle of a CUDA device of this process; None if NVML does not find the device.
 
     The driver can number the devices differently from CUDA, so the device is looked up by its UUID.
     """
@@ -89,9 +89,9 @@ def handle(device: "torch.device | int") -> ctypes.c_void_p | None:
 
 
 def utilization(device: "torch.device") -> float | None:
-    """Return the share of a short period in which a CUDA device ran any kernel, from 0 to 1.
+    """Return for how much of the last short period a CUDA device ran any kernel, from 0 to 1.
 
-    If the driver does not tell it, return None.
+    If the driver does not tell this share, return None.
     """
     known = handle(device)
     if known is None:

@@ -59,9 +59,9 @@ def checkout(folder: Path = ROOT) -> Git | None:
 
 
 def commit_of(folder: Path, revision: str) -> str:
-    """Return the commit that `revision` names in the repository of `folder`.
+    """Return the hash of the commit that `revision` names in the repository of `folder`.
 
-    Raise `Error` if there is no such commit.
+    `revision` can be a hash, a branch or a tag. Raise `Error` if there is no such commit.
     """
     try:
         git(folder, "rev-parse", "--git-dir")
@@ -95,12 +95,12 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
     short = git(folder, "check-ref-format", "--branch", branch).decode()
     ref = f"refs/heads/{short}"
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise Error(f"{name}: on a branch, give a relative path within the repository")
+        raise Error(f"{name}: name the file on the branch by a relative path within the repository")
     worktrees = git(folder, "worktree", "list", "--porcelain").decode()
     if f"branch {ref}" in worktrees.splitlines():
         raise Error(
-            f"{branch} is checked out, and a commit would make the files on disk outdated: "
-            "name another branch"
+            f"the branch {branch} is checked out, and a commit would make the files on disk "
+            "outdated: name another branch"
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     before = b""

@@ -20,7 +20,9 @@ microseconds or more, so the queue then has at most half of the launches that fi
 
 
 class Pauses:
-    """Pauses before the forward and the backward of layers, within a `with` block.
+    """Within a `with` block, let the host pause before the forward and the backward of layers.
+
+    A pause lasts until the device has finished all work, so that CUDA's queue never becomes full.
 
     Args:
         layers: The layers. Each has to launch fewer kernels than half of CUDA's queue can hold.
@@ -45,13 +47,13 @@ class Pauses:
             hook.remove()
 
     def pause(self) -> None:
-        """Wait until the device has finished all work."""
+        """Wait until the device has finished all work, and remember how long that took."""
         began = time.perf_counter()
         self._wait()
         self._pauses.append((began, time.perf_counter()))
 
     def seconds(self, start: float, end: float) -> float:
-        """Return for how long the host has paused between two readings of `time.perf_counter`."""
+        """Return the total seconds of the pauses between two readings of `time.perf_counter`."""
         total = 0.0
         for began, ended in self._pauses:
             if start <= began and ended <= end:
@@ -64,7 +66,7 @@ class Pauses:
             self.pause()
 
     def _pause_before_backward(self, layer: nn.Module, inputs: object, output: object) -> None:
-        """Pause when the gradient of the layer's output arrives."""
+        """Let the host pause in backward, when the gradient of the layer's output is known."""
         for x in tree_leaves(output):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(self._pause_if_due)

@@ -1,6 +1,7 @@
 """Measure how much CPU time other programs use during a round of measurements.
 
-The numbers come from /proc on Linux. On other systems, they are not known.
+In a round, each configuration that is measured runs one step. The numbers come from /proc on Linux.
+On other systems, they are not known.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ PROC = Path("/proc")
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
 # is shorter than `LEAST_SECONDS` is judged together with the round before it. If the first rounds
-# are short, there is no such round. They get the shares of the next round whose shares are known
-# (`Rounds.end` in `reproduce.run.rounds`).
+# are short, no longer round comes before them. So they get the shares of the next round whose
+# shares are known (`Rounds.end` in `reproduce.run.rounds`).
 LEAST_SECONDS = 1.0
 # Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
 A_RUN = re.compile(
@@ -38,9 +39,11 @@ Shares = dict[str, float]
 
 
 def too_busy(shares: Shares) -> bool:
-    """Return whether a round was disturbed: whether one of its shares is above its limit.
+    """Return whether other programs disturbed a round, by using too large a share of the CPU cores.
 
-    The share "pressure" has no limit, because this program's own threads cause some pressure.
+    Args:
+        shares: The shares that `Load.round` has returned. The share "pressure" has no limit,
+            because this program's own threads cause some pressure.
     """
     return any(shares.get(name, 0.0) > limit for name, limit in LIMITS.items())
 
@@ -49,8 +52,9 @@ class Load:
     """A measurement of how much CPU time other programs use in each round.
 
     Attributes:
-        begun: The counts of CPU time at the end of the last round that was not short.
-        earlier: The counts at the beginning of the same round.
+        begun: The counts of CPU time (see `_count`) at the end of the last round that was not
+            short.
+        earlier: The counts of CPU time at the beginning of that round.
         told: The commands of other runs that the user was told about.
     """
 
@@ -65,7 +69,7 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """Return which shares of the machine other programs used in the round that ends now.
+        """End a round, and return which shares of the machine other programs used during it.
 
         `UNITS` (in `reproduce.run.session`) explains each share. If the shares are not known, the
         result is empty.
@@ -83,7 +87,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares of the cores that other programs used between two readings of CPU time."""
+    """Return the shares of the cores that other programs used between two results of `_count`."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -115,7 +119,9 @@ def other_runs() -> dict[int, str]:
 
 
 def _count() -> Counts:
-    """Return the current counts, all in seconds. If the kernel has none, the result is empty.
+    """Return the clock's time and counts of CPU time until now, all in seconds.
+
+    If the kernel does not count CPU time, the result is empty.
 
     - "time": the reading of a clock
     - "busy": the CPU time of all programs on the cores that this program may use
@@ -152,9 +158,9 @@ def _count() -> Counts:
 
 
 def _processes() -> tuple[dict[int, int], set[int]]:
-    """Return each process's CPU time in ticks, and the ids of this program's processes.
+    """Return the CPU time of each process by its id, and the ids of this program's processes.
 
-    The ticks include the ticks of child processes that have ended.
+    The CPU time is in ticks of the kernel. It includes that of child processes that have ended.
     """
     ticks = {}
     parents = {}
@@ -172,8 +178,8 @@ def _processes() -> tuple[dict[int, int], set[int]]:
 def process_fields(folder: Path | None = None) -> Iterator[tuple[int, list[str]]]:
     """Yield the id of each process of this machine, and the fields of its file /proc/ID/stat.
 
-    The first field is the state, and the second one is the parent's id. Without the files of /proc,
-    which only Linux has, there are none.
+    The first field is the process's state, and the second field is the id of its parent. Nothing is
+    yielded on systems without /proc, which only Linux has.
 
     Args:
         folder: Another folder of such files, such as /proc/ID/task for the threads of a process.

@@ -1,4 +1,4 @@
-"""Find out from which git repository this program can be installed elsewhere."""
+"""Find out from which git repository another machine can install this program."""
 
 import json
 import re
@@ -15,10 +15,10 @@ REMOTE = "origin"
 
 
 def own_address() -> str:
-    """Return an address from which pip installs this version of the program.
+    """Return an address from which pip can install this version of the program.
 
-    It is the address from which pip installed this program, or that of the remote repository of
-    this checkout. An example is `git+https://HOST/OWNER/REPOSITORY@v0.1.0`.
+    The result is the address from which pip installed this program, or the address of this
+    checkout's remote repository. An example is `git+https://HOST/OWNER/REPOSITORY@v0.1.0`.
 
     Raises:
         Error: There is no such address, or the checked out commit was not pushed to it.
@@ -68,10 +68,10 @@ def pip_address(address: str) -> str:
 
 
 def check_repository(address: str) -> None:
-    """Raise `Error` if git cannot read the repository at `address`, or lacks its revision.
+    """Raise `Error` if git cannot read the repository at `address`, or does not find its revision.
 
-    `address` is as `pip_address` returns it. A revision that is a commit's hash is not looked up,
-    because git lists branches and tags only.
+    `address` is a result of `pip_address`. If its revision is a commit's hash, the revision is not
+    checked, because git lists only the branches and tags of another repository.
     """
     url, revision = split_revision(address)
     try:
@@ -85,7 +85,10 @@ def check_repository(address: str) -> None:
 
 
 def split_revision(address: str) -> tuple[str, str | None]:
-    """Return the URL of the repository, and the revision at the end of the address, if any."""
+    """Split an address that pip takes into the repository's URL and the revision at its end.
+
+    If the address has no revision, such as `@v0.1.0`, the revision is None.
+    """
     url = address.removeprefix("git+")
     path = url.partition("://")[2].partition("/")[2]  # the host may have a user before an @
     if "@" not in path:

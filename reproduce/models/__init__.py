@@ -1,4 +1,4 @@
 """Define the models. `MODELS` in the module `built` has each model by its name.
 
-This file and `sizes` do not import torch.
+This file and the module `sizes` do not import torch, because that would take seconds.
 """

@@ -248,7 +248,7 @@ class Classifier(Module):
 
 
 def cells(num_layers: int) -> Iterator[tuple[str, Genotype]]:
-    """Yield the name and the genotype of every cell, in order."""
+    """Yield the name and the genotype (the architecture) of every cell, in order."""
     yield "stem_reduction1", REDUCTION
     yield "stem_reduction2", REDUCTION
     for group in (1, 2, 3):

@@ -50,16 +50,17 @@ _TRACED: dict[Any, Sequential] = {}
 
 
 def image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw an image, with uniform values between 0 and 1, and its class."""
+    """Draw a random image, with uniform values between 0 and 1, and a random class, its target."""
     pixels = torch.rand(shape, generator=generator)
     target = torch.randint(classes, (), generator=generator)
     return pixels, target
 
 
 def masked_image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw an image and, as its target, a mask of zeros and ones. `classes` is not used.
+    """Draw a random image and, as its target, a random mask of zeros and ones.
 
-    Shapes: `shape`, and (1, *shape[1:]).
+    The image has the shape `shape`, and the mask has the shape (1, *shape[1:]). `classes` is not
+    used.
     """
     mask_shape = (1, *shape[1:])
     mask = torch.randint(2, mask_shape, generator=generator).float()
@@ -67,7 +68,7 @@ def masked_image(shape: Shape, classes: int, generator: Generator) -> tuple[Tens
 
 
 def changed(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor of an input or of a target."""
+    """Return a copy of an input or of a target, with `function` applied to each of its tensors."""
     if isinstance(value, dict):
         return {name: function(x) for name, x in value.items()}
     return mapped(function, value)
@@ -78,7 +79,7 @@ class Model(NamedTuple):
 
     Attributes:
         build: The function that builds the model, given its sizes.
-        sizes: The names of the sizes in tables.
+        sizes: The names of the model's sizes in tables, such as `("L", "D")`.
         input_shape: The shape of the input of one sample.
         sample: The function that draws a sample: an input and its target.
     """
@@ -90,9 +91,9 @@ class Model(NamedTuple):
 
 
 class SizedModel(NamedTuple):
-    """A model's name, its sizes, and the shape of a sample.
+    """A model's name, its sizes, and the shape of a sample, from which the model can be built.
 
-    If `classes` is None, the builder's default number of classes is used.
+    If `classes` is None, the model has the default number of classes of its builder.
     """
 
     name: str

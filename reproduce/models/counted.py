@@ -32,7 +32,11 @@ def counted(model: SizedModel) -> Counts:
 
 @functools.cache
 def _counted(model: SizedModel, *settings: object) -> Counts:
-    """Count a model's layers. `settings` is only a part of the cache's key."""
+    """Count the operations and bytes of a model's layers, or return them from the cache.
+
+    `settings` has all settings of PyTorch that change the result. It is only a part of the cache's
+    key.
+    """
     with torch.device("meta"):
         module = model.layers()
     x, _ = model.batch(1, device="meta")
@@ -40,7 +44,7 @@ def _counted(model: SizedModel, *settings: object) -> Counts:
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup (balance, micro-batches, optimizer and so on) of a row.
+    """Return the setup (balance, micro-batches, optimizer and so on) of a row of an experiment.
 
     A row without a pipeline has one partition and one micro-batch.
 
@@ -59,8 +63,8 @@ def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Se
         balance=tuple(config["balance"] or (layers,)),
         chunks=config["chunks"] or 1,
         checkpoint=config["checkpoint"] or "never",
-        # When the papers were written, PyTorch had no foreach optimizers: it updated one parameter
-        # after another, on GPUs, too.
+        # When the papers were written, PyTorch had no foreach optimizers. It updated the parameters
+        # one after another, also on GPUs.
         optimizer=optimizer_named(name, foreach=False),
         portals=components is None or "portals" in components,
         streams=components is None or "streams" in components,

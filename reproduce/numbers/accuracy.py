@@ -1,4 +1,4 @@
-"""Compute the final top-1 error of a row from its samples."""
+"""Compute the top-1 error of a training after its last epoch, from the errors of all epochs."""
 
 import statistics
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class FinalError(NamedTuple):
 
 
 def final_errors(result: Result) -> list[float]:
-    """Return the error after the last epoch, for every seed that was trained to the end."""
+    """Return the top-1 error after the last epoch, for every seed that was trained to the end."""
     samples = result.samples
     epochs = samples.get("epoch", [])
     errors = samples.get("top1_error", [])
@@ -55,10 +55,11 @@ def final_errors(result: Result) -> list[float]:
 
 
 def final_error(result: Result) -> FinalError | None:
-    """Return a row's error after the last epoch, with its standard deviation if that is known.
+    """Return the top-1 error of a row (a training configuration) after the last epoch.
 
-    For a measured row, this is the mean over all seeds. For a published row, it is the published
-    error. Return None if the row has no error.
+    For a measured row, this is the mean over all seeds, and their standard deviation. For a
+    published row, it is the published error, and its published spread if there is one. Return None
+    if the row has no error.
     """
     if result.status == "published":
         error = result.values.get("top1_error")

@@ -1,4 +1,7 @@
-"""Choose the baseline row, by which others are divided, and notice if it has changed itself."""
+"""Choose the baseline row of a comparison, and find out whether the baseline itself has changed.
+
+The numbers of all other rows are divided by the numbers of the baseline row.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +16,21 @@ CHANGED = ("higher", "lower")  # the outcomes of a real difference
 
 
 def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the line by whose numbers the numbers of `line` are divided, with its values.
+    """Return the baseline of a line, by whose numbers the line's numbers are divided.
 
-    The found line is the baseline. A line has the matching rows of all sides, such as runs. Each
-    side that has a value in the line must also have a value in the baseline. If several baselines
-    are possible, these questions decide, one after another:
+    A line has the matching rows of all sides, such as runs. Each side that has a value in the line
+    must also have a value in the baseline. If several baselines are possible, these questions
+    decide, one after another:
 
     1. Which baseline was run like the line: measured or emulated, and by the same engine?
     2. Which baseline has the same scale as the line?
     3. Which baseline is the row that the line's field `over` names?
     4. Which baseline is first in `bases`?
+
+    Args:
+        line: The line whose numbers will be divided.
+        own: The line's value on each side.
+        bases: The lines that can be the baseline, each with its value on each side.
     """
     ours = line.first.result
 
@@ -38,18 +46,18 @@ def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
 def differing_baseline(
     base: Measured, side: int, rows: Sequence[Decision | None], rule: Rule
 ) -> Decision | None:
-    """Compare the baseline itself; return the decision if it has changed, otherwise None.
+    """Return the result of comparing the baseline's own numbers if they have changed, else None.
 
-    If only the baseline became slower, all rows that are divided by it would look faster. So it
-    counts as changed if its absolute numbers differ. There is one exception: if most rows kept
-    their ratio to the baseline, the machine has become slower or faster, and not the baseline.
+    If only the baseline became slower, all rows that are divided by it would look faster. So the
+    baseline counts as changed if its absolute numbers differ. There is one exception: if most rows
+    kept their ratio to the baseline, the whole machine has become slower or faster.
 
     The baseline of a published or predicted table counts as unchanged.
 
     Args:
         base: The baseline, and its values on each side.
         side: The number of the side that is compared with the first side.
-        rows: For each row that is divided by the baseline, the decision about its ratio.
+        rows: For each row that is divided by the baseline, the result of comparing its ratio.
         rule: What counts as a difference.
     """
     line, readings = base
@@ -68,7 +76,7 @@ def differing_baseline(
 def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
     """Compare the value `head` with the value `base`, or return None if they have no ratio.
 
-    They have no ratio if one is missing or not positive, or if their units differ.
+    Two values have no ratio if one of them is missing or not positive, or if their units differ.
     """
     if base is None or head is None or base.unit != head.unit:
         return None

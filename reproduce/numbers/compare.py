@@ -33,7 +33,7 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of the table, compared in one metric.
+    """A line of the comparison's table: the values that all sides (such as runs) have in a metric.
 
     Attributes:
         line: The rows of this line, one for each side.
@@ -56,7 +56,7 @@ class Comparison:
     Attributes:
         relative: Whether the numbers of each side were divided by a baseline row of this side.
         notes: Sentences that explain the comparison to the user.
-        together: The decision about the geometric mean of all rows, if there is one.
+        together: The result of comparing the geometric means of all rows, if they were compared.
         unfair: Why absolute numbers were not compared; empty if they were.
     """
 
@@ -72,8 +72,8 @@ class Comparison:
     def mean(self, side: int) -> tuple[float, int] | None:
         """Return the geometric mean of a side's ratios to the first side, and their number.
 
-        A side is, for example, a run. Disturbed rows are left out. If there is a decision
-        `together`, its ratio is the mean. The result is None if there is no ratio.
+        A side is, for example, a run. Disturbed rows are left out. If the geometric means were
+        compared, the mean is the ratio in `together`. The result is None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -107,8 +107,8 @@ class Asked:
     Attributes:
         sides: The sides, such as runs. Each later side is compared with the first one.
         rule: What counts as a difference.
-        force: Compare absolute numbers, even of different machines or of different work.
-        every: In notes, name the rows that only one side has, instead of counting them.
+        force: Whether to compare absolute numbers even of different machines or different work.
+        every: Whether notes name the rows that only one side has, instead of counting them.
     """
 
     sides: Sequence[Side]
@@ -165,7 +165,10 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return each line with the metric's value of each side (such as a run) that has one."""
+    """Return each line of a comparison with the values that its sides (such as runs) have.
+
+    `metric` is the metric of the values. A side without a value is left out.
+    """
     measured: list[Measured] = []
     for line in lines:
         readings = {}
@@ -239,7 +242,10 @@ def _relative_rows(
 
 
 def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list[str]:
-    """Withdraw the verdicts of rows whose baseline has changed itself; return notes about it."""
+    """Withdraw the verdicts about `rows` on each side where their baseline itself has changed.
+
+    Return notes that say on which sides (such as runs) the baseline `base` has changed.
+    """
     said = []
     for number, side in enumerate(asked.sides):
         decisions = [row.decisions[number] for row in rows]
@@ -271,7 +277,10 @@ def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool = False)
 
 
 def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]:
-    """Return the notes about what differs between the matched rows, and about what is missing."""
+    """Return notes on how compared rows differ in their settings, and on rows that are missing.
+
+    For example, two rows can come from different versions of PyTorch.
+    """
     lines = []
     have = []
     shared = []
@@ -288,7 +297,7 @@ def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Return whether other programs disturbed any value in the rows, and the values' units."""
+    """Return whether other programs disturbed a measurement of the rows, and the values' units."""
     disturbed = False
     units = set()
     for row in rows:

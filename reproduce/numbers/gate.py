@@ -32,7 +32,7 @@ class Gate:
     """What a comparison shows about regressions.
 
     Attributes:
-        worse: The names of the rows that are worse than in A.
+        worse: The names of the rows that are worse than on the first side, A.
         judged: Whether at least one row could be judged.
         unjudged: For each reason why rows of A could not be judged, the names of these rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
@@ -47,11 +47,11 @@ class Gate:
         """Check that nothing is worse; return a remark for the user, which may be empty.
 
         Args:
-            allow_missing: Accept rows that could not be judged if other rows could.
+            allow_missing: Whether to accept that some rows could not be judged, if others could.
 
         Raises:
-            Worse: A row is worse than in A.
-            Error: A row of A could not be judged.
+            Worse: A row is worse than on the first side, A.
+            Error: A row of the first side could not be judged.
         """
         left = set().union(*self.unjudged.values())
         reasons = [f"{reason}: {_first(names)}" for reason, names in self.unjudged.items()]
@@ -62,7 +62,7 @@ class Gate:
         if not self.judged:
             because = "; ".join(["", *said, *reasons]).replace("; ", ": ", 1)
             raise Error(
-                f"no row could be judged, so nothing shows that there is no regression{because}"
+                f"no row could be judged, so it is not known whether there is a regression{because}"
             )
         if left:
             said.append(f"{count(left)} of A could not be judged: {'; '.join(reasons)}")
@@ -72,7 +72,7 @@ class Gate:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Join names by commas, each once; of a long list, only the first ones."""
+    """Join the different names by commas, but name only the first ones of a long list."""
     different = list(dict.fromkeys(names))
     if len(different) <= MOST_LISTED:
         return ", ".join(different)
@@ -142,7 +142,7 @@ def _reason(
 ) -> str | None:
     """Return why the comparison could not judge a side (such as a run) in one line of its table.
 
-    Return None if it could, or if there was nothing to judge.
+    Return None if the side was judged, or if there was nothing to judge.
 
     Args:
         line: The line.

@@ -1,14 +1,17 @@
-"""Match the rows of several sides, such as runs: rows with the same configuration share a line.
+"""Match the rows of several sides (such as runs) for the table that compares these sides.
+
+Rows that match, because they have the same configuration, share a line of the table.
 
 Two rows match if all of these conditions are met:
 
-- Every field that both rows record has the same value. Fields in `CHOSEN` do not count.
+- Every field that both rows have has the same value. Fields that a run may choose itself, such as a
+  profiled balance, do not count.
 - Both rows are emulated, or neither is.
 - The same engine ran both rows.
 
-A published row also matches the rows that reproduce it. These rows name it in their field
-`published`. If some of them have the same configuration as the published row, only those match.
-Otherwise all of them match, at any scale, and a note says what differs.
+A published row also matches the rows that reproduce it, which name the published row in their field
+`published`. If some of these rows have the same configuration as the published row, only those
+match. Otherwise all of them match, at any scale, and a note says what differs.
 """
 
 import json
@@ -86,19 +89,25 @@ def match(sides: Sequence[Side]) -> list[Line]:
 
 
 def differing(one: Entry, other: Entry) -> list[str]:
-    """Return the names of the fields that both rows record with different values."""
+    """Return the names of the settings that two rows both have, but with different values."""
     ours = one.result.config
     theirs = other.result.config
     return [name for name in ours if name in theirs and ours[name] != theirs[name]]
 
 
 def same_work(one: Entry, other: Entry) -> bool:
-    """Return whether two rows did the same work: only fields in `CHOSEN` may differ."""
+    """Return whether two rows did the same work.
+
+    Only fields that a run may choose itself, such as a profiled balance, may differ.
+    """
     return set(differing(one, other)) <= set(CHOSEN)
 
 
 def likeness(one: Entry, other: Entry) -> int:
-    """Count what two rows have in common, of name, scale (set of sizes), device and hardware."""
+    """Return how similar two rows are: how many of these four properties are equal in both.
+
+    The properties are the name, the scale (set of sizes), the device and the hardware.
+    """
     ours = one.result
     theirs = other.result
     alike = [ours.row == theirs.row, ours.scale == theirs.scale, ours.device == theirs.device]
@@ -143,7 +152,7 @@ def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
 
 
 def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> list[Line]:
-    """Return the lines whose field has one of the allowed values; raise `Error` if none has."""
+    """Return the lines whose field `name` has an allowed value; raise `Error` if there are none."""
     known: dict[str, None] = {}
     picked = []
     for line in lines:
@@ -171,7 +180,10 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Add a row to the line (a group of rows to compare) that fits best, or to a new line."""
+    """Add a row to the table's line whose rows are most similar, or to a new line.
+
+    The rows of a line are compared with each other. `number` is the number of the row's side.
+    """
     best = None
     most = -1
     for line in lines:
@@ -209,7 +221,7 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    """Return whether two rows can be on the same line of the comparison."""
+    """Return whether two rows match, so that they can be compared on the same line of the table."""
     ours = one.result
     theirs = other.result
     if ours.emulated != theirs.emulated or ours.engine != theirs.engine:
@@ -247,7 +259,10 @@ def _label(lines: Sequence[Line]) -> None:
 
 
 def _distinguish(lines: Sequence[Line], extra: Callable[[Entry], str | None]) -> None:
-    """Where lines with the same label differ in `extra`, add it to their labels in brackets."""
+    """Where lines have the same label but different values of `extra`, add the value to the label.
+
+    The value is added in brackets. `extra` is a function that returns a value of a row.
+    """
     for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
         extras = [extra(line.first) for line in group]
         if len(set(extras)) == 1:

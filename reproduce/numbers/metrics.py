@@ -102,7 +102,7 @@ def throughput(result: Result, run: str = "") -> Reading | None:
 
 
 def _speeds(result: Result, times: str, run: str) -> Reading | None:
-    """Return a row's throughput in each step, from its samples `times`; None if it has none."""
+    """Return a row's samples/s in each step, or None if it has no step times called `times`."""
     steps = result.samples.get(times)
     if not steps:
         return None
@@ -113,7 +113,7 @@ def _speeds(result: Result, times: str, run: str) -> Reading | None:
 
 
 def throughputs(results: Iterable[Result]) -> dict[str, float]:
-    """Return the throughput of each row that has one, by the name of the row."""
+    """Return the throughput, in samples per second, of each row that has one, by the row's name."""
     found = {}
     for result in results:
         speed = throughput(result)
@@ -220,7 +220,7 @@ def utilization(result: Result) -> float | None:
 
 
 def outcome(result: Result) -> str:
-    """Return a few words that say why a row has no number."""
+    """Return a few words that say why a row has no number, such as "failed"."""
     if result.status == "needs devices" and result.reason:
         return result.reason
     return result.status
@@ -262,7 +262,7 @@ def read(entry: Entry, metric: str) -> Reading | None:
 
 
 def available(entries: Sequence[Entry]) -> list[str]:
-    """Return the names of the metrics that at least one of the rows has."""
+    """Return the names of the metrics for which at least one of the rows has a value."""
     names = dict.fromkeys([*DEFAULTS, "speedup"])
     for entry in entries:
         names.update(dict.fromkeys(entry.result.samples))
@@ -275,7 +275,7 @@ def available(entries: Sequence[Entry]) -> list[str]:
 
 
 def _run_of(entry: Entry) -> str:
-    """Return a name for the run that a row comes from."""
+    """Return a name that distinguishes the run from which a row comes from all other runs."""
     record = entry.record
     if record.run is None:
         return record.name
@@ -288,7 +288,7 @@ def _memory(peaks: Json, published: float | None) -> Reading | None:
 
 
 def _sampled(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's samples of a metric, or None if the row has no such samples."""
+    """Return the samples of a metric that a row has, or None if the row has no such samples."""
     result = entry.result
     names = ("step_time", "time") if metric == "time" else (metric,)
     for name in names:
@@ -307,7 +307,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's value of a metric, or None if it has none. A list counts as its mean."""
+    """Return a row's value of a metric (the mean of a list), or None if there is no such value."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

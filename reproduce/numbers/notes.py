@@ -1,6 +1,6 @@
-"""Write the notes below a comparison.
+"""Write the notes below the table of a comparison.
 
-They say which numbers cannot be compared, how matched rows differ, and which rows are missing.
+The notes say which numbers cannot be compared, how matched rows differ, and which rows are missing.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -38,7 +38,10 @@ def unfair(lines: Lines, metric: str) -> str:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes on differences of matched rows: scales (sets of sizes), fields, versions."""
+    """Return notes that say in which scales (sets of sizes), fields and versions the rows differ.
+
+    Only rows on the same line are compared.
+    """
     scales: dict[str, None] = {}
     fields: list[str] = []
     versions: dict[str, dict[str, None]] = {}
@@ -92,7 +95,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
         sides: The sides that are compared.
         lines: The lines of the table.
         have: For each line, the indices of the sides that have a number.
-        every: Name the rows instead of counting them.
+        every: Whether to name the rows instead of counting them.
     """
     pairs = unmatched(lines, len(sides))
     told = set()
@@ -114,7 +117,13 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 
 
 def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[str]:
-    """Return notes on rows of the same name that differ in a field between two sides."""
+    """Return notes on rows that have the same name on two sides (such as runs), but other settings.
+
+    Args:
+        sides: The sides that are compared.
+        pairs: The pairs of such rows.
+        every: Whether to name the rows instead of counting them.
+    """
     labels: dict[str, list[str]] = {}
     for pair in pairs:
         what = f"A and {sides[pair.side].letter} differ in {pair.text}"
@@ -158,7 +167,7 @@ def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) 
 
 
 def named(labels: Sequence[str], every: bool) -> str:
-    """Return the names of rows or, if `every` is false, only how many rows there are."""
+    """Return the names of rows as a text or, if `every` is false, only how many rows there are."""
     return once(labels) if every else count(labels)
 
 
@@ -174,7 +183,7 @@ def once(labels: Sequence[str]) -> str:
 
 
 def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
-    """Yield pairs of rows: each line's first row with every other row of the line."""
+    """Yield all pairs of rows to compare: a line's first row, and another row of this line."""
     for line in lines:
         first, *others = line.entries.values()
         for other in others:
@@ -206,7 +215,10 @@ def _at_other_times(lines: Lines) -> bool:
 
 
 def _load_is_unknown(side: Side) -> bool:
-    """Return whether nobody measured how busy other programs were during the runs of a side."""
+    """Return whether it is unknown how busy other programs were during the runs of a side.
+
+    It is unknown if no result of the side has measurements of the machine's load.
+    """
     ran = False
     for record in side.records:
         if record.run is None:
@@ -219,7 +231,7 @@ def _load_is_unknown(side: Side) -> bool:
 
 
 def problem_of(entry: Entry | None) -> str:
-    """Return a text that says why a side has no number for a row."""
+    """Return a text that says why a side (such as a run) has no number for a row."""
     if entry is None:
         return "missing"
     if entry.result.status in SUCCESS:

@@ -27,8 +27,10 @@ from reproduce.numbers.metrics import Measurement
 
 Outcome = Literal["higher", "lower", "~", "too few", "untested", "disturbed", "base differs"]
 Array = NDArray[numpy.float64]
-MOST_SAMPLES = 400  # of each side, because the number of pairs grows quadratically
-MOST_DIVISIONS = 15_000  # more take too long; two sides of 8 samples have 12 870
+# A test uses at most this number of samples of a side: the number of pairs grows quadratically.
+MOST_SAMPLES = 400
+# More ways to divide ranks between two sides would take too long. Two sides of 8 have 12 870.
+MOST_DIVISIONS = 15_000
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,20 @@ def compare_samples(
     if base_is_exact and head_is_exact:
         return Decision("untested", math.exp(new[0] - old[0]))
     if paired and len(old) != len(new):
-        raise ValueError(f"paired samples come in equal numbers, not {len(old)} and {len(new)}")
+        raise ValueError(
+            "paired samples must come in equal numbers on both sides, but got "
+            f"{len(old)} and {len(new)}"
+        )
     if paired or base_is_exact or head_is_exact:
         return _decision(_signed_ranks(_thin(new - old)), rule)
     return _decision(_ranks(_thin(old), _thin(new)), rule)
 
 
 def needed(alpha: float, *, paired: bool) -> int:
-    """Return the smallest number of samples per side with which an outcome can be significant."""
+    """Return the smallest number of samples per side with which an outcome can be significant.
+
+    If `paired` is true, each sample of one side was measured together with one of the other side.
+    """
     count = 1
     while _least_p(count, None if paired else count) > alpha:
         count += 1
@@ -121,7 +129,8 @@ class RankTest:
         candidates: The values whose median is the estimate of the log ratio. In a test of pairs,
             these are the mean log ratios of every two pairs. Otherwise these are the log ratios of
             each sample of one side to each sample of the other side.
-        p: Returns the p-value of the hypothesis that the log ratio has a given value.
+        p: A function that returns the p-value of the hypothesis that the log ratio has a given
+            value.
         samples: The number of samples on one side or, in a test of pairs, the number of pairs.
         others: The number of samples on the other side. It is None in a test of pairs.
     """
@@ -152,9 +161,9 @@ def _ranks(old: Array, new: Array) -> RankTest:
 def _exact(new: Array, old: Array) -> float:
     """Return the exact p-value of Mann-Whitney's test, from the ranks of both sides' samples.
 
-    This function is for few samples of which some are equal. There, `mannwhitneyu` approximates the
-    p-value by a normal distribution, so a clear difference can seem insignificant. Here, the
-    p-value is computed from all ways to divide the ranks between the two sides.
+    This function is for few samples of which some are equal. For such samples, `mannwhitneyu`
+    approximates the p-value by a normal distribution, so a clear difference can seem insignificant.
+    Here, the p-value is computed from all ways to divide the ranks between the two sides.
     """
 
     def rank_sum(one: Array, other: Array, axis: int) -> Array:
@@ -227,9 +236,10 @@ def _logs(side: Measurement) -> Array:
 
 
 def _thin(values: Array) -> Array:
-    """If there are more than `MOST_SAMPLES`, keep only every k-th sample.
+    """Return the samples or, if there are more than `MOST_SAMPLES`, only every k-th sample.
 
-    With fewer samples, fewer differences are significant. So this creates no false differences.
+    With fewer samples, fewer differences are significant. So to leave out samples creates no false
+    differences.
     """
     step = math.ceil(len(values) / MOST_SAMPLES)
     return values[::step]

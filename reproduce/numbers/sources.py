@@ -115,14 +115,14 @@ def _machine_of(info: dict[str, Json]) -> Machine:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row, and the record that contains the row."""
+    """A row (the results of one configuration), and the record (a file) that contains the row."""
 
     record: Record
     result: Result
 
     @property
     def hardware(self) -> str | None:
-        """Return the name of the row's hardware description, if the row is predicted, else None."""
+        """Return the name of the hardware for which the row was predicted; None for other rows."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -132,8 +132,8 @@ class Entry:
 class Side:
     """The rows of one side of a comparison.
 
-    If several records have the same row, it is taken from the best record that has a number for it.
-    The function `ranked` says which records are better.
+    If several records have the same row, the row is taken from the best record that has a number
+    for this row. The function `ranked` says which records are better.
 
     Attributes:
         letter: The side's short name in tables, such as A.
@@ -190,7 +190,10 @@ def _subfolders(path: Path) -> str:
 
 
 def side_of(letter: str, name: str, records: Records) -> Side:
-    """Make a side of a comparison from its records. `Side` explains how rows are chosen."""
+    """Make a side of a comparison from its records (files of results).
+
+    If several records have the same row, `Side` explains which of these rows is chosen.
+    """
     experiments: dict[str, None] = {}
     count = 0
     for record in records:
@@ -229,7 +232,7 @@ def _read(data: Json, where: str) -> Record:
 
 
 def _are_counts(rows: dict[str, Json]) -> bool:
-    """Return whether the content of a file is a table of integers with at least one row."""
+    """Return whether a file's content is a table of counts: rows whose values are all integers."""
     for counts in rows.values():
         if not isinstance(counts, dict) or set(map(type, counts.values())) != {int}:
             return False
@@ -247,7 +250,11 @@ def _from_counts(rows: dict[str, Json], where: str) -> Record:
 
 
 def _from_git(name: str) -> Iterator[Record]:
-    """Yield the records in a folder of a git revision, or the single record in a file."""
+    """Yield the records (files of results) that a git revision has at a path.
+
+    Args:
+        name: REVISION or REVISION:PATH. The path is that of a folder of records or of one record.
+    """
     here = Path()
     revision, _, place = name.partition(":")
     place = place or IN_REVISION
@@ -269,7 +276,7 @@ def _from_git(name: str) -> Iterator[Record]:
             files.append(file)
     if not files:
         raise Error(
-            f"{name}: that revision has no record (*.json) in {place}; name another folder as "
+            f"{name}: this git revision has no record (*.json) in {place}; name another folder as "
             f"{revision}:FOLDER"
         )
     for file in files:

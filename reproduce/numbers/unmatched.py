@@ -30,7 +30,7 @@ class Unmatched:
 
     @property
     def fields(self) -> list[str]:
-        """Return the names of the fields in which the two rows differ."""
+        """Return the names of the fields (settings) in which the two rows differ."""
         ours, theirs = self._entries
         names = differing(ours, theirs)
         if ours.result.scale != theirs.result.scale:
@@ -39,9 +39,9 @@ class Unmatched:
 
     @property
     def text(self) -> str:
-        """Return the fields as a text, such as `link ("p40x8" / "h100x8")`.
+        """Return a text with the differing fields, such as `link ("p40x8" / "h100x8")`.
 
-        The values of several fields, or long values, are left out.
+        If there are several fields, or if the values are long, the text has only the fields' names.
         """
         names = self.fields
         if len(names) == 1 and names != ["scale"]:
@@ -79,9 +79,9 @@ def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
 
 
 def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
-    """Return the most similar line in `others` that has the same name and was run in the same way.
+    """Return the line in `others` that is most similar to `line`, or None if none is similar.
 
-    Return None if there is none.
+    A similar line has a row of the same name that was run in the same way.
     """
     ours = line.entries[0]
 
@@ -94,6 +94,6 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return a key that two rows share if a user would take them for the same row."""
+    """Return a key that is equal for two rows if a user would take them for the same row."""
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

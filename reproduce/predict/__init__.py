@@ -1,1 +1,1 @@
-"""Predict the results of rows without running them."""
+"""Predict the speed and the memory of trainings without running them."""

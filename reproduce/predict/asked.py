@@ -25,9 +25,12 @@ from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers, flat
 
-MOST = 2**20  # the largest value of an argument of the user's function to try
-MOST_LAYERS = 4096  # to count and to balance more layers takes minutes
-IMAGE = (3, 224, 224)  # the default shape of a sample for torchvision's models
+# The largest value that is tried for an argument of the user's function.
+MOST = 2**20
+# To count the operations of more layers, and to balance them, takes minutes.
+MOST_LAYERS = 4096
+# The default shape of a sample for torchvision's models.
+IMAGE = (3, 224, 224)
 
 
 class Paper(NamedTuple):
@@ -35,7 +38,7 @@ class Paper(NamedTuple):
 
     Attributes:
         sizes: The default sizes, such as (L, D). Empty if the model always has the same size.
-        steps: For each size, the number of which it must be a multiple.
+        steps: For each size, a number that must divide it.
         most: For each size, the largest value that is tried.
     """
 
@@ -135,13 +138,14 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
 
 
 def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
-    """Return the models that a user's function returns for all values of one argument.
+    """Return the family of models that a user's function returns for different values of `grows`.
 
-    Raise `ValueError` if there is no such function, or no such argument.
+    Raise `ValueError` if there is no such function, or if the function has no such argument.
 
     Args:
         name: The function, such as "package.module:function".
-        grows: The name of the argument. The search starts with its default.
+        grows: The name of the function's argument that determines the model's size. The search
+            starts with the default of this argument.
         shape: The shape of a sample, as for `find_given`.
     """
     where, _, what = name.partition(":")
@@ -189,7 +193,9 @@ def _function(where: str, what: str) -> Callable[[], Any]:
         del sys.path[0]
     if not callable(found):
         kind = type(found).__name__
-        raise ValueError(f"{where}:{what} has to be a function that returns a model, got {kind}")
+        raise ValueError(
+            f"{where}:{what} has to be a function that returns a model, but it is of type {kind}"
+        )
     function: Callable[[], Any] = found
     return function
 
@@ -205,7 +211,9 @@ def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module,
         module, sample = found
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
-        raise ValueError(f"{name} has to return a model, or a model and an input; got {kind}")
+        raise ValueError(
+            f"{name} has to return a model, or a model and an example input; it returned {kind}"
+        )
     if shape:
         sample = torch.empty(1, *shape)
     if sample is None:

@@ -29,10 +29,12 @@ class Family(NamedTuple):
         name: The name of the models.
         names: The names of the sizes.
         sizes: The sizes with which the search starts.
-        steps: For each size, the number of which it must be a multiple.
+        steps: For each size, a number that must divide it.
         most: For each size, the largest value that is tried.
-        counts: Given sizes, counts the operations and bytes of the model's layers.
-        most_layers: The search ends with a model that fits and has at least so many layers.
+        counts: A function that gets sizes, and counts the operations and bytes of the layers of the
+            model with these sizes.
+        most_layers: A number of layers. As soon as a model with so many layers fits, the search
+            ends.
     """
 
     name: str
@@ -71,8 +73,9 @@ def largest(
     Args:
         asked: The model to begin with, and the devices.
         axis: The index of the size that grows.
-        fit: Returns whether a model of these sizes fits.
-        layers: Returns how many layers a model of these sizes has, after it was found to fit.
+        fit: A function that returns whether a model of the given sizes fits.
+        layers: A function that returns how many layers a model of the given sizes has. It is called
+            only for models that fit.
 
     Returns:
         - The largest sizes that fit, or None if no size fits.
@@ -161,7 +164,7 @@ def line_of(asked: Asked, found: Largest) -> str:
 
 
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
-    """Yield lines with the largest models that fit, and which of their sizes was increased."""
+    """Yield lines of text that name the largest models that fit, and say which size has grown."""
     for each in found:
         yield line_of(asked, each)
     yield (
@@ -172,7 +175,10 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
 
 
 def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
-    """Return whether the model fits in these sizes. `how` is "naive" or "pipelined"."""
+    """Return whether the model with these sizes fits in the devices' memory.
+
+    `how` is the kind of training: "naive" for naive model parallelism, or "pipelined".
+    """
     tell(f"  {how}: trying {titled(asked.family.name, sizes)}")
     counts = asked.family.counts(sizes)
     predictor = Predictor(counts, asked.hardware)

@@ -1,4 +1,4 @@
-"""The links between emulated devices, which determine how long copies take."""
+"""Compute how long copies between emulated devices take, from a description of hardware."""
 
 import functools
 import re
@@ -14,18 +14,18 @@ from torchgpipe.plan.predict.predict import Predictor, Setup
 
 
 class Link:
-    """A link between emulated devices: it computes the times of a step's copies.
+    """A link between emulated devices, which computes how long the copies of a step take.
 
-    The times come from a hardware description of GPUs. If the emulated row runs on a CPU, or runs a
-    smaller model than the published row, unscaled copies would be too fast or too slow in
+    The times come from a hardware description of GPUs. If the emulated tasks run on a CPU, or in a
+    smaller model than the published one, copies with these times would be too fast or too slow in
     comparison with the tasks. So the times can be scaled.
 
     Args:
         hardware: The hardware description.
-        papers: None if times are not scaled. Otherwise, the published rows of the experiment, by
-            name. The times are scaled so that (copy time / forward time) is the ratio that the
-            description predicts for the published row. If `papers` is empty, it is the ratio that
-            the description predicts for the row itself.
+        papers: None to leave the times unscaled. Otherwise, the published rows of the experiment,
+            by name: the times are scaled so that the ratio of copy time to forward time is as the
+            description predicts for the published row. If `papers` is empty, the ratio is as
+            predicted for the emulated row itself.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -65,9 +65,10 @@ class Link:
         return [seconds * share for seconds in boundaries], scaled_skips
 
     def _published(self, row: Row) -> Row:
-        """Return the published row with the same name; if there is none, the first published row.
+        """Return the published row whose predicted ratio of copy time to forward time is used.
 
-        If there are no published rows, return the row itself.
+        This is the published row with the same name as `row` or, if there is none, the first
+        published row. If there are no published rows at all, return `row` itself.
         """
         if not self.papers:
             return row

@@ -1,4 +1,4 @@
-"""Predict the rows of published tables, or of a run.
+"""Predict the results of rows (configurations) of published tables, or of a run.
 
 A row of a published table is predicted from its published configuration and a hardware
 description, and nothing is measured. The predictions of a table are a record, in which every row
@@ -47,7 +47,7 @@ UNORDERED = "without the dependency nothing orders backward, so there is no one 
 
 
 def predict_table(experiment: str, hardware: Hardware) -> Record:
-    """Predict every row of an experiment's published table on `hardware`."""
+    """Predict every row (configuration) of an experiment's published table on `hardware`."""
     table = published(predictable()[experiment])
     results = [predict_row(experiment, table.name, row, hardware) for row in table.results]
     return _record(experiment, table.title, "paper", hardware, results)
@@ -102,7 +102,7 @@ def _record(
 
 
 def _model(config: dict[str, Json]) -> SizedModel:
-    """Return the model of a row, given the row's configuration."""
+    """Return the model that a row trains, from the row's configuration in a record."""
     name = config["model"]
     sizes = [config[size] for size in MODELS[name].sizes if size in config]
     input_shape = tuple(config["input_shape"])
@@ -121,7 +121,7 @@ def _predictor(model: SizedModel, samples: int, on: Hardware | torch.device) -> 
 
 
 def _described(hardware: Hardware) -> dict[str, Json]:
-    """Return a hardware description as the dictionary that the record contains."""
+    """Return a hardware description as a dictionary, to store it in a record (file of results)."""
     figures: dict[str, Json] = {
         "name": hardware.name,
         "title": hardware.title,
@@ -137,7 +137,7 @@ def _described(hardware: Hardware) -> dict[str, Json]:
 
 
 def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) -> Result:
-    """Predict one row of the published table `table`."""
+    """Predict one row (a configuration) of the published table called `table`, on `hardware`."""
     config = row.config
     result = Result(
         experiment=experiment,
@@ -164,7 +164,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
 def _speed(
     predictor: Predictor, config: dict[str, Json], *, zeroed: bool = True
 ) -> dict[str, float]:
-    """Predict a row's throughput, time of a step, and bubble.
+    """Predict the throughput, the time of a step, and the bubble of a row (a configuration).
 
     The papers measured the throughput over an epoch whose last mini-batch is smaller than the
     others. If the row's configuration has the size of that mini-batch, the predicted throughput is

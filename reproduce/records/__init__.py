@@ -1,1 +1,1 @@
-"""Read and write records: files of measured, emulated, predicted or published results."""
+"""Read and write records: JSON files of measured, emulated, predicted or published results."""

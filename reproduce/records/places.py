@@ -1,6 +1,6 @@
-"""Find the files of records, and convert parsed JSON to objects with types.
+"""Find records (JSON files with results), and convert parsed JSON to typed objects.
 
-A value of the wrong type is an error, and is never converted silently.
+If a value in a file has the wrong type, an error says so. Such a value is never converted silently.
 """
 
 import json
@@ -26,19 +26,26 @@ Json = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def need_checkout(command: str, instead: str = "") -> None:
-    """Raise `Error` if this program is an installed package instead of a checkout."""
+    """Raise `Error` unless this program runs from a checkout of the git repository.
+
+    Commands call this function if they need files that an installed package does not have.
+
+    Args:
+        command: The name of the command, such as `publish`.
+        instead: What else the user could do. This text is added to the error message.
+    """
     if RESULTS == PACKAGED:
         raise Error(
-            f"{command} needs a checkout of the repository: run 'python -m reproduce {command}' "
-            f"there{instead}"
+            f"{command} needs a checkout of the repository, and this is an installed package: run "
+            f"'python -m reproduce {command}' in a checkout{instead}"
         )
 
 
 def find_record(name: str) -> Path:
-    """Return the path of a record, given its path or its name.
+    """Return the path of the record that the user means by `name`: a path, or a record's name.
 
-    If `name` is not an existing path, the record is looked up by its name in `runs` and in
-    `results/measured`. If no record has this name, the path `name` is returned unchanged.
+    If `name` is not an existing path, a record with this name is looked up in the folders `runs`
+    and `results/measured`. If there is none, `name` is returned as a path, and reading it fails.
     """
     path = Path(name)
     if path.exists() or path.name != name:
@@ -52,7 +59,7 @@ def find_record(name: str) -> Path:
 
 
 def read_json(path: Path) -> Json:
-    """Read the JSON file at `path`.
+    """Read the JSON file at `path`, and return the parsed JSON.
 
     Raises:
         Error: The file cannot be read, or is not JSON.
@@ -65,10 +72,14 @@ def read_json(path: Path) -> Json:
 
 
 def parse_json(content: bytes, where: str) -> Json:
-    """Parse the content of the file `where`.
+    """Parse the content of a JSON file, and return the parsed JSON.
+
+    Args:
+        content: The bytes of the file.
+        where: The name of the file, for error messages.
 
     Raises:
-        Error: The content is not JSON. NaN and infinity are not JSON.
+        Error: The content is not JSON. NaN and infinity are not JSON, either.
     """
     try:
         return msgspec.json.decode(content)
@@ -79,23 +90,28 @@ def parse_json(content: bytes, where: str) -> Json:
 
 
 def _refuse_not_a_number(content: bytes, where: str) -> None:
-    """Raise `Error` with the place of the first NaN or infinity, which other programs may write."""
+    """Raise an `Error` that says where the first NaN or infinity in a file is, if it has one.
+
+    JSON does not allow these numbers, but some programs write them.
+    """
     try:
         data = json.loads(content)
     except (ValueError, RecursionError):
         return
     for row, place, number in _not_numbers(data):
         of_row = f" of {row!r}" if row else ""
-        raise Error(f"{where}: {place}: the value{of_row} is {number}, which is not a number")
+        raise Error(
+            f"{where}: {place}: the value{of_row} is {number}, but JSON allows only finite numbers"
+        )
 
 
 def _not_numbers(data: Json, row: str = "", place: str = "") -> Iterator[tuple[str, str, float]]:
-    """Yield the row, the place and the value of each NaN or infinity in parsed JSON.
+    """Find each NaN or infinity in parsed JSON; yield its row, its place and its value.
 
     Args:
-        data: The JSON.
-        row: The name of the row that has `data`, if it is known.
-        place: The place of `data`, such as `results[3].samples`.
+        data: The parsed JSON, or a part of it.
+        row: The name of the row (one result in a record) that contains `data`, if it is known.
+        place: Where `data` is in the file, such as `results[3].samples`.
     """
     if isinstance(data, float) and not math.isfinite(data):
         yield row, place, data
@@ -109,11 +125,16 @@ def _not_numbers(data: Json, row: str = "", place: str = "") -> Iterator[tuple[s
 
 
 def decode(kind: type[T], data: Json, where: str) -> T:
-    """Convert parsed JSON to the type `kind` with msgspec.
+    """Convert parsed JSON to an object of the type `kind`, and check the types of all values.
+
+    Args:
+        kind: The type, such as `Record`.
+        data: The parsed JSON.
+        where: The name of the file, for error messages.
 
     Raises:
-        Error: A value has the wrong type. The message names the file, `where`, and the place in the
-            file, such as `results[3].status`.
+        Error: A value has the wrong type. The message names the file and the place in the file,
+            such as `results[3].status`.
     """
     try:
         return msgspec.convert(data, kind)

@@ -1,6 +1,6 @@
-"""Read the numbers that the papers published.
+"""Read the numbers that the GPipe and torchgpipe papers, or their authors' benchmarks, published.
 
-The folder `results/paper/` has a record for each table of the papers.
+The folder `results/paper/` has a record (a JSON file of results) for each published table.
 """
 
 import functools
@@ -15,8 +15,9 @@ from reproduce.records.record import Fields, Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# Discrepancies (contradictions between published sources) and the tables that they concern. A pair
-# has the beginning of a discrepancy's name, and the beginning of these tables' ids.
+# Which tables a discrepancy concerns. A discrepancy is a contradiction between published sources.
+# Each pair contains the first words of a discrepancy's name, and the text with which the ids of the
+# tables that it concerns begin.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),
@@ -61,19 +62,23 @@ class _Table(Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def published(table: str) -> Record:
-    """Return the record of a published table, given the table's id.
+    """Return the record of a published table, given the table's id, such as `tg-unet-memory`.
 
     Raises:
-        Error: There is no such table, or its file is broken.
+        Error: There is no table with this id, or its file is broken.
     """
     return load(PAPER / f"{table}.json")
 
 
 def import_tables(source: Path, to: Path) -> list[Path]:
-    """Write a record for each table in the JSON file `source`, and return the records' paths.
+    """Write a record for each published table in a JSON file; return the paths of the records.
+
+    Args:
+        source: The JSON file, which contains a list of tables.
+        to: The folder for the records.
 
     Raises:
-        Error: The file cannot be read, or is not a list of tables.
+        Error: The JSON file cannot be read, or is not a list of tables.
     """
     tables = decode(list[_Table], read_json(source), str(source))
     discrepancies: list[Result] = []

@@ -1,9 +1,9 @@
-"""Define the format of records: JSON files with results and all that is needed to read them later.
+"""Define the format of records: JSON files with results and with what explains them later.
 
-Results are measured or emulated by this program, predicted, or published by others.
+This program measured, emulated or predicted the results, or others published them.
 
-- A record contains raw measurements or published numbers. Ratios and medians are computed when it
-  is read. (Records of `benchmarks` contain summaries of samples, see `docs/results.md`.)
+- A record contains raw measurements or published numbers. Ratios and medians are computed when the
+  record is read. (The records in `results/benchmarks` contain summaries of samples instead.)
 - A record is replaced atomically: if the program is killed, either the old or the new file exists.
 - The format has a version. Older versions can be read, see `reproduce/records/upgrade.py`.
 - If a file is broken, or is not a record, an error says in one line what is wrong and where.
@@ -73,13 +73,13 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     Attributes:
         experiment: The name of the experiment, or the id of the published table.
-        device: "cpu", "cuda" or "meta".
-        over: The row that is the baseline of this row's speed-up.
-        published: The published row that this row reproduces.
-        reason: Why the status is not one of `SUCCESS`.
-        hardware: The hardware description with which a prediction was made.
+        device: The type of the PyTorch devices: "cpu", "cuda" or "meta".
+        over: The name of the row that is the baseline of this row's speed-up.
+        published: The name of the published row that this row reproduces.
+        reason: Why the row has no numbers, if its status is not one of `SUCCESS`.
+        hardware: The name of the hardware description with which the row was predicted.
         emulated: Whether the row was emulated. It is also true if the emulation failed.
-        engine: The engine that ran a measured row.
+        engine: What ran the partitions of a measured row in parallel, such as threads.
     """
 
     experiment: str
@@ -99,7 +99,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def key(self) -> Key:
-        """Return the values of the fields that identify a result within a record."""
+        """Return a key that identifies this result: no two results of a record have equal keys."""
         return (
             self.experiment,
             self.scale,
@@ -112,7 +112,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Return whether other programs are known to have disturbed a round of the row's steps."""
+        """Return whether other programs took much CPU time while a round of steps was measured."""
         shares = {}
         for name in LIMITS:
             samples = self.samples.get(name)
@@ -125,8 +125,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A description of one run of the program: its command, machine, software and settings.
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
-    `gpus_at_start` and `gpus_at_end` have the clock rates of all GPUs of the machine, and what
-    lowered these rates. The two fields are empty if there is no driver for GPUs.
+    `gpus_at_start` and `gpus_at_end` contain the clock rates of all GPUs of the machine, and why
+    these rates were lowered. Both lists are empty if the machine has no driver for GPUs.
     """
 
     state: Literal["running", "finished", "interrupted"]
@@ -147,16 +147,16 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def seconds(self) -> float:
-        """Return the number of seconds that the run took; 0 if its end is not known."""
+        """Return how many seconds the run took, or 0 if the time of its end is not known."""
         started = datetime.strptime(self.started, TIME)
         ended = datetime.strptime(self.ended or self.started, TIME)
         return (ended - started).total_seconds()
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The results of one run, or of one published table.
+    """The content of a record: the results of one run, or of one published table.
 
-    The kind of a run's record is always "measured", even if the record has emulated rows.
+    The record of a run has the kind "measured", even if some of its rows are emulated.
     """
 
     name: str
@@ -175,10 +175,10 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 def load(path: Path) -> Record:
-    """Read the record at `path`.
+    """Read the record in the file `path`.
 
     Raises:
-        Error: There is no record, or its version is not supported.
+        Error: There is no such file, it is not a record, or this program cannot read its version.
     """
     return parse(read_json(path), str(path))
 
@@ -186,8 +186,9 @@ def load(path: Path) -> Record:
 def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
     """Return the records that have rows of an experiment, the best record first.
 
-    These questions decide, one after another: Which run is finished? Which record has more
-    undisturbed rows? Which has more successful rows? Which run is newer? All pages use this order.
+    A record of a finished run comes before one of an unfinished run. Next, the record with more
+    rows that no other program disturbed comes first, then the one with more successful rows, and
+    then the newer one. All pages show the record that comes first.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
@@ -214,7 +215,8 @@ def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
 def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None) -> list[Record]:
     """Return all records in a folder, sorted by file name.
 
-    Files that cannot be read are skipped. For each of these files, `tell` is called with the error.
+    Files that cannot be read as records are skipped. For each of them, the function `tell` is
+    called with the error.
     """
     records = []
     for path in sorted(folder.glob("*.json")):
@@ -226,13 +228,17 @@ def readable(folder: Path, tell: Callable[[Error], object] = lambda error: None)
 
 
 def parse(data: Json, where: str) -> Record:
-    """Turn the parsed content of the file `where` into a record; upgrade an older format.
+    """Convert the parsed JSON of a file to a record. An older version of the format is upgraded.
+
+    Args:
+        data: The parsed JSON.
+        where: The name of the file, for error messages.
 
     Raises:
         Error: The file is not a record that this program can read.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise Error(f'{where}: not a record (its "format" is not "{FORMAT}")')
+        raise Error(f'{where}: this file is not a record (its "format" is not "{FORMAT}")')
     fields = dict(data)
     version = fields.pop("version", None)
     del fields["format"]
@@ -245,10 +251,10 @@ def parse(data: Json, where: str) -> Record:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write `record` to `path` atomically.
+    """Write `record` to the file `path`, which is replaced atomically.
 
     Raises:
-        Error: The record cannot be written, or could not be read again.
+        Error: The file cannot be written, or the record has contents that `load` would refuse.
     """
     _check(record, f"{path}: cannot be written")
     try:
@@ -260,7 +266,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def _check(record: Record, where: str) -> None:
-    """Raise `Error` if a record cannot be true, for example if it has the same row twice."""
+    """Raise `Error` if a record contradicts itself, for example if it has the same row twice."""
     seen: dict[Key, int] = {}
     for i, result in enumerate(record.results):
         here = f"{where}: results[{i}]"
@@ -274,7 +280,7 @@ def _check(record: Record, where: str) -> None:
             raise Error(f"{here}.emulated: is {result.emulated}, and its status is {status!r}")
         if status == "predicted" and hardware_name(record, result) is None:
             raise Error(
-                f"{here}.hardware: missing; a prediction has to name its hardware description"
+                f"{here}.hardware: missing; a predicted row has to name its hardware description"
             )
         steps = result.samples.get("step_time")
         rounds = result.samples.get("round")
@@ -284,9 +290,9 @@ def _check(record: Record, where: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` atomically.
+    """Write `content` to the file `path`. An existing file is replaced atomically.
 
-    If the program is killed, either the old file or the new file exists.
+    If the program is killed meanwhile, the file has either its old or its new content.
 
     Raises:
         Error: The file cannot be written.
@@ -310,7 +316,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def hardware_name(record: Record, result: Result) -> str | None:
     """Return the name of the hardware description with which a row was predicted.
 
-    This is the name in the row or, if the row has none, in its record.
+    This is the name that is written in the row. If the row has none, it is the name that is
+    written in the record, and None if the record has none, either.
     """
     described = record.hardware or {}
     name = result.hardware or described.get("name")

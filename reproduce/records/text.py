@@ -1,4 +1,4 @@
-"""Write JSON as people and `diff` can read it."""
+"""Format JSON so that people can read it, and so that `diff` shows what has changed."""
 
 import json
 
@@ -8,7 +8,7 @@ WIDTH = 120  # the number of columns of a line in a record's file
 
 
 def rounded(value: Json, digits: int) -> Json:
-    """Round all floats in a JSON value to `digits` significant digits."""
+    """Return a copy of a JSON value, with all floats rounded to `digits` significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item, digits) for name, item in value.items()}
     if isinstance(value, list):
@@ -19,10 +19,15 @@ def rounded(value: Json, digits: int) -> Json:
 
 
 def format_json(value: Json, indent: str = "") -> str:
-    """Format JSON.
+    """Return a JSON value as text.
 
-    A value that fits in a line is one line, and so is a list without lists or objects in it. Any
-    other value has a line for each item.
+    A value is written in one line if the line is at most `WIDTH` characters long. A list that
+    contains no lists or objects is always written in one line. Any other value is split: each of
+    its items begins a new line.
+
+    Args:
+        value: The JSON value.
+        indent: The spaces before the closing bracket of a split value.
 
     Raises:
         ValueError: A number is NaN or infinite, which JSON cannot express.

@@ -1,4 +1,4 @@
-"""Refuse times that cannot have been measured: 0, less than 0, infinite, or not a number."""
+"""Raise errors for times that no clock can have measured: zero, negative, infinite, or NaN."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ TIMES = (
 
 
 def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, where: str) -> None:
-    """Raise `Error` if a time of a row is not a positive number.
+    """Raise `Error` if one of the times of a row is not positive and finite.
 
     Args:
         row: The name of the row.
-        samples: The row's samples, such as `step_time`: a list for each name.
-        values: The row's values, by name.
-        where: The place of the row, such as `FILE: results[3]`.
+        samples: The lists of samples of the row, by name, such as `step_time`.
+        values: The single values of the row, by name.
+        where: The file and the place of the row in it, such as `FILE: results[3]`.
     """
     for name in TIMES:
         for k, seconds in enumerate(samples.get(name, ())):
@@ -36,8 +36,9 @@ def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, 
 
 
 def check_time(row: str, seconds: float, where: str) -> None:
-    """Raise `Error` if a time of a row is not a positive number."""
+    """Raise `Error` if `seconds`, a time of the row `row`, is not positive and finite."""
     if not 0 < seconds < math.inf:
         raise Error(
-            f"{where}: the time of {row!r} is {seconds:g}, and a time is above 0: measure it again"
+            f"{where}: the time of {row!r} is {seconds:g}, but a time must be above 0 and finite: "
+            "measure it again"
         )

@@ -1,15 +1,15 @@
-"""Upgrade the content of a record's file from older versions of the format.
+"""Upgrade records (JSON files with results) that an older version of this program has written.
 
-Version 2 (2026):
+Version 2 of the format (2026) differs from version 1 as follows:
 
-- The driver's version moved from each GPU to the run's `versions`.
-- A GPU's `max_clock` was renamed to `clock`. GPUs also have `memory_clock` and `link`.
-- Results have `hardware`.
+- The version of the GPU driver moved from each GPU to the run's field `versions`.
+- The field `max_clock` of a GPU was renamed to `clock`. GPUs got `memory_clock` and `link`.
+- Results got the field `hardware`.
 
-Version 3 (2026):
+Version 3 (2026) differs from version 2 as follows:
 
 - Results can be emulated.
-- Results no longer have `over_published`.
+- Results no longer have the field `over_published`.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,14 @@ Fields = dict[str, Json]
 
 
 def upgrade(data: Fields, version: int) -> Fields:
-    """Return a record's content in the newest version of the format.
+    """Convert the content of a record to the newest version of the format.
 
-    Content that does not have the form of its version is returned unchanged. Decoding it raises an
-    error later.
+    If the content does not fit its version, it is returned unchanged. A later step, which decodes
+    the content, then raises the error.
+
+    Args:
+        data: The fields of the record.
+        version: The version of the format in which the record was written.
     """
     while version in UPGRADES:
         step = UPGRADES[version]

@@ -1,1 +1,1 @@
-"""Time an old and a new version of the code alternately: has a change slowed training down?"""
+"""Find out whether a change has slowed training down: time the old and the new code alternately."""

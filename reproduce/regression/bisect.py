@@ -1,7 +1,7 @@
 """Find the commit that slowed training down, by a search like that of `git bisect`.
 
-Unlike `git bisect`, this program checks nothing out: it copies every revision that it times into a
-temporary folder. So the user's working tree does not change.
+Unlike `git bisect`, this program does not check commits out: it copies every commit that it times
+into a temporary folder. So the user's working tree does not change.
 """
 
 import bisect
@@ -25,20 +25,20 @@ def bisected(
 ) -> str:
     """Find the first commit that is slower than a good commit; return its hash and subject.
 
-    1. All cases are timed for the commit `bad`, in comparison with `good`.
-    2. The commits after `good`, up to `bad`, are bisected. Only the cases in which `bad` is slower
-       are timed. Only first parents are followed, so a merge counts as one commit.
+    1. Time all cases (pieces of work, such as a training step) with the commits `good` and `bad`.
+    2. Bisect the commits after `good`, up to `bad`. Time only the cases in which `bad` is slower.
+       Follow only first parents, so that a merge counts as one commit.
 
     Args:
         ends: The commits `good` and `bad`.
         settings: The cases, and how they are timed.
-        limits: What counts as slower.
-        tell: A function that shows the progress of timing a commit.
-        say: A function that is called with a line about each commit that was timed.
+        limits: How much slower a commit must be to count as slower.
+        tell: A function that is called with a text about the progress of timing a commit.
+        say: A function that is called with the result of each timed commit, as a line of text.
 
     Raises:
-        Error: `bad` is not slower, a commit cannot run a case, the timed processes are restarted
-            too few times, or `between`, `trees` or `measure` fails.
+        Error: `bad` is not slower than `good`, a commit cannot run a case, the timed processes are
+            restarted too few times, or `between`, `trees` or `measure` raises an error.
     """
     good, bad = ends
     check_restarts(settings, limits)
@@ -59,7 +59,7 @@ def bisected(
 
     worse = slower(bad, settings)
     if not worse:
-        raise Error(f"{bad} is not slower than {good}: there is no commit to search for")
+        raise Error(f"{bad} is not slower than {good}: there is no slower commit to search for")
     cases = {case: clock for case, clock in settings.cases.items() if case in worse}
     narrowed = replace(settings, cases=cases or settings.cases)
 
@@ -76,7 +76,7 @@ def between(project: Project, good: str, bad: str) -> list[str]:
     """List the commits after `good`, up to `bad`, that change the package. The oldest comes first.
 
     Raises:
-        Error: No commit between the two changes the package, or `good` or `bad` does not exist.
+        Error: None of these commits changes the package, or `good` or `bad` does not exist.
     """
     start = commit_of(project.root, good)
     end = commit_of(project.root, bad)

@@ -1,15 +1,15 @@
-"""Define the cases that `python -m reproduce regression` times for torchgpipe.
+"""Define the training steps (cases) that `python -m reproduce regression` times for torchgpipe.
 
 Each case is a training step on CPU devices with one thread each. There are four kinds of cases:
 
 - `MACHINERY`: The layers compute next to nothing, so the time is the pipeline's own overhead.
 - `TRAINING`: The models are small versions of AmoebaNet-D and U-Net.
 - `OVERLAP`: The layers are large matrix products, which show whether devices work at the same time.
-- `WAITING`: The layers are those of `MACHINERY`, but wall-clock time is measured. It shows whether
-  threads wake up late.
+- `WAITING`: The layers compute next to nothing, as in `MACHINERY`, but wall-clock time is measured
+  instead of CPU time. It shows whether threads wake up late.
 
-torchgpipe, and the models that use it, are imported only when a case is prepared. By then, the
-caller has put the version of torchgpipe that is to be timed on `sys.path`.
+A case imports torchgpipe, and the models that use it, only when it is prepared. By then, the caller
+has put the version of torchgpipe that is to be timed on `sys.path`.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,11 @@ class Training:
         model: The name of the model.
         balance: The number of layers of each partition.
         m: The number of micro-batches.
-        checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
+        checkpoint: Which micro-batches are checkpointed: `GPipe`'s argument of the same name.
         batch: The number of samples in the mini-batch.
-        engine: An engine of `GPipe`, or None for the one that it chooses.
-        schedule: The schedule of `model.step`, or None for `model(x)` and `loss.backward()`.
+        engine: `GPipe`'s argument of the same name, or None for `GPipe`'s default.
+        schedule: The schedule with which `model.step` runs the step. None runs the step with
+            `model(x)` and `loss.backward()` instead.
     """
 
     model: Model
@@ -57,7 +58,7 @@ class Training:
     def __call__(self) -> Callable[[], Tensor]:
         """Build the model, and return a function that runs a training step and returns the loss.
 
-        A step is a forward pass, the loss, a backward pass and an optimizer step.
+        A training step is a forward pass, the loss, a backward pass and an optimizer step.
         """
         from torchgpipe import GPipe
 
@@ -84,7 +85,7 @@ class Training:
         return step
 
     def _train(self, model: "GPipe", x: Tensor, loss: Loss) -> Tensor:
-        """Run a forward pass, the loss and a backward pass; return the loss."""
+        """Run a forward pass, compute the loss, run a backward pass, and return the loss."""
         if self.schedule is not None:
             return model.step(lambda y, _: loss(y), x, None)
         value = loss(model(x))
@@ -92,27 +93,30 @@ class Training:
         return value
 
     def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
-        """Return the layers, an input mini-batch, and a function from the output to the loss."""
+        """Return the layers, an input mini-batch, and a function that takes the output to the loss.
+
+        The function knows the target of the mini-batch.
+        """
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
             small = [nn.Linear(8, 8) for _ in self.balance]
             return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
         if self.model == "matrices":
-            # Matrix products release Python's global interpreter lock, so partitions can compute at
-            # the same time. All partitions have equal layers, so they take equal time.
+            # Matrix products release Python's global interpreter lock (GIL), so partitions can
+            # compute at the same time. All layers are equal, so partitions take equal time.
             count = sum(self.balance)
             large = [nn.Linear(512, 512, bias=False) for _ in range(count)]
             return nn.Sequential(*large), torch.randn(self.batch, 512), _mean_square
         from reproduce.models.built import amoebanetd, unet
 
         if self.model == "AmoebaNet-D":
-            # With these arguments (3 layers, 8 filters), AmoebaNet-D has its smallest size. The
-            # images have the size that the papers use.
+            # AmoebaNet-D cannot be smaller than with 3 layers and 8 filters. The images are as
+            # large as those in the papers.
             classes = torch.randint(1000, (self.batch,))
             model = amoebanetd(3, 8)
             images = torch.rand(self.batch, 3, 224, 224)
             return model, images, lambda y: F.cross_entropy(y, classes)
-        # This U-Net has 3 levels, 1 convolution in each cell, and 8 channels at the first level.
-        # Some skip connections go from the first partition to the second.
+        # This small U-Net has 3 levels, 1 convolution in each cell, and 8 channels at the first
+        # level. Some of its skip connections go from the first partition to the second.
         mask = torch.randint(2, (self.batch, 1, 32, 32)).float()
         model = unet(3, 1, 8)
         images = torch.rand(self.batch, 3, 32, 32)
@@ -124,9 +128,16 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def training(model: Model, batch: int, m: int, balance: tuple[int, int]) -> tuple[Case, ...]:
-    """Return three cases that train a model with the same mini-batch.
+    """Return three cases (timed training steps) of a model, all with the same mini-batch.
 
-    They are naive model parallelism, checkpointing without partitions, and GPipe.
+    The first case is naive model parallelism, the second one is checkpointing without pipeline
+    parallelism, and the third one is GPipe.
+
+    Args:
+        model: The name of the model.
+        batch: The number of samples in the mini-batch.
+        m: The number of micro-batches in the second and the third case.
+        balance: The number of layers of each of the two partitions in the first and third case.
     """
     return (
         Case(f"{model} naive", Training(model, balance, 1, "never", batch)),
@@ -140,7 +151,10 @@ MODES: tuple[Mode, ...] = ("never", "always")
 
 
 def machinery(**options: Any) -> Training:
-    """Return a step whose layers compute next to nothing."""
+    """Return a training step whose layers compute next to nothing.
+
+    `options` are fields of `Training`, such as `checkpoint`.
+    """
     return Training("linear", (1, 1), 8, batch=8, **options)
 
 

@@ -1,7 +1,8 @@
-"""Run the gates that measure no time. A gate is a program that judges one version of the package.
+"""Run gates: programs that judge one version of the package without measuring times.
 
-The program is a module, which is run with the judged version first on Python's path. Its exit code
-says what it found, and its output says why. The codes are in `reproduce.error`.
+A gate is a Python module, which is run as a program. The judged version of the package is the first
+folder on Python's path. The exit code of the program is the judgement (`reproduce.error` lists the
+codes), and its output explains the judgement.
 """
 
 import os
@@ -15,12 +16,12 @@ from reproduce.regression.trees import Tree
 
 
 class Found(NamedTuple):
-    """What a gate (a program that judges a version) has found.
+    """What a gate (a program that judges a version of the package) has found.
 
     Attributes:
-        name: The last part of the module's name, such as `counts`.
+        name: The name of the gate: the last part of its module's name, such as `counts`.
         verdict: "worse", or "~" if nothing is worse than in the old version.
-        lines: What the gate has printed.
+        lines: The lines that the gate has printed.
     """
 
     name: str
@@ -29,10 +30,15 @@ class Found(NamedTuple):
 
 
 def judged_by(module: str, base: Tree, head: Tree) -> Found:
-    """Run a gate (a program that judges one version) on the new version, `head`.
+    """Run a gate (a program that judges one version of the package) on the new version, `head`.
 
-    If the gate finds that something is worse, it is run on the old version (`base`), too. What it
-    finds in both versions does not count as worse.
+    If the gate finds something wrong, it is also run on the old version, `base`. What it finds in
+    both versions does not count as worse.
+
+    Args:
+        module: The name of the gate's module.
+        base: The old version.
+        head: The new version.
 
     Raises:
         Error: The gate cannot judge `head`, for example because the package does not run.
@@ -51,7 +57,7 @@ def judged_by(module: str, base: Tree, head: Tree) -> Found:
 
 
 def _run(module: str, tree: Tree) -> tuple[int, list[str]]:
-    """Run a gate on a version of the package; return its exit code, and the lines of its output."""
+    """Run a gate's module on a version of the package; return its exit code and output lines."""
     path = os.pathsep.join([str(tree.folder), str(ROOT)])
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module],

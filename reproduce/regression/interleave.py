@@ -1,18 +1,18 @@
 """Time the same work with several versions of a package, alternately.
 
-`reproduce.regression.job` runs this module as a separate program. These are the terms that it uses:
+`reproduce.regression.job` runs this module as a separate program. The program uses these terms:
 
-- A *case* is a piece of work that is timed.
+- A *case* is a piece of work that is timed, such as a training step.
 - A *side* is a process that has imported one version of the package. All other modules are the same
   on all sides.
 - A *way* is a side together with the arguments that are sent to the side.
 - At a *restart*, all sides are started again.
 
-For each case of each restart, the program prints a line of JSON. It contains the list of samples of
-each way, and whether other programs used the cores meanwhile. The i-th samples of all ways were
-taken one after another.
+For each case of each restart, the program prints a line of JSON. The line contains the samples of
+each way, and whether other programs used the cores meanwhile. The first samples of all ways were
+taken one after another, then the second samples of all ways, and so on.
 
-To keep noise from favouring one of the ways, the program does the following:
+The program keeps noise from favouring one of the ways:
 
 - It runs one way at a time, in a random order that is then reversed: ABBA or BAAB for two ways. So
   a disturbance of a tenth of a second slows all ways down. The order in which sides start and warm
@@ -54,13 +54,15 @@ Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
 class Sampling(NamedTuple):
     """How many samples to take, and in which order.
 
+    A way of running a case is a version of the package, and arguments for it.
+
     Attributes:
-        rounds: How many samples each way takes at each restart.
-        restarts: How many times the processes are started.
-        seed: The seed of the random orders.
-        first: The number of the first restart. Earlier jobs have run the restarts before it.
-        least: The smallest number of ways that must be able to run a case. Otherwise the case is
-            dropped.
+        rounds: How many samples each way takes after each restart of the timed processes.
+        restarts: How many times the timed processes are started.
+        seed: The seed of the random orders in which the ways run.
+        first: The number of the first restart. It is above 0 if an earlier program has run others.
+        least: The number of ways that must be able to run a case. If fewer can, the case is left
+            out, because there is nothing to compare.
     """
 
     rounds: int
@@ -73,16 +75,18 @@ class Sampling(NamedTuple):
 def interleave(
     start: Callable[[int], AbstractContextManager[Connection]], cases: Cases, sampling: Sampling
 ) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary with the samples of each case for each restart of the processes.
+    """Time all cases; for each restart of the timed processes, yield the samples of each case.
 
     A case is run in several ways. A way is a version of the package, and arguments for it. If some
-    ways cannot run a case, a dictionary with the reasons is yielded first, and these ways are left
-    out.
+    ways cannot run a case, these ways are left out, and a dictionary with the reasons is yielded.
 
     Args:
-        start: `start(i)` starts a process that uses version i, like `fork` does.
+        start: A function. `start(i)` starts a process that uses version i of the package.
         cases: The ways of each case, by the names of the case and of the way.
         sampling: How many samples to take, and in which order.
+
+    Yields:
+        Dictionaries that can be written as JSON: one for each case of each restart.
 
     Raises:
         Error: A way fails in a case that it has run before.
@@ -121,7 +125,10 @@ def interleave(
 
 
 def _sides_of(cases: Cases) -> set[int]:
-    """Return the number of each side (version of the package) that at least one case uses."""
+    """Return the numbers of the sides that at least one case uses.
+
+    A side is a process that has imported one version of the package.
+    """
     used = set()
     for ways in cases.values():
         for side, _ in ways.values():
@@ -132,7 +139,10 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Prepare a case with each way (version and arguments); return why some ways failed, if any."""
+    """Prepare a case with each way (a version of the package, and arguments for it).
+
+    Return the reason of each way that failed, by the name of the way.
+    """
     order = draw.sample(list(ways), len(ways))
     for way in order:
         side, asked = ways[way]
@@ -160,14 +170,14 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    `maker` names a function, such as "package.module:function". Over the connection, the process
-    receives lists of arguments for `maker`, and answers each of them:
+    `maker` is the name of a function, such as "package.module:function". The caller sends lists of
+    arguments for this function over the connection, and the process answers each list:
 
-    - When it receives a list for the first time, it calls `maker` with these arguments. `maker`
-      returns another function. The process keeps it, and sends None.
-    - When it receives the same list again, it calls the function that it has kept, and sends the
-      result.
-    - If a call fails, it sends the reason, a string.
+    - When the process receives a list for the first time, it calls `maker` with these arguments.
+      `maker` returns another function, which the process keeps. The process answers None.
+    - When the process receives the same list again, it calls the function that it has kept, and
+      answers with the result.
+    - If a call fails, the process answers with the reason, a string.
     """
     # A daemon could not have processes of its own, and some cases run over several ranks.
     process = Launched("fork", 1, _serve, folder, package, maker, daemon=False)
@@ -183,7 +193,7 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
 
 
 def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> None:
-    """Answer requests that arrive over the connection `link`, until the connection is closed."""
+    """Run the forked process: answer the requests from `link` until this connection is closed."""
     os.dup2(2, 1)  # stdout is for the job's lines, not for what the package prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
@@ -210,9 +220,12 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 
 
 def main(job: dict[str, Any]) -> None:
-    """Take the samples that `job` asks for; print a line of JSON for each case of each restart."""
-    # torch imports some modules only when the first optimizer is made. One is made here, so that
-    # the forked processes have these modules already.
+    """Take the samples that `job` asks for, and print them as lines of JSON.
+
+    `job` has the fields of `Sampling`, the cases, the package, and the folders of its versions.
+    """
+    # torch imports some modules only when the first optimizer is made. Make an optimizer here, so
+    # that the forked processes do not have to import these modules.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     gc.freeze()
     folders = [Path(folder) for folder in job.pop("folders")]

@@ -1,9 +1,9 @@
-"""Run `reproduce.regression.interleave` on two source trees, and collect the printed results.
+"""Run the program `reproduce.regression.interleave`, and collect the results that it prints.
 
-`interleave` is a program that forks the processes to be timed. They inherit its memory layout and
-its hash seed, which can by chance favour one of the two versions. So the program is run several
-times, one after another. Each of these runs, called *jobs*, restarts the timed processes a few
-times.
+The program times two or three versions of a package, in processes that it forks. These processes
+inherit its memory layout and hash seed, which can by chance favour one of the versions. So the
+program is run several times, one after another. Each of these runs is called a *job*. A job
+restarts the timed processes a few times.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ class Settings:
     """The settings of a measurement: what is measured, and for how long.
 
     Attributes:
-        cases: For the name of each case, the clock that the case chooses.
+        cases: The clock that each case (timed piece of work) chooses, by the name of the case.
         restarts: How many times the timed processes are started.
-        rounds: How many pairs of samples of a case are taken at each restart.
+        rounds: How many samples of a case each version takes after each restart.
         clock: The clock for all cases, or None for the clocks that the cases choose.
-        slow_down: A delay that is added to each step of the new version, as a fraction of the time
-            that a step usually takes. With it, one can check that a slow-down is noticed.
-        seed: The seed of the random orders.
+        slow_down: A delay that is added to each sample of the new version, as a fraction of the
+            median sample. With such a delay, one can check that a slow-down is noticed.
+        seed: The seed of the random orders in which the versions run.
         project: The package that is measured.
     """
 
@@ -57,12 +57,15 @@ class Settings:
 class Samples:
     """The samples of a case from the new version (`head`) and the old versions (`base`, `also`).
 
+    A sample is the time of a step in seconds.
+
     Attributes:
-        base: The seconds per step of the old version: for each restart, a list of samples.
-        head: The same of the new version. The i-th samples of `base` and `head` in a restart are a
-            pair.
-        also: The same of the second old version.
-        unable: Why a version cannot run the case, by "base", "head" or "also"; empty if all can.
+        base: The samples of the old version: a list for each restart of the timed processes.
+        head: The samples of the new version. In each restart, the first samples of `base` and
+            `head` are a pair, which was taken one after another, and so are the second ones etc.
+        also: The samples of the second old version.
+        unable: Why versions cannot run the case. The keys are "base", "head" and "also". If all
+            versions can run the case, the dictionary is empty.
         clock: The clock that times the case.
         busy: For each restart, whether other programs used the cores meanwhile.
     """
@@ -78,11 +81,11 @@ class Samples:
 def interleaved(versions: Trees, settings: Settings) -> Lines:
     """Run the jobs one after another, and yield the results that they print.
 
-    A job is a process that times a few restarts of all cases. When this generator is closed, the
-    running job is killed.
+    A job is a process that forks the timed processes, restarts them a few times, and times all
+    cases after each restart. When this generator is closed, the running job is killed.
 
     Raises:
-        Error: A job ends before it is finished.
+        Error: A job has died before it was finished.
     """
     project = settings.project
     file = str(project.cases)
@@ -117,7 +120,13 @@ def interleaved(versions: Trees, settings: Settings) -> Lines:
 
 
 def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> None:
-    """Remove versions that cannot run a case, and the case itself if nothing is left to compare."""
+    """Remove the versions that cannot run a case, and the case itself if only one version is left.
+
+    Args:
+        cases: The versions of each case, by the name of the case. They are changed.
+        case: The name of the case.
+        unable: Why versions cannot run the case, by the name of the version.
+    """
     left = {way: asked for way, asked in cases[case].items() if way not in unable}
     cases[case] = left
     if len(left) < 2:
@@ -127,15 +136,15 @@ def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> N
 def in_turn(
     job: Mapping[str, Any], environment: Mapping[str, str], program: str = PROGRAM
 ) -> Lines:
-    """Run `interleave` in a new process, and yield the results that it prints.
+    """Run the program `reproduce.regression.interleave`, and yield the results that it prints.
 
     Args:
-        job: The argument of `interleave.main`.
+        job: The argument of `main` in this program: what is timed, and how often.
         environment: Additional environment variables.
-        program: Another module to run, which prints a line of JSON for each result.
+        program: Another module to run instead, which prints a line of JSON for each result.
 
     Raises:
-        Error: The process ends before the job is finished.
+        Error: The program has died before it was finished.
     """
     command = [sys.executable, "-W", "ignore", "-m", program, json.dumps(job)]
     # This checkout comes first. The packages that it needs may be in further folders.
@@ -167,7 +176,7 @@ def in_turn(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and the processes that it forked, and wait until all of them have ended."""
+    """Kill a process and all processes that it has forked, and wait until they have ended."""
     assert process.stdout is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

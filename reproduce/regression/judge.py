@@ -2,14 +2,16 @@
 
 Each case (a training step) is timed with all versions, in processes that are restarted many times:
 
-1. Each restart gives one number for a case: the median of head / base over its pairs of samples.
-   The samples themselves are not independent: a process can be faster for its whole life.
-2. A rank test decides whether these numbers show that head is slower or faster.
-3. The geometric mean of these numbers over all cases is tested in the same way. The mean is less
-   noisy than a single case, and shows a change that slows all cases down.
+1. A restart gives one ratio for each case: the median of (time of head / time of base) over its
+   pairs of samples. The pairs of one restart are not independent, because a process can be faster
+   or slower for its whole life. So they count as one number.
+2. A rank test over the ratios of all restarts decides whether head is slower or faster.
+3. The geometric mean of the ratios over all cases is tested in the same way. The mean is less noisy
+   than a single case, and shows a change that slows all cases down a little.
 
-Cases are in two groups, called families: cases that are timed by CPU time, and cases that are timed
-by wall clock, which show whether devices work at the same time. Each family has its own mean.
+There are two groups of cases, called families, and each family has its own mean. The cases of one
+family are timed by CPU time. The cases of the other family are timed by wall clock, and show
+whether devices work at the same time.
 
 Alpha is the accepted risk of a false alarm in all tests together. Each test gets an equal part of
 this risk: alpha divided by the number of tests (Bonferroni correction).
@@ -53,13 +55,14 @@ so that nothing shows a lost overlap.
 
 @dataclass(frozen=True)
 class Limits:
-    """What counts as slower.
+    """What counts as slower: how significant and how large a slow-down must be.
 
     Attributes:
-        alpha: The accepted risk of a false alarm in all tests together.
-        threshold: The smallest relative difference to the old version `base` that matters. This is
-            for cases that are timed by CPU time. By wall clock, the threshold is higher.
-        also: The threshold in comparison with the second old version.
+        alpha: The accepted risk of a false alarm in all statistical tests together.
+        threshold: The smallest slow-down against the old version `base` that matters, as a
+            fraction. It applies to cases that are timed by CPU time. For cases that are timed by
+            wall clock, which is noisier, the threshold is higher.
+        also: The same threshold for the comparison with the second old version.
     """
 
     alpha: float = 0.01
@@ -67,7 +70,13 @@ class Limits:
     also: float = ALSO
 
     def of(self, old: Old, together: str) -> float:
-        """Return the threshold for the cases of one clock, compared with the old version `old`."""
+        """Return the smallest slow-down that matters, as a fraction.
+
+        Args:
+            old: The old version with which the new version is compared.
+            together: The family of cases: `TOGETHER` if they are timed by CPU time, and
+                `WALL_TOGETHER` if they are timed by wall clock.
+        """
         own = self.threshold if old == "base" else self.also
         return own * WALL if together == WALL_TOGETHER else own
 
@@ -78,10 +87,10 @@ class Judgement:
 
     Attributes:
         samples: The samples of each case, by the name of the case.
-        decisions: For each old version, the decision about each case that both versions ran, by the
-            name of the case. If several cases are timed by CPU time, the key `TOGETHER` has the
-            decision about their mean. If several cases are timed by wall clock, the key
-            `WALL_TOGETHER` has the decision about their mean.
+        decisions: A dictionary for each old version. It contains the decision about each case that
+            the old and the new version ran, by the name of the case. The key `TOGETHER` stands for
+            the mean of the cases that are timed by CPU time, if there are several such cases. The
+            key `WALL_TOGETHER` stands for the mean of those that are timed by wall clock.
         alpha: The accepted risk of a false alarm in a single test.
         gates: The findings of the gates, which are checks that measure no time.
     """
@@ -93,12 +102,17 @@ class Judgement:
 
     @property
     def worse(self) -> list[str]:
-        """Return the names of the gates, cases and means that are worse than in `base`."""
+        """Return the names of all gates, cases and means in which head is worse than base."""
         gates = [gate.name for gate in self.gates if gate.verdict == "worse"]
         return gates + self.called("worse", "base")
 
     def called(self, wanted: str, old: Old) -> list[str]:
-        """Return the cases and means that have this verdict in comparison with `old`."""
+        """Return the names of the cases and means that have a verdict.
+
+        Args:
+            wanted: The verdict, such as "worse".
+            old: The old version with which the new version was compared.
+        """
         names = []
         for name, decision in self.decisions[old].items():
             if verdict(decision, METRIC) == wanted:
@@ -109,7 +123,7 @@ class Judgement:
 def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] = ()) -> Judgement:
     """Decide for each case whether the new code (head) is slower than the old code.
 
-    The same is decided for the mean over all cases that use the same clock (a family).
+    Also decide this for the mean of all cases that are timed by the same clock.
 
     Args:
         found: The samples of each case, by the name of the case.
@@ -146,7 +160,10 @@ def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] =
 
 
 def _ratios(samples: Samples, old: Old) -> list[float]:
-    """Return a ratio for each restart: the median of head / old over its pairs of samples."""
+    """Return, for each restart, the median of (time of head / time of `old`) over its pairs.
+
+    A pair is one sample of each of the two versions. If one version has no samples, return [].
+    """
     before = samples.base if old == "base" else samples.also
     if not before or not samples.head:
         return []
@@ -157,15 +174,15 @@ def _ratios(samples: Samples, old: Old) -> list[float]:
 
 
 def _busy(samples: Samples) -> bool:
-    """Return whether other programs used the cores during too many restarts."""
+    """Return whether other programs used the cores in too many restarts (a share above `BUSY`)."""
     return sum(samples.busy) > BUSY * len(samples.busy)
 
 
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Group cases by their clock: return the names of the cases of each group (family).
+    """Group cases by the clock that times them, and return the names of the cases of each group.
 
-    The key `TOGETHER` has the cases that are timed by CPU time. The key `WALL_TOGETHER` has those
-    that are timed by wall clock.
+    In the result, the key `TOGETHER` has the cases that are timed by CPU time. The key
+    `WALL_TOGETHER` has the cases that are timed by wall clock.
 
     Args:
         cases: The clock of each case, by the name of the case.
@@ -178,9 +195,13 @@ def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
 
 
 def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) -> int:
-    """Return the smallest number of restarts with which a result can be significant.
+    """Return the smallest number of restarts with which a slow-down can be significant.
 
-    `olds` is the number of old versions.
+    Args:
+        limits: The accepted risk of a false alarm, among other limits.
+        cases: The clock of each case, by the name of the case.
+        olds: The number of old versions. More versions and more cases mean more tests, which share
+            the accepted risk.
     """
     tests = 0
     for family in families(cases).values():
@@ -189,7 +210,10 @@ def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) ->
 
 
 def complaint(judged: Judgement, base: str, head: str, also: str | None) -> Error | None:
-    """Return an error if head is worse, cannot run a case, or cannot be judged; otherwise None."""
+    """Return an error if head is worse, cannot run a case, or cannot be judged; else return None.
+
+    The parameters `base`, `head` and `also` are the names of the versions, for the error message.
+    """
     since = judged.called("worse", "also")
     parts = []
     if judged.worse:

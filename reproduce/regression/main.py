@@ -1,7 +1,8 @@
-"""Answer `python -m reproduce regression`: is the new code (head) worse than the old code (base)?
+"""Compare the new code (head) with the old code (base), for `python -m reproduce regression`.
 
-The program first runs the gates, which are checks that measure no time. Then it times the cases
-(`reproduce.regression.job`) and judges them (`reproduce.regression.judge`).
+First run the gates, which are checks that measure no time. Then time the cases, which are pieces of
+work such as a training step (`reproduce.regression.job`), and decide whether the new code is slower
+(`reproduce.regression.judge`).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ TIMES = "times"
 
 
 class Asked(NamedTuple):
-    """The versions to compare.
+    """The versions of a package to compare.
 
     Attributes:
         base: The git revision of the old version.
@@ -39,22 +40,22 @@ class Asked(NamedTuple):
 def answer(
     asked: Asked, settings: Settings, limits: Limits, tell: Tell, gates: Sequence[str] = ()
 ) -> tuple[Report, Error | None]:
-    """Judge a version of the code; return what was found, and an error.
+    """Judge the new version of the code; return a report, and an error.
 
-    The returned error says, for example, that a case is slower in `head`. It is None if all is
-    well.
+    The returned error says, for example, that a case is slower in the new version. It is None if
+    the new version is not worse.
 
     Args:
-        asked: The versions.
+        asked: The new version, and one or two old versions.
         settings: What is measured, and for how long. If it has no cases, no time is measured.
         limits: What counts as slower.
         tell: A function that is called with a text about the progress.
-        gates: The modules of the gates, which are checks that measure no time.
+        gates: The names of the modules of the gates, which are checks that measure no time.
 
     Raises:
-        Error: There is no such revision, a gate says that the package does not run, the process
-            that measures has died, or it restarts the timed processes too few times for a
-            significant difference.
+        Error: A revision does not exist, a gate says that the package does not run, the process
+            that measures has died, or the settings have too few restarts of the timed processes
+            for a significant difference.
     """
     check_restarts(settings, limits, 1 if asked.also is None else 2)
     with trees(asked.base, asked.head, settings.project, asked.also) as versions:
@@ -73,20 +74,28 @@ def answer(
 
 
 def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
-    """Raise `Error` if the timed processes are restarted too few times for a significant result."""
+    """Raise `Error` if the settings ask for too few restarts of the timed processes.
+
+    With too few restarts, no difference between versions could be significant.
+
+    Args:
+        settings: The number of restarts, among other settings.
+        limits: What counts as slower.
+        olds: The number of old versions with which the new version is compared.
+    """
     least = least_restarts(limits, settings.cases, olds)
     if settings.cases and settings.restarts < least:
         cases = many(len(settings.cases), "case")
         raise Error(
             f"--restarts {settings.restarts}: with {cases} and --alpha {limits.alpha:g}, nothing "
-            f"could be called significant; give at least {least} restarts"
+            f"could be called significant after so few restarts; give at least {least}"
         )
 
 
 def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Samples]:
-    """Time all cases with all versions; return the samples of each case.
+    """Time all cases with all versions; return the samples of each case, by the name of the case.
 
-    `tell` is called with a text that says how many restarts are finished.
+    The function `tell` is called with a text that says how many restarts are finished.
     """
     found = {case: Samples(clock=settings.clock or clock) for case, clock in settings.cases.items()}
     with contextlib.closing(interleaved(versions, settings)) as lines:
@@ -105,8 +114,8 @@ def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Sample
 def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
     """Return the cases whose names contain one of the texts `wanted`, in any letter case.
 
-    If `wanted` is empty, return all cases. The result is a dictionary from the name of a case to
-    the clock that times it.
+    If `wanted` is empty, return all cases of the project. In the result, the keys are the names of
+    the cases, and the values are the clocks that time them.
 
     Raises:
         Error: One of the texts is not in the name of any case.
@@ -117,7 +126,10 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
         containing = [name for name in cases if text.lower() in name.lower()]
         if not containing:
             known = ", ".join(cases)
-            raise Error(f"--case {text}: no case has this text in its name; the cases are {known}")
+            raise Error(
+                f"--case {text}: no case (timed work) has this text in its name; the names of the "
+                f"cases are {known}"
+            )
         names.update(containing)
     return {name: case.clock for name, case in cases.items() if name in names}
 
@@ -125,16 +137,18 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
 def choose_gates(
     project: Project, gates: Sequence[str], cases: Sequence[str]
 ) -> tuple[list[str], bool]:
-    """Return the modules of the chosen gates that measure no time, and whether times are measured.
+    """Return the modules of the chosen gates, and whether times are measured, too.
+
+    A gate is a check that measures no time. But users also list `times` among the names of gates.
 
     Args:
         project: The package.
-        gates: The names that the user has given. By default, these are all gates, or only the times
-            if the user has chosen cases.
-        cases: The texts by which the user has chosen cases.
+        gates: The names that the user has chosen. If there are none, all gates and the times are
+            chosen, or only the times if the user has chosen cases.
+        cases: The texts by which the user has chosen cases, which are timed.
 
     Raises:
-        Error: The package has no gate of this name.
+        Error: The package has no gate of a chosen name, or cases are chosen without the times.
     """
     known = {module.rpartition(".")[2]: module for module in project.gates}
     names = gates or ([TIMES] if cases else [*known, TIMES])
@@ -143,5 +157,8 @@ def choose_gates(
             have = ", ".join([*known, TIMES])
             raise Error(f"--gate {name}: {project.package} has no such gate; it has {have}")
     if cases and TIMES not in names:
-        raise Error("--case chooses what is timed: add --gate times, or leave --case out")
+        raise Error(
+            "--case chooses what is timed, but --gate leaves times out: add --gate times, or leave "
+            "--case out"
+        )
     return [module for name, module in known.items() if name in names], TIMES in names

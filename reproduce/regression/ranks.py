@@ -1,4 +1,4 @@
-"""A training step over ranks: processes that exchange tensors over gloo."""
+"""Run a training step of a small pipeline over ranks: processes that exchange tensors over gloo."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,14 @@ _STEPS: list[Callable[[], float]] = []
 
 
 def over_ranks(schedule: str) -> Callable[[], float]:
-    """Start processes that are the ranks of a pipeline.
+    """Start the ranks (processes) of a pipeline; return a function that runs a training step.
 
-    Return a function that runs a training step and returns the loss.
+    The returned function returns the loss. The layers compute next to nothing, so that the time of
+    a step is mostly the overhead of the pipeline. Call `over_ranks` before this process starts
+    threads, because it forks.
 
-    The layers compute next to nothing. Call this function before this process starts threads,
-    because it forks.
+    Args:
+        schedule: The schedule of the pipeline, such as "1F1B".
     """
     ranks = Ranks(N)
     ranks.run(_make, schedule)

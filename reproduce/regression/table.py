@@ -1,4 +1,4 @@
-"""Write what `python -m reproduce regression` has found: a table, its notes, and the verdict."""
+"""Write the results of `python -m reproduce regression`: a table, its notes, and the verdict."""
 
 import math
 import statistics
@@ -33,7 +33,7 @@ GROUPS = {TOGETHER: "by CPU time", WALL_TOGETHER: "by wall clock"}
 
 @dataclass(frozen=True)
 class Report:
-    """What the command writes.
+    """The results that `python -m reproduce regression` writes.
 
     Attributes:
         judged: The samples, and what was decided from them.
@@ -52,7 +52,7 @@ class Report:
     conclusion: str
 
     def text(self, style: str) -> str:
-        """Return the table as "text" or "markdown", or its numbers as "csv" or "json"."""
+        """Return the report as "text" or "markdown" (a table), or as "csv" or "json" (numbers)."""
         table = self._table()
         text = f"{table.text()}\n\n{textwrap.fill(self.conclusion, WIDTH)}\n"
         markdown = f"{table.markdown()}\n\n**{self.conclusion}**\n"
@@ -94,7 +94,7 @@ class Report:
         return Table(title, headings, rows, list(self._notes()))
 
     def _line(self, case: str, samples: Samples) -> list[str]:
-        """Return the cells of a case: a pair of samples, and the decisions about their ratio."""
+        """Return the cells of a case in the table: its times, their ratio, and the verdict."""
         decision = self.judged.decisions["base"].get(case)
         unable = samples.unable
         numbers = ["missing" if which in unable else "" for which in ("base", "head")]
@@ -113,7 +113,11 @@ class Report:
         return cells
 
     def _notes(self) -> Iterator[str]:
-        """Yield the output of the gates, what the letters stand for, and how to read the table."""
+        """Yield the notes below the table.
+
+        They say what the gates (checks that measure no time) have printed, which version each
+        letter stands for, and how to read the table.
+        """
         for gate in self.judged.gates:
             for line in gate.lines:
                 yield f"{gate.name}: {line}"
@@ -155,7 +159,7 @@ class Report:
         )
 
     def _exceptions(self) -> Iterator[str]:
-        """Yield notes about cases that were disturbed, or that a version cannot run."""
+        """Yield notes about cases that other programs disturbed, or that a version cannot run."""
         if any(self.judged.called("disturbed", old) for old in OLDS):
             yield "disturbed: other programs used the cores, which may have hidden a loss"
         for which, letter in LETTERS.items():
@@ -169,8 +173,8 @@ class Report:
     def _numbers(self) -> Iterator[Number]:
         """Yield the fields for CSV and JSON: of each gate, each case of each side, and each mean.
 
-        A side is a version: A is the old one, B the new one, and C a second old one. The ratio of
-        side B is B/A. The ratio of side C is B/C.
+        A side is a version: A is the old one, B the new one, and C a second old one. The fields of
+        side B have the ratio B/A. The fields of side C have the ratio B/C.
         """
         about: Number = {"experiment": "regression"}
         sides = {letter: tree.name for letter, tree in self._sides()}
@@ -201,10 +205,15 @@ class Report:
 def nearest(
     base: Sequence[Sequence[float]], head: Sequence[Sequence[float]], ratio: float
 ) -> tuple[float, float]:
-    """Return the pair of samples, one of each side, whose ratio is nearest to the given ratio.
+    """Return the pair of samples whose ratio (head / base) is nearest to the given ratio.
 
-    If several pairs are equally near, return the one whose time in base is nearest to the median
-    time in base.
+    If several pairs are equally near, return the pair whose sample of base is nearest to the
+    median of base.
+
+    Args:
+        base: The samples of the old version: a list for each restart of the timed processes.
+        head: The samples of the new version. Each of them is paired with one in `base`.
+        ratio: The given ratio.
     """
     old = list(chain.from_iterable(base))
     new = list(chain.from_iterable(head))
@@ -218,7 +227,7 @@ def nearest(
 
 
 def _ratio(decision: Decision | None) -> list[str]:
-    """Return three cells: the ratio of two sides, its confidence interval, and the verdict."""
+    """Return three cells of the table: the ratio of two versions, its interval, and the verdict."""
     if decision is None:
         return ["", "", ""]
     interval = ""
@@ -234,7 +243,7 @@ def _decided(decision: Decision | None) -> Number:
 
 
 def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
-    """Return the samples of all restarts, converted from seconds to milliseconds."""
+    """Return the samples of all restarts in one list, converted from seconds to milliseconds."""
     return [1000 * seconds for seconds in chain.from_iterable(restarts)]
 
 

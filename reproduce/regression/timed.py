@@ -1,7 +1,7 @@
-"""Load cases (pieces of work to time) from a file, and time them.
+"""Load cases (pieces of work to time) from a Python file, and time them.
 
-The file is loaded by its path, and not imported from the package. So the same file is used for both
-versions of the package that are compared.
+The file is loaded by its path, and not imported from the measured package. So all versions of the
+package that are compared run the same file.
 """
 
 import os
@@ -27,15 +27,15 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of work that is timed, called a step.
+    """A piece of work that is timed, such as a training step. Here it is called a step.
 
     Attributes:
         name: The name of the case.
         prepare: A function that imports the package, makes everything that a step needs, and
             returns a function that runs the step.
-        steps: How many consecutive steps a sample takes. The sample is their mean time.
-        clock: "cpu" measures CPU time, on one core. "wall" measures wall-clock time, on two cores.
-            "wall" is for cases that show whether devices work at the same time.
+        steps: How many consecutive steps are run for a sample. The sample is their mean time.
+        clock: "cpu" measures CPU time, on one core. "wall" measures wall-clock time, on two cores,
+            and is for cases that show whether devices work at the same time.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Case:
 
 
 def load(path: Path) -> dict[str, Case]:
-    """Run a Python file, and return the cases in its list `CASES`, by name.
+    """Run a Python file, and return the cases (work to time) in its list `CASES`, by their names.
 
     Raises:
         Error: The file cannot be run, or it has no list `CASES` of cases with different names.
@@ -66,10 +66,12 @@ def load(path: Path) -> dict[str, Case]:
 
 
 class Timed:
-    """A prepared case. Each call takes a sample.
+    """A case (piece of work to time) that is ready to run. To call this object takes a sample.
+
+    A sample is the time of a step in seconds.
 
     Args:
-        file: The path of the file that has the case.
+        file: The path of the Python file that defines the case.
         name: The name of the case.
         clock: The clock that times the samples, or None for the clock that the case chooses.
         slow_down: A delay that is added to each sample, as a fraction of the median sample.
@@ -90,7 +92,7 @@ class Timed:
         self.own.clear()
 
     def __call__(self) -> float:
-        """Run the steps of a sample, and return their mean time in seconds."""
+        """Take a sample: run some steps, and return the mean time of a step in seconds."""
         self._pin()
         began = self.now()
         for _ in range(self.case.steps):
@@ -104,7 +106,7 @@ class Timed:
         return (self.now() - began) / self.case.steps
 
     def _pin(self) -> None:
-        """Pin this thread to the case's cores (CPU affinity).
+        """Let this thread run only on the cores of the case (set its CPU affinity).
 
         Threads and processes that this thread starts inherit the affinity.
         """

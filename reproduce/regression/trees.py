@@ -1,4 +1,4 @@
-"""Copy the package of a git revision, or of the working tree, into a separate folder."""
+"""Copy a package, as it is in a git revision or in the working tree, into a separate folder."""
 
 import contextlib
 import shutil
@@ -17,14 +17,15 @@ from reproduce.machine.git import commit_of, git
 
 @dataclass(frozen=True)
 class Project:
-    """A package to measure.
+    """A package whose versions are compared.
 
     Attributes:
         package: The name under which the package is imported.
         cases: The Python file that defines what is timed.
         root: The top folder of the git repository.
-        build: A shell command that builds the package in a copy of the repository, or None.
-        gates: The modules of the gates: programs that judge the package, but measure no time.
+        build: A shell command that builds the package in a copy of the repository. It is None if
+            the package need not be built.
+        gates: The modules of the gates, which are programs that check the package without timing.
     """
 
     package: str
@@ -35,10 +36,10 @@ class Project:
 
     @property
     def paths(self) -> list[str]:
-        """Return the paths, below the top folder, where the package may be located.
+        """Return the paths where the package may be, relative to the top folder of the repository.
 
-        If the package has to be built, the list is empty, which git takes as all paths: the build
-        may need any file.
+        If the package has to be built, the list is empty, because the build may need any file. git
+        commands take an empty list as all paths.
         """
         if self.build:
             return []
@@ -60,8 +61,8 @@ class Tree:
 
     Attributes:
         folder: The folder to import the package from.
-        name: The version's name that the user is shown.
-        commit: The hash of the commit.
+        name: The name of the version, as the user reads it.
+        commit: The hash of the version's commit.
         dirty: Whether the copy has changes that are not committed.
     """
 
@@ -72,7 +73,7 @@ class Tree:
 
 
 class Trees(NamedTuple):
-    """The versions that are compared: the new version (`head`) with one or two old versions."""
+    """The compared versions of a package: the new version `head`, and one or two old versions."""
 
     base: Tree
     head: Tree
@@ -85,13 +86,13 @@ def trees(
 ) -> Iterator[Trees]:
     """Copy two or three versions of the package into a temporary folder, and yield the copies.
 
-    The folder is removed at the end, also if SIGTERM or SIGHUP ends this program.
+    The folder is removed at the end, even if SIGTERM or SIGHUP ends this program.
 
     Args:
-        base: A git revision.
-        head: A git revision, or None for the working tree.
+        base: The git revision of the old version.
+        head: The git revision of the new version, or None for the working tree.
         project: The package.
-        also: A second git revision with which `head` is compared, or None.
+        also: The git revision of a second old version, or None.
     """
     with tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)
@@ -108,7 +109,7 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     """Copy the package as it is in a git revision into `folder`, and build the copy.
 
     Raises:
-        Error: There is no such revision or package, or the build fails.
+        Error: The revision does not exist, it does not contain the package, or the build fails.
     """
     root = project.root
     commit = commit_of(root, revision)
@@ -123,8 +124,8 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
 def snapshot(project: Project, folder: Path) -> Tree:
     """Copy the package as it is in the working tree into `folder`, and build the copy.
 
-    The copy has uncommitted changes, but no files that git ignores. If the user edits the working
-    tree while the copy is timed, the copy does not change.
+    The copy includes uncommitted changes, but no files that git ignores. It does not change if the
+    user edits the working tree while the copy is timed.
     """
     root = project.root
     options = ("--cached", "--others", "--exclude-standard")
@@ -142,7 +143,13 @@ def snapshot(project: Project, folder: Path) -> Tree:
 
 
 def _built(project: Project, folder: Path, name: str) -> Path:
-    """Build the copied package in `folder`, and return the folder to import the package from."""
+    """Build the copied package in `folder`; return the folder to import the package from.
+
+    Args:
+        project: The package, and the command that builds it.
+        folder: The folder with the copy.
+        name: The name of the version, for error messages.
+    """
     build = project.build or "true"
     # The output of the build goes to stderr, because stdout is for the table.
     code = subprocess.run(build, shell=True, cwd=folder, stdout=2).returncode

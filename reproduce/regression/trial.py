@@ -1,4 +1,4 @@
-"""Run each case of a package once, to see whether `regression` can measure it."""
+"""Run each case once, to see whether `python -m reproduce regression` can measure this case."""
 
 import contextlib
 import tempfile
@@ -10,10 +10,17 @@ from reproduce.regression.trees import Project, snapshot
 
 
 def unable(project: Project, cases: Iterable[str]) -> dict[str, str]:
-    """Return why cases cannot run, by the names of these cases.
+    """Run each case once; return which cases cannot run, and why.
 
     The package is copied from the working tree, without files that git ignores, and is imported
-    from the copy. `regression` measures it in the same way.
+    from the copy. `python -m reproduce regression` measures the package in the same way.
+
+    Args:
+        project: The package.
+        cases: The names of the cases, which are pieces of work to time.
+
+    Returns:
+        The reason for each case that cannot run, by the name of the case.
 
     Raises:
         Error: The package cannot be copied or built, or the process that runs the cases dies.

@@ -1,1 +1,1 @@
-"""Report results on one page, with tables and figures that are made from records."""
+"""Write an HTML page that reports results, with tables and figures made from records of runs."""

@@ -1,7 +1,8 @@
 """Draw bar charts for the report page: of memory, and of the metrics of an ablation.
 
-The numbers have four kinds of sources: published, predicted, measured and emulated. Memory has a
-chart for each source. In the charts of an ablation, each source has its own bars.
+In an ablation, the rows differ in which components of the pipeline are enabled. The numbers come
+from four kinds of sources: published, predicted, measured and emulated. Each source has its own
+chart of memory. A chart of an ablation shows the bars of all sources side by side.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,13 +38,15 @@ ABLATED = {
     "reserved": "reserved memory, relative to the first row",
     "memory": "allocated memory, relative to the first row",
 }
-Readings = dict[str, Reading]  # by row
-Stacks = dict[str, dict[str, float | None]]  # row -> part of the bar -> bytes, or None if unknown
+Readings = dict[str, Reading]
+"""The value of a metric in each row, by the name of the row."""
+Stacks = dict[str, dict[str, float | None]]
+"""By the name of the row and of a part of its bar: the bytes, or None if they are not known."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar: the sizes and colours of its parts, and the text at its end."""
+    """A stacked bar of a chart: the sizes and colours of its parts, and the text at its end."""
 
     text: str
     parts: list[tuple[float, str]]
@@ -51,9 +54,10 @@ class Bar:
 
 
 def memory_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield captioned bar charts of memory: one for each source of numbers and kind of bytes.
+    """Yield bar charts of peak memory with their captions, for an experiment or published table.
 
-    The kinds of bytes are allocated and reserved.
+    There is a chart for each source of numbers, such as a measured run. If a source has both
+    allocated and reserved memory, it has a chart for each of them.
     """
     for source in subject.sources:
         for value, kind in KINDS.items():
@@ -74,7 +78,11 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 
 
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield a captioned bar chart for each metric, if the rows are an ablation."""
+    """Yield a bar chart with a caption for each metric of an ablation.
+
+    In an ablation, the rows differ in the enabled components of the pipeline. If the rows of the
+    experiment do not, there are no charts.
+    """
     if not _ablated(subject):
         return
     for metric, meaning in ABLATED.items():
@@ -96,7 +104,12 @@ def _is_disturbed(readings: Readings) -> bool:
 
 
 def _measured(source: Source, value: str) -> Stacks:
-    """Return the peak bytes of each device, for each row. Devices are the parts of a bar."""
+    """Return the peak bytes of each device in each row. The devices are the parts of a row's bar.
+
+    Args:
+        source: The measured, emulated or predicted results.
+        value: The kind of memory: `peak_reserved` or `peak_allocated`.
+    """
     stacks: Stacks = {}
     for result in source.results:
         peaks = result.values.get(value)
@@ -108,8 +121,8 @@ def _measured(source: Source, value: str) -> Stacks:
 def _published(source: Source) -> Stacks:
     """Return the published bytes of each row, such as those of the model and of activations.
 
-    Each of these numbers is a part of the row's bar. If only some parts are known, the others are
-    None. A row without any known part is left out.
+    Each of these sizes is a part of the row's bar. If only some sizes were published, the others
+    are None. A row without any published size is left out.
     """
     units = {}
     for name, unit in source.record.unit.items():
@@ -128,7 +141,7 @@ def _published(source: Source) -> Stacks:
 
 
 def _ablated(subject: Subject) -> bool:
-    """Return whether rows differ in the enabled components of the pipeline (an ablation)."""
+    """Return whether the rows are an ablation, that is, differ in the pipeline's components."""
     components = set()
     for config in subject.rows.values():
         if "components" in config:
@@ -137,7 +150,10 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> Readings:
-    """Return a metric's value in each row, divided by that of the first row, except utilization."""
+    """Return the value of a metric in each row, relative to its value in the first row.
+
+    Utilization is not divided by that of the first row, because it is already a share.
+    """
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
     values = {}
@@ -202,12 +218,15 @@ def _grouped(name: str, subject: Subject, values: Mapping[Source, Readings], mea
 
 
 def _hatch(place: int) -> str | None:
-    """Return the hatch of the bars of a chart's first source (0), second source (1) and so on."""
+    """Return the hatch (fill pattern) for the bars of a source of numbers.
+
+    `place` is the number of the source in the chart, from 0.
+    """
     return HATCHES[place % len(HATCHES)]
 
 
 def _bar(source: Source, reading: Reading | None, hatch: str | None) -> Bar:
-    """Return the bar that shows a source's value, or an empty bar if there is no value."""
+    """Return the bar that shows a value of a source, or an empty bar if there is no value."""
     if reading is None:
         return Bar("", [])
     return Bar(_shown(reading), [(reading.middle, COLORS[source.kind])], hatch)
@@ -229,10 +248,10 @@ def _bars(
     columns: int,
     title: str,
 ) -> Figure:
-    """Draw a chart with the horizontal bars of each row, and a legend.
+    """Draw a chart with horizontal bars and a legend.
 
     Args:
-        rows: The bars of each row, by the name of the row.
+        rows: The bars of each row of the experiment, by the name of the row.
         axis: The label of the horizontal axis.
         keys: The entries of the legend.
         columns: The largest number of columns of the legend.
@@ -258,7 +277,7 @@ def _bars(
 
 
 def _draw_bar(axes: Axes, bar: Bar, at: float, height: float) -> None:
-    """Draw a stacked bar, and the text at its end."""
+    """Draw a stacked bar at the height `at` of the vertical axis, and the text at the bar's end."""
     end = 0.0
     for size, color in bar.parts:
         axes.barh(

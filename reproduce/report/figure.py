@@ -1,6 +1,6 @@
 """Draw figures with matplotlib, as SVG elements of an HTML page.
 
-- A figure has the colours of the page, also in dark mode. Matplotlib cannot write CSS variables. So
+- A figure has the colours of the page, even in dark mode. Matplotlib cannot write CSS variables. So
   a figure is drawn in placeholder colours, which `svg` replaces by CSS variables of the page.
 - A figure has the font of the page. Its text is written as text, and not as vector paths.
 - A figure is as wide as a phone's screen, so a phone does not shrink its text. A wider screen shows
@@ -20,16 +20,22 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 3.75  # a figure's inches (of 96 CSS pixels): the width of a phone's screen without margins
-TITLE = 38  # the characters of a line of a figure's title
-LEGEND = 46  # the characters of a line of a figure's legend
-POINTS, PIXELS = 72, 96  # points per inch, and CSS pixels per inch
+WIDTH = 3.75
+"""The width of a figure in inches: that of a phone's screen without margins, 360 CSS pixels."""
+TITLE = 38
+"""The number of characters that fit in a line of a figure's title."""
+LEGEND = 46
+"""The number of characters that fit in a line of a figure's legend."""
+POINTS, PIXELS = 72, 96
+"""The number of points in an inch, and the number of CSS pixels in an inch."""
 
 TEXT, FAINT, BACK = "#fd0000", "#fd0001", "#fd0002"
-SERIES = [f"#fe000{i}" for i in range(8)]  # colours for sources of numbers, and for kinds of task
-DEVICES = [f"#fe001{i}" for i in range(8)]  # colours for the first device, the second device etc.
-# From placeholder colours to the names of CSS variables.
+SERIES = [f"#fe000{i}" for i in range(8)]
+"""Colours for the sources of numbers in a figure, and for the kinds of task in a timeline."""
+DEVICES = [f"#fe001{i}" for i in range(8)]
+"""Colours for the first device, the second device and so on."""
 VARIABLES = {TEXT: "--text", FAINT: "--faint", BACK: "--back"}
+"""The name of the CSS variable for which each placeholder colour stands."""
 for _i, _color in enumerate(SERIES):
     VARIABLES[_color] = f"--s{_i}"
 for _i, _color in enumerate(DEVICES):
@@ -47,7 +53,7 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def set_title(axes: Axes, title: str) -> None:
-    """Give a figure a title, in as many lines as it needs."""
+    """Give a figure a title, and break the title into as many lines as it needs."""
     axes.set_title(textwrap.fill(title, TITLE))
 
 
@@ -56,7 +62,7 @@ class Legend:
 
     Args:
         labels: The texts of the legend.
-        most: The most columns that the legend may have. It has fewer if its labels are long.
+        most: The largest number of columns. The legend has fewer columns if its texts are long.
 
     Attributes:
         height: The height of the legend in inches.
@@ -69,7 +75,12 @@ class Legend:
         self.height = 0.19 * math.ceil(len(labels) / self.columns)
 
     def add(self, figure: Figure, handles: Sequence[Artist] | None = None) -> None:
-        """Draw the legend: of `handles`, or of all curves that have a label."""
+        """Draw the legend below the figure.
+
+        Args:
+            figure: The figure.
+            handles: The entries of the legend. By default, these are all curves that have a label.
+        """
         if handles is None:
             figure.legend(loc="outside lower center", ncols=self.columns)
         else:
@@ -79,11 +90,11 @@ class Legend:
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """Return the figure as an SVG element.
+    """Return the figure as an SVG element of the HTML page.
 
     Args:
-        figure: The figure, in placeholder colours.
-        name: A prefix that makes the ids in the element unique in the page.
+        figure: The figure, in placeholder colours that are replaced by CSS variables.
+        name: A prefix for the ids in the element, which makes them unique in the page.
         description: What the figure shows, for screen readers.
     """
     file = io.StringIO()
@@ -104,7 +115,7 @@ def svg(figure: Figure, name: str, description: str) -> str:
 
 
 def _opening(figure: Figure, description: str) -> str:
-    """Return the opening tag of a figure's SVG element."""
+    """Return the opening tag, `<svg ...>`, of a figure's SVG element."""
     inches_wide, inches_high = figure.get_size_inches()
     width = round(inches_wide * PIXELS)
     height = round(inches_high * PIXELS)

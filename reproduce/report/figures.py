@@ -1,7 +1,7 @@
 """Draw curves for the report page.
 
-There are curves of the speed-ups of each source of numbers (published, predicted, measured and
-emulated), and curves that show how numbers changed from one git revision to the next.
+Some figures show speed-ups, with a curve for each source of numbers: published, predicted, measured
+or emulated. Other figures show how a number changed from one git revision to the next.
 """
 
 from collections import Counter
@@ -19,27 +19,31 @@ from reproduce.tables.output import Number
 from torchgpipe.plan.tables import figure as figure_text
 
 IDEAL = "ideal, of equal tasks"
-ROOM = 1.1  # how much higher a chart is than its highest point, so that its marker is not cut
-Captioned = tuple[str, str]  # a figure and its caption
-Place = tuple[int, int]  # the number of partitions (n) and of micro-batches (m)
-Point = tuple[str, Number]  # a git revision, and a number measured at this revision
+ROOM = 1.1
+"""The height of a chart divided by that of its highest point, so that its marker is not cut."""
+Captioned = tuple[str, str]
+"""A figure (SVG), and its caption."""
+Place = tuple[int, int]
+"""The number of partitions (n), and the number of micro-batches (m)."""
+Point = tuple[str, Number]
+"""The name of a git revision, and a number that was measured at this revision."""
 Curves = dict[Source, dict[Place, Reading]]
 
 
 def ideal(n: int, m: int) -> float:
-    """Return the ideal speed-up of a pipeline over one device.
+    """Return the ideal speed-up of a pipeline over training on a single device.
 
-    The pipeline has n partitions that take equal time, and m micro-batches. The formula is from the
-    GPipe paper, section 2.3.
+    The pipeline has n partitions that take equal time, and m micro-batches. It loses only the
+    bubble of GPipe's schedule, whose size is given in section 2.3 of the GPipe paper.
     """
     return n * m / (n + m - 1)
 
 
 def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
-    """Yield captioned figures of speed-ups over n, the number of partitions.
+    """Yield figures with captions that show how speed-ups depend on n, the number of partitions.
 
-    There is a figure for each number of micro-batches, m. But if m changes along with n from row to
-    row, there is a single figure, with the pairs of n and m on the x-axis.
+    There is a figure for each number of micro-batches, m. But if one of these figures would have
+    only one row, there is a single figure for all rows, with the pairs of n and m on the x-axis.
     """
     places: dict[str, Place] = {}
     for row, config in subject.rows.items():
@@ -70,13 +74,15 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
 
 @styled
 def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: float) -> Captioned:
-    """Draw speed-ups, with a curve for each source of numbers, and the curve of the ideal.
+    """Draw a figure of speed-ups: a curve for each source of numbers, and one for the ideal.
+
+    Each pair (n, m) is a number of partitions and a number of micro-batches.
 
     Args:
         subject: The experiment or published table.
-        curves: The speed-up of each source at each pair (n, m).
-        places: The pairs (n, m) to draw. If all have the same m, the x-axis is n. Otherwise, the
-            x-axis lists the pairs.
+        curves: The speed-ups of each source, by the pair (n, m).
+        places: The pairs (n, m) to draw. If all of them have the same m, the x-axis shows n.
+            Otherwise, the x-axis lists the pairs.
         base: The ideal speed-up of the first row. All ideal speed-ups are divided by it, because
             the first row is the baseline of all speed-ups in the figure.
     """
@@ -133,7 +139,17 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
 def _draw_curve(
     axes: Axes, across: Sequence[float], readings: Sequence[Reading], look: Look, label: str
 ) -> None:
-    """Draw the curve of a source, with a mark beside each point that is disturbed."""
+    """Draw the curve of one source of numbers, such as a measured run.
+
+    A mark beside a point says that other programs disturbed the measurement.
+
+    Args:
+        axes: Where to draw.
+        across: The horizontal position of each point.
+        readings: The value of each point.
+        look: The dashes, the markers and the colour of the curve.
+        label: The name of the source in the legend.
+    """
     up = [reading.middle for reading in readings]
     axes.plot(across, up, linestyle=look.dash, marker=look.marker, color=look.color, label=label)
     for x, reading in zip(across, readings, strict=True):
@@ -142,7 +158,7 @@ def _draw_curve(
 
 
 def _highest(ideals: Iterable[float], curves: Iterable[dict[Place, Reading]]) -> float:
-    """Return the largest speed-up in a chart, of the ideal or of a source."""
+    """Return the largest speed-up in a chart, including the ideal speed-ups."""
     found = list(ideals)
     for readings in curves:
         found += [reading.middle for reading in readings.values()]
@@ -156,10 +172,13 @@ def _tick(n: int, m: int) -> str:
 
 
 def history_figures(lines: Sequence[Line]) -> list[Captioned]:
-    """Return captioned figures that show how numbers changed over git revisions.
+    """Return figures with captions that show how numbers changed over git revisions.
 
-    A number that is the same in all revisions has no figure. Only measured and emulated numbers are
-    drawn. Numbers of different machines are in different figures.
+    There is a figure for each measured or emulated number on each machine. A number that is the
+    same in all revisions has no figure.
+
+    Args:
+        lines: The revisions and machines with their numbers.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):
@@ -177,7 +196,13 @@ def history_figures(lines: Sequence[Line]) -> list[Captioned]:
 
 @styled
 def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
-    """Draw how a number on one machine changed over revisions, with its quartiles if known."""
+    """Draw how one number changed over git revisions, and its quartiles if they are known.
+
+    Args:
+        name: What the number is, such as the throughput of a row.
+        machine: The machine on which the number was measured.
+        points: The revisions and the number at each of them.
+    """
     values = []
     low: list[Any] = []
     high: list[Any] = []

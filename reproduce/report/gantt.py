@@ -1,6 +1,6 @@
-"""Draw a step's timeline as a Gantt chart with a line per device.
+"""Draw the timeline of a training step as a Gantt chart, with a line for each device.
 
-The chart shows the bubble, which is the time in which devices wait. This module needs matplotlib.
+The gaps in the chart are the bubble: the time in which devices wait. This module needs matplotlib.
 """
 
 import io
@@ -42,12 +42,18 @@ HATCHES = {  # so that kinds of task differ in more than their colours
 }
 PAGE_COLORS = (*SERIES[:5], FAINT, BACK)  # of the kinds of task, and of the background
 FILE_COLORS = ("#4c78a8", "#f2b14a", "#54a24b", "#54a24b", "#88d27a", "#7f7f7f", "white")
-FILE_WIDTH = 10.0  # the width of the picture in inches
-LINE = 0.55  # the height of a device's line in inches
-MARGIN = 1.75  # the height of the picture without its lines, in inches
-BAR = 0.8  # the height of a task, as a fraction of the height of a line
-COPY_BAR = 0.14  # the height of a copy, as a fraction of the height of a line
-DIGIT = 0.11  # the width of a digit in inches
+FILE_WIDTH = 10.0
+"""The width of a picture file in inches."""
+LINE = 0.55
+"""The height of a device's line in a picture file, in inches."""
+MARGIN = 1.75
+"""The height of what is above and below the devices' lines in a picture file, in inches."""
+BAR = 0.8
+"""The height of the bar of a task, as a fraction of the height of a device's line."""
+COPY_BAR = 0.14
+"""The height of the bar of a copy, as a fraction of the height of a device's line."""
+DIGIT = 0.11
+"""The width of a digit in inches."""
 
 # Each line: the name, m and the checkpoint mode of a schedule.
 SCHEDULES = (
@@ -60,7 +66,13 @@ PARTITIONS = 4
 
 
 def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
-    """Draw a timeline, and return the content of a picture file; `kind` is `svg` or `png`."""
+    """Draw the timeline of a training step, and return the content of a picture file.
+
+    Args:
+        timeline: The tasks of the step, with their times.
+        title: The title of the picture.
+        kind: The format of the picture: `svg` or `png`.
+    """
     size = (FILE_WIDTH, MARGIN + LINE * timeline.partitions)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
@@ -80,7 +92,11 @@ def gantt(timeline: Timeline, title: str, kind: str) -> bytes:
 
 
 def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str, str]]:
-    """Yield a captioned figure for each recorded step, given by its title and its timeline."""
+    """Yield a figure with a caption for each recorded training step.
+
+    Args:
+        traces: The title and the timeline of each step.
+    """
     for i, (title, timeline) in enumerate(traces):
         window = duration(_length(timeline))
         caption = f"{title}; the devices wait {timeline.bubble:.0%} of {window}."
@@ -88,9 +104,9 @@ def trace_figures(traces: Sequence[tuple[str, Timeline]]) -> Iterator[tuple[str,
 
 
 def schedule_figures() -> Iterator[tuple[str, str]]:
-    """Yield a captioned figure for each schedule in `SCHEDULES`.
+    """Yield a figure with a caption for each schedule in `SCHEDULES`.
 
-    The timelines are computed, not measured: each backward takes twice as long as a forward, and
+    The timelines are computed, not measured: a backward takes twice as long as a forward, and
     copies take no time.
     """
     naive = 0.0  # seconds of the first schedule, which is naive model parallelism
@@ -106,17 +122,17 @@ def schedule_figures() -> Iterator[tuple[str, str]]:
 
 
 def _replayed(m: int, checkpoint: str) -> Timeline:
-    """Return the computed timeline of GPipe with m micro-batches.
+    """Return the computed timeline of GPipe's schedule with m micro-batches.
 
-    A forward or a recomputation takes 1/m seconds, and a backward takes 2/m seconds. So the
-    forwards of a whole mini-batch take the same time for each m.
+    A forward or a recomputation of a micro-batch takes 1/m seconds, and a backward takes 2/m
+    seconds. So all forwards of a mini-batch on one device take 1 second, whatever m is.
     """
     schedule = make("GPipe", PARTITIONS, m, checkpoint=checkpoint)
     return schedule.replay(lambda action: units(action) / m, loss=0.0)
 
 
 def _length(timeline: Timeline) -> float:
-    """Return the time from the first task's start to the last task's end, in seconds."""
+    """Return how many seconds pass from the start of the first task to the end of the last task."""
     start, end = timeline.window
     return end - start
 
@@ -137,7 +153,7 @@ def _page_figure(name: str, title: str, timeline: Timeline) -> str:
 
 
 def _keys(timeline: Timeline, colors: Sequence[str]) -> list[Patch]:
-    """Return the entries of a timeline's legend: one for each kind of task in it."""
+    """Return the entries of the legend for a timeline: one for each kind of task that it has."""
     back = colors[-1]
     drawn = {event.kind for event in timeline.events}
     keys = []
@@ -151,8 +167,14 @@ def _keys(timeline: Timeline, colors: Sequence[str]) -> list[Patch]:
 def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str], inches: float) -> None:
     """Draw every task of a timeline, and the names of the devices.
 
-    If most tasks are wide enough, tasks show the number of their micro-batch. A copy is drawn as a
-    thin line below the tasks. `inches` is the width of the picture.
+    A copy is drawn as a thin line below the tasks. If most tasks are wide enough, each of these
+    tasks shows the number of its micro-batch.
+
+    Args:
+        axes: Where to draw.
+        timeline: The timeline of a training step.
+        colors: The colour of each kind of task, and the background colour.
+        inches: The width of the picture in inches.
     """
     color = dict(zip(KINDS, colors, strict=False))
     back = colors[-1]
@@ -171,7 +193,15 @@ def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str], inches: float) 
 def _draw_bars(
     axes: Axes, timeline: Timeline, length: float, color: Mapping[str, str], back: str
 ) -> None:
-    """Draw a bar for every task and copy; `length` is the timeline's length in seconds."""
+    """Draw a bar for every task and every copy of a timeline.
+
+    Args:
+        axes: Where to draw.
+        timeline: The timeline of a training step.
+        length: The length of the timeline in seconds.
+        color: The colour of each kind of task.
+        back: The background colour.
+    """
     start, _ = timeline.window
     for event in timeline.events:
         middle = float(timeline.row(event))
@@ -196,10 +226,16 @@ def _draw_bars(
 def _draw_numbers(
     axes: Axes, timeline: Timeline, digit: float, color: Mapping[str, str], back: str
 ) -> None:
-    """On each task that is wide enough, draw the number of the task's micro-batch.
+    """Draw the number of its micro-batch on each task that is wide enough.
 
-    If 20 % of the tasks or more are too narrow, draw no numbers at all. `digit` is the width of a
-    digit, as seconds on the time axis.
+    If 20 % of the tasks or more are too narrow, draw no numbers at all.
+
+    Args:
+        axes: Where to draw.
+        timeline: The timeline of a training step.
+        digit: The width of a digit, in seconds of the time axis.
+        color: The colour of each kind of task.
+        back: The background colour, in which the numbers are drawn.
     """
     start, _ = timeline.window
     fitting = []

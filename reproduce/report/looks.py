@@ -1,8 +1,8 @@
-"""Choose how the report's figures draw the numbers of each source.
+"""Choose the colours, dashes, markers and hatches with which figures draw the sources of numbers.
 
-A source's kind (published, predicted, measured or emulated) determines its colour. But sources also
-differ in other ways than colour: the lines of two sources of one kind have different dashes and
-markers, and the bars of any two sources have different hatches.
+The kind of a source (published, predicted, measured or emulated) determines its colour. Readers
+need not rely on colour: the lines of two sources of the same kind have different dashes and
+markers, and the bars of any two sources in a chart have different hatches.
 """
 
 from collections import Counter
@@ -18,8 +18,10 @@ COLORS: dict[Kind, str] = {
     "measured": SERIES[2],
     "emulated": SERIES[3],
 }
-Dash = str | tuple[float, tuple[float, ...]]  # as matplotlib's argument `linestyle`
-# For each kind: the dashes and markers of its first source, of its second source, and so on.
+Dash = str | tuple[float, tuple[float, ...]]
+"""The dashes of a line: a value of matplotlib's argument `linestyle`."""
+# For each kind of source: the dashes (and, below, the markers) of the first source of this kind, of
+# the second source, and so on.
 DASHES: dict[Kind, list[Dash]] = {
     "published": ["-"],
     "predicted": ["--", (0, (9, 2)), (0, (5, 1, 2, 1)), (0, (2, 1))],
@@ -37,7 +39,7 @@ HATCHES = (None, "///", "...", "xxx", "\\\\\\", "+++", "|||")  # of bars, source
 
 @dataclass(frozen=True)
 class Look:
-    """The colour, dash and marker with which a source's line is drawn."""
+    """How the line of a source of numbers is drawn: its colour, its dashes and its markers."""
 
     color: str
     dash: Dash
@@ -45,7 +47,7 @@ class Look:
 
 
 def looks(sources: Sequence[Source]) -> dict[Source, Look]:
-    """Return the look of each source of an experiment or published table."""
+    """Choose how to draw the line of each source of an experiment or published table."""
     seen: Counter[Kind] = Counter()
     found = {}
     for source in sources:
@@ -55,7 +57,12 @@ def looks(sources: Sequence[Source]) -> dict[Source, Look]:
 
 
 def look(kind: Kind, place: int = 0) -> Look:
-    """Return the look of a source. `place` is its number among the sources of its kind, from 0."""
+    """Choose how to draw the line of a source of numbers.
+
+    Args:
+        kind: The kind of the source.
+        place: The number of the source among those of the same kind, counted from 0.
+    """
     dashes = DASHES[kind]
     markers = MARKERS[kind]
     return Look(COLORS[kind], dashes[place % len(dashes)], markers[place % len(markers)])

@@ -1,4 +1,4 @@
-"""Write the report page: one HTML file, which loads nothing from the network.
+"""Make the report page: one HTML file with tables and figures, which loads no other files.
 
 `page.html` is the template of the page.
 """
@@ -53,10 +53,10 @@ def page(
 
     Args:
         records: The records that the page is about: published, predicted, measured or emulated.
-        traces: A title and a timeline for each recorded step.
-        history: The numbers of each git revision, for curves over revisions.
+        traces: The title and the timeline of each recorded training step.
+        history: The numbers of each git revision, for figures that show how they changed.
         own: The records of the reader's own runs, which are shown beside `records`.
-        skipped: A line for each file that could not be read.
+        skipped: A line of text for each file that could not be read.
     """
     own = unpublished(own, records)
     sections = []
@@ -64,8 +64,8 @@ def page(
     shown = {}
     kinds: dict[str, list[Kind]] = {}  # what a record's numbers are, by the name of the record
     for subject in find_subjects(records, own):
-        # A subject is an experiment or a published table. Tables that no experiment reproduces,
-        # and that have only published numbers, come last on the page, and are collapsed.
+        # A subject is an experiment or a published table. Published tables that no experiment
+        # reproduces come last on the page, and are collapsed, because there is nothing to compare.
         if subject.name in EXPERIMENTS or _has_other_numbers(subject):
             sections.append(_section(subject))
         else:
@@ -113,10 +113,10 @@ def _template() -> jinja2.Template:
 
 
 def whole(text: str) -> Markup:
-    """Return a text as HTML in which some words stay on one line.
+    """Convert a text to HTML in which numbers, and words with a hyphen or slash, stay on one line.
 
-    These are numbers, and words with a hyphen or a slash. A mean and its deviation, such as
-    `22.0 ± 0.1`, count as one number.
+    A mean and its deviation, such as `22.0 ± 0.1`, count as one number. A browser may still break a
+    word of more than `WORD` characters, which may be wider than its cell.
     """
     text = text.replace(" +- ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     parts = []
@@ -130,12 +130,15 @@ def whole(text: str) -> Markup:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Return whether an experiment or table has numbers that are not published numbers."""
+    """Return whether an experiment or table has predicted, measured or emulated numbers."""
     return any(source.kind != "published" for source in subject.sources)
 
 
 def _section(subject: Subject) -> dict[str, Any]:
-    """Return the template's variables for the section about an experiment or published table."""
+    """Return the variables with which the page's template writes the section about a subject.
+
+    A subject is an experiment or a published table, with its numbers.
+    """
     runs = {}
     for source in subject.sources:
         if source.kind in RUN and subject.name in EXPERIMENTS:
@@ -157,7 +160,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _other(subject: Subject) -> Table:
-    """Return a plain table of all values of a published table that no experiment reproduces."""
+    """Return a plain table with all values of a published table that no experiment reproduces."""
     record = subject.sources[0].record
     names: dict[str, None] = {}
     for result in record.results:
@@ -188,11 +191,14 @@ def _value(value: object) -> str:
 def _machines(
     records: Sequence[Record], kinds: Mapping[str, Sequence[Kind]], own: Sequence[Record]
 ) -> list[dict[str, Any]]:
-    """Return where records come from. Records that were made in the same way have one entry.
+    """Describe where records come from: the machine, the software and so on.
+
+    Records that were made in the same way are described once, by a dictionary with the title, the
+    names of these records, and the lines of the description.
 
     Args:
         records: The records.
-        kinds: For the name of each record, the kinds of its numbers, such as "measured".
+        kinds: The kinds of numbers in each record, such as "measured", by the record's name.
         own: The records of the reader's own runs.
     """
     owned = {record.name for record in own}
@@ -213,15 +219,15 @@ def _machines(
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return how a record was made, as a key. The page describes records with equal keys once."""
+    """Return a key that is equal for records that were made in the same way (same machine etc.)."""
     return tuple(provenance(record).items())
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return texts that say where a record's numbers come from. The keys are the texts' titles.
+    """Return texts that say where the numbers of a record come from, by the titles of the texts.
 
-    The record of a run has texts about its machine, its software and more. The record of a
-    published table has texts about its source, hardware and software.
+    For a run, the texts describe the machine, the software and more. For a published table, they
+    describe the publication, and the hardware and software that it names.
     """
     run = record.run
     about = _publication(record) if run is None else _machine(record, run)
@@ -255,7 +261,7 @@ def _publication(record: Record) -> dict[str, str]:
 
 
 def _gpu(gpu: Gpu) -> str:
-    """Return a description of a GPU in one line."""
+    """Describe a GPU in one line: its name, memory, clock rates, power limit and link."""
     parts = [gpu.name, f"{gpu.memory / GiB:.0f} GiB"]
     units = {"MHz": gpu.clock, "MHz memory": gpu.memory_clock, "W": gpu.power_limit}
     for unit, value in units.items():
@@ -267,7 +273,7 @@ def _gpu(gpu: Gpu) -> str:
 
 
 def _listed(fields: Mapping[str, object] | None) -> str:
-    """Return fields and their values in one line. Leave out fields whose value is None."""
+    """Return the names and values of fields in one line, without fields whose value is None."""
     parts = []
     for name, value in (fields or {}).items():
         if value is not None:

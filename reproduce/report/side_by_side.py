@@ -1,4 +1,7 @@
-"""Make the tables in which the report shows the numbers of several sources side by side."""
+"""Make the report's tables that show published, predicted, measured and emulated numbers together.
+
+Each source of numbers, such as one measured run, has a column of its own.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from reproduce.records.record import RULE, SUCCESS
 from reproduce.report.subjects import RUN, Source, Subject
 from reproduce.tables.layout import ratio, reading_text, with_quartiles
 
-METRICS = {  # metric -> what stands above its columns
+METRICS = {  # the heading of the columns of each metric
     "throughput": "samples/s",
     "speedup": "speed-up",
     "utilization": "utilization",
@@ -21,8 +24,10 @@ METRICS = {  # metric -> what stands above its columns
     "top1_error": "top-1 error, %",
 }
 FIELDS = {"partitions": "n", "chunks": "m", "batch_size": "batch"}
-Texts = dict[str, str]  # by row
-Columns = Mapping[str, Iterable[tuple[Source, Texts]]]  # by the heading of the metric
+Texts = dict[str, str]
+"""The texts of a column, by the name of the row."""
+Columns = Mapping[str, Iterable[tuple[Source, Texts]]]
+"""The columns of each metric, by the heading of the metric."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,10 @@ class SideBySide:
 
     Attributes:
         rows: The names of the rows.
-        fields: Columns for fields of the rows' configurations, by heading. A column has the text of
-            each row.
-        metrics: Columns for metrics, by heading: a column for each source that has the metric.
+        fields: The columns for the configuration of the rows, such as the batch size. The keys are
+            the headings. A column is a dictionary with the text of each row.
+        metrics: The columns for each metric: one for each source that has numbers of this metric.
+            The keys are the headings of the metrics.
         notes: The notes below the tables.
     """
 
@@ -46,7 +52,7 @@ class SideBySide:
 
 
 def side_by_side(subject: Subject) -> SideBySide:
-    """Return the tables of all metrics from all sources of an experiment or published table."""
+    """Return the tables of an experiment or published table: all metrics from all sources."""
     rows = subject.rows
     metrics: dict[str, list[tuple[Source, Texts]]] = {}
     marked = False
@@ -69,7 +75,10 @@ def side_by_side(subject: Subject) -> SideBySide:
 
 
 def _fields(subject: Subject) -> dict[str, Texts]:
-    """Return a column for each field in `FIELDS` that some row has. A dash stands for None."""
+    """Return a column for each field of the configuration, such as the batch size, by its heading.
+
+    A field that no row has is left out. If only some rows have a field, the others show a dash.
+    """
     fields = {}
     for name, heading in FIELDS.items():
         texts = {}
@@ -85,7 +94,13 @@ def _fields(subject: Subject) -> dict[str, Texts]:
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
-    """Return the text of a cell: a metric's value from one source, or why there is no value."""
+    """Return the text of a cell: the value of a metric in a row, or why there is no value.
+
+    Args:
+        entry: The result of the row from one source, or None if the source does not have the row.
+        reading: The value of the metric, or None if the result does not have it.
+        metric: The name of the metric.
+    """
     if entry is None:
         return "-"
     if reading is None:
@@ -100,7 +115,10 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
 
 
 def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
-    """Yield notes that explain the metrics and sources, and say which numbers are left out."""
+    """Yield the notes below the tables.
+
+    The notes explain the metrics and the sources of numbers, and say which numbers are left out.
+    """
     if "speed-up" in metrics:
         base = f"the first row, {next(iter(subject.rows))},"
         if subject.several_models:
@@ -129,7 +147,7 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
-    """Yield a note for each measured or emulated source that has no column in any table."""
+    """Yield a note for each measured or emulated source in `run` without a column in any table."""
     shown: set[Source] = set()
     for columns in metrics.values():
         shown.update(source for source, _ in columns)
@@ -139,13 +157,17 @@ def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
 
 
 def _place(source: Source) -> tuple[object, object]:
-    """Return the scale (a set of sizes) and the kind of device of a source's numbers."""
+    """Return a source's scale (the named set of sizes of its rows) and its kind of device."""
     first = source.results[0]
     return first.scale, first.device
 
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Yield notes that say in which fields and rows a source differs from `subject.lead`."""
+    """Yield notes about how a source's rows differ from those of `subject.lead`.
+
+    `subject.lead` is the source with which the others are compared. The notes name the fields of
+    the configuration that differ, and the rows that have other names.
+    """
     lead = subject.lead
     fields: dict[str, None] = {}
     names: dict[str, None] = {}
@@ -167,7 +189,7 @@ def _other_work(subject: Subject, source: Source) -> Iterator[str]:
 
 
 def _left_out(subject: Subject) -> Iterator[str]:
-    """Yield notes that name the runs whose numbers are not shown, and say why."""
+    """Yield notes that name the runs whose numbers the report does not show, and say why."""
     superseded: dict[str, list[str]] = {}  # labels of sources, by the names of their runs
     empty: dict[str, list[str]] = {}
     for source in subject.left_out:
@@ -184,5 +206,5 @@ def _left_out(subject: Subject) -> Iterator[str]:
 
 
 def _capital(text: str) -> str:
-    """Return the text with a capital first letter."""
+    """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]

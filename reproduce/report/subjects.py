@@ -1,13 +1,13 @@
-"""Collect the numbers of each experiment for the report, by source.
+"""Collect the numbers of each experiment for the report, and group them by source.
 
 There are four kinds of sources: published, predicted, measured and emulated. All numbers of a
 source come from one record, so that they can be compared. For measured and emulated numbers, this
 is the record of a single run of the experiment.
 
-Runs that differ in scale, kind of device, GPU or engine are different sources. The reader's own
-runs are separate sources, too. If several runs agree in all of these, only the best one is a
-source: a finished run with few disturbed rows (`ranked`). The other runs are remembered as left
-out.
+Runs that differ in scale (set of sizes), kind of device, GPU or engine are different sources. The
+reader's own runs are separate sources, too. If several runs differ in none of these, the report
+shows only the best of them as a source (`ranked` says which one this is). It names the other runs
+as left out.
 """
 
 from collections import Counter
@@ -32,9 +32,9 @@ RUN = ("measured", "emulated")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The results of one experiment in one record, which were all made in the same way.
+    """A source of numbers: results of one experiment in one record, all made in the same way.
 
-    `label` is a text that distinguishes them from other sources, such as `measured (small, CPU)`.
+    `label` is a text that distinguishes the source from others, such as `measured (small, CPU)`.
     """
 
     kind: Kind
@@ -44,26 +44,26 @@ class Source:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether a result has numbers."""
+        """Return whether at least one result of this source has numbers."""
         return any(result.status in SUCCESS for result in self.results)
 
     @property
     def gpus(self) -> str:
-        """Return the names of the GPUs that ran the results; empty if no GPU did."""
+        """Return the names of the GPUs on which the rows ran, or "" if they ran on no GPU."""
         run = self.record.run
         return gpu_names(run) if run is not None and run.device == "cuda" else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An experiment, or a published table that no experiment reproduces, with its numbers.
+    """What a section of the report is about: an experiment or a published table, with its numbers.
 
     Attributes:
         name: The name of the experiment or table.
         title: The title of the section.
-        table: The name of the published table, or an empty text if there is none.
+        table: The name of the published table, or "" if there is none.
         sources: The sources of numbers. There is at least one.
-        left_out: Further measured or emulated results, which are not shown.
+        left_out: The measured or emulated sources that the report does not show.
     """
 
     name: str
@@ -74,9 +74,9 @@ class Subject:
 
     @property
     def lead(self) -> Source:
-        """Return the source with which the others are compared.
+        """Return the source with which the other sources are compared.
 
-        This is the published one or, if there is none, the source with most rows.
+        This is the published source. If nothing was published, it is the source with most rows.
         """
         first = self.sources[0]
         if first.kind == "published":
@@ -87,7 +87,7 @@ class Subject:
     def rows(self) -> dict[str, Mapping[str, Json]]:
         """Return the configuration of each row, by the name of the row.
 
-        These are the published rows. If nothing was published, they are the rows of all sources.
+        The rows are the published ones. If nothing was published, they are those of all sources.
         """
         lead = self.lead
         sources = [lead]
@@ -101,12 +101,15 @@ class Subject:
 
     @property
     def several_models(self) -> bool:
-        """Return whether the rows train several models, each with a baseline row of its own."""
+        """Return whether the rows train more than one model. Then each model has a baseline row."""
         models = {str(config.get("model")) for config in self.rows.values()}
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return the source's result with the row's name, or one that reproduces the row."""
+        """Return a source's result for a row, or None if the source has no result for this row.
+
+        The result has the same name as the row, or it names the row as the one that it reproduces.
+        """
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
             if result.row == row or (link and result.published == link):
@@ -114,10 +117,10 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a source's values of a metric, by row. Rows without a value are left out.
+        """Return a source's values of a metric, by the name of the row.
 
-        Speed-ups are over the first row. If the rows train several models, a row's speed-up is over
-        the baseline row that the row names.
+        Rows without a value are left out. The speed-up of a row is relative to the first row. But
+        if the rows train several models, it is relative to the baseline row that the row names.
         """
         entries = {}
         results = {}
@@ -143,7 +146,7 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list[Subject]:
-    """Return the subject of each section of the report, in this order:
+    """Return what each section of the report is about, in this order:
 
     1. the experiments that this program defines, in the order of `EXPERIMENTS`;
     2. other experiments in the records, for example of a newer version of this program;
@@ -186,7 +189,10 @@ def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list
 
 
 def unpublished(own: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """Return the reader's own runs of which `records` have no copy."""
+    """Return the reader's own runs without those that are also among `records`.
+
+    If the reader has published a run, it is in both places, and should not be shown twice.
+    """
     starts = {record.run.started for record in records if record.run is not None}
     return [record for record in own if record.run is None or record.run.started not in starts]
 
@@ -224,10 +230,15 @@ def _run(
 ) -> tuple[list[Source], list[Source]]:
     """Return the measured and emulated sources of an experiment.
 
+    Args:
+        experiment: The name of the experiment.
+        records: All records that are not published tables.
+        owned: The names of the records of the reader's own runs.
+
     Returns:
         - The sources to show, the oldest first.
-        - The sources to leave out, because a better run has the same rows, or because no row has a
-          number.
+        - The sources to leave out, because a better run was made in the same way, or because no row
+          has a number.
     """
     best: dict[object, Source] = {}
     left_out = []
@@ -246,7 +257,10 @@ def _run(
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources. If several have the same label, add the names of their GPUs to it."""
+    """Return the sources, each with a label of its own.
+
+    If several sources have the same label, the names of their GPUs are added to their labels.
+    """
     count = Counter(source.label for source in sources)
     found = []
     for source in sources:
@@ -258,12 +272,15 @@ def _told_apart(sources: Sequence[Source]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return how a result was made, as a key. A record's results with equal keys are one source."""
+    """Return a key that is equal for results that were made in the same way.
+
+    The results of a record that have equal keys are one source of numbers.
+    """
     return result.scale, result.device, result.emulated, result.engine
 
 
 def _source(record: Record, results: list[Result], is_own: bool) -> Source:
-    """Make a source of results of one record that were made in the same way."""
+    """Make a `Source` from those results of a record that were made in the same way."""
     first = results[0]
     kind: Kind = "emulated" if first.emulated else "measured"
     made: str = kind
@@ -278,7 +295,13 @@ def _source(record: Record, results: list[Result], is_own: bool) -> Source:
 
 
 def _label(made: str, where: Sequence[str], is_own: bool) -> str:
-    """Return the label of a source, such as `measured (small, CPU, own)`."""
+    """Return the label of a source of numbers, such as `measured (small, CPU, own)`.
+
+    Args:
+        made: How the numbers were made, such as "measured".
+        where: The scale, the kind of device and so on. Empty texts are left out.
+        is_own: Whether the numbers come from one of the reader's own runs.
+    """
     places = list(filter(None, where))
     if is_own:
         places.append("own")

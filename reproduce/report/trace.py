@@ -1,6 +1,6 @@
-"""Write and read a step's timeline as a trace file for the viewer Perfetto (ui.perfetto.dev).
+"""Write and read the timeline of a training step as a trace file.
 
-`torchgpipe.timeline` defines the format of the file.
+The viewer Perfetto (ui.perfetto.dev) shows such files. `torchgpipe.timeline` defines the format.
 """
 
 import re
@@ -26,7 +26,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """The start of an arrow between two tasks; `_End` is its end. `read_trace` ignores arrows."""
+    """The start of an arrow between two tasks in a trace file. `read_trace` ignores arrows."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):
@@ -53,10 +53,12 @@ class _Trace(Struct, rename="camel"):
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
-    """Return a title and a timeline for each mini-batch in a trace file that `perfetto` wrote.
+    """Return a title and a timeline for each mini-batch in a trace file.
+
+    `perfetto` in `torchgpipe.timeline.perfetto` must have written the file.
 
     Raises:
-        Error: The file is not a trace of a step.
+        Error: The file is not a trace of a training step.
     """
     trace = decode(_Trace, read_json(path), f"{path}: not a trace of a step")
     title = path.stem
@@ -76,7 +78,7 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
         elif isinstance(event, _Name) and event.name == "process_name":
             title = event.args["name"]
     if not has_tasks:
-        raise Error(f'{path}: not a trace of a step (no event is a task, "ph": "X")')
+        raise Error(f'{path}: not a trace of a step (it has no task, an event with "ph": "X")')
     stages = 1 + max(rows)
     placement = [rows.get(stage, 0) for stage in range(stages)]
     devices = 1 + max(placement)
@@ -92,12 +94,12 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
 
 
 class Tracer:
-    """A writer of timelines: for each row, a trace `FILE.json` and a picture `FILE.svg`.
+    """Writes the timeline of each row (training run) to a trace `FILE.json`, with a picture.
 
     Errors are collected in `problems`, because a measurement must not fail because of a picture.
 
     Args:
-        file: The file to write. With the suffix `.png`, pictures are PNG instead of SVG.
+        file: The path `FILE`. With the suffix `.png`, the picture is a PNG instead of an SVG.
         several: Whether each row has files of its own, such as `FILE-pipeline-2.json`.
         experiments: Whether the names of these files also contain the name of the experiment.
         draw: Whether pictures are drawn.
@@ -115,7 +117,7 @@ class Tracer:
         self.problems: list[str] = []
 
     def __call__(self, experiment: str, row: str, timeline: Timeline) -> None:
-        """Write the timeline of a row and, if `draw` is true, a picture of the timeline."""
+        """Write the timeline of a row to a trace file and, if `draw` is true, draw its picture."""
         title = f"{experiment}: {row}"
         base = str(self.base)
         if self.several:

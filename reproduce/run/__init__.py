@@ -1,1 +1,1 @@
-"""Run experiments: time rows (configurations) on real devices, emulate them, or measure memory."""
+"""Run experiments: train each row (configuration), and measure its time, memory or accuracy."""

@@ -1,7 +1,7 @@
 """Run an accuracy experiment: train every row (configuration) to its last epoch, with each seed.
 
-After every epoch, a checkpoint is saved. So a training that was stopped can resume after its last
-complete epoch.
+After every epoch, the state of the training is saved in a file. So a training that was stopped can
+resume after its last complete epoch.
 """
 
 import io
@@ -32,9 +32,9 @@ Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 
 
 def plan_accuracy(session: Session) -> None:
-    """Record which rows will run, and tell the progress display how many training steps they have.
+    """Record which rows (configurations) will run, and tell the progress display their steps.
 
-    Evaluation is not counted, because it takes little time in comparison.
+    Only training steps are counted. Evaluation takes little time in comparison.
     """
     seeds = len(_needs(session).seeds)
     for row in _rows(session):
@@ -45,10 +45,10 @@ def plan_accuracy(session: Session) -> None:
 
 
 def run_accuracy(session: Session) -> Iterator[GroupDone]:
-    """Train all rows with the first seed, then all rows with the next seed, and so on.
+    """Train all rows (configurations) with the first seed, then all with the next seed, and so on.
 
-    In this order, rows can be compared as soon as possible. All rows are in one group, whose name
-    is "". At the end, yield this name, and True, which means that the group is finished.
+    In this order, rows can be compared as soon as possible. At the end, yield ("", True): the name
+    of the only group of rows, and that this group is finished.
     """
     failures: dict[str, str] = {}  # the status of each row that has failed, by its name
     paths = []
@@ -76,9 +76,16 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: int) -> None:
-    """Train a row with one seed until the last epoch. If there is a checkpoint, resume from it.
+    """Train a row (configuration) with one seed until the last epoch.
 
-    `number` is the number of this training, from 1, for the progress display.
+    If there is a checkpoint file of this training, resume from it.
+
+    Args:
+        session: The running experiment.
+        row: The row.
+        seed: The seed.
+        path: The path of the checkpoint file.
+        number: The number of this training, from 1, for the progress display.
     """
     trainings = len(_needs(session).seeds) * len(_rows(session))
     which = f"training {number} of {trainings}: {row.name}, seed {seed}"
@@ -113,9 +120,10 @@ def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on
     epoch: int,
     which: str,
 ) -> Epoch:
-    """Train for an epoch, evaluate, and return the epoch's values, in the order of `SERIES`.
+    """Train for one epoch, evaluate the model, and return the results of the epoch.
 
-    `which` names the training in the progress display.
+    The results are numbers in the order of `SERIES`, such as the top-1 error and the mean loss.
+    `which` is the name of the training in the progress display.
     """
     data = _needs(session).data
     devices = session.devices
@@ -150,7 +158,7 @@ def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
-    """Add the values of some epochs to the samples of a row in the record."""
+    """Add the results of some epochs to a row's result in the record, and write the record."""
     found = session.found(row)
     before = {} if found is None else found.samples
     samples = {name: list(before.get(name, [])) for name in SERIES}
@@ -162,10 +170,10 @@ def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: A
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Return the path of the checkpoint of a row's training with one seed.
+    """Return the path of the checkpoint file for a row's training with one seed.
 
-    The file's name contains the row, the seed, and a digest of all other settings. So a training
-    never resumes from a checkpoint that was saved with other settings.
+    The name of the file contains the row, the seed, and a digest of all other settings. So a
+    training never resumes from a checkpoint that was saved with other settings.
     """
     data = _needs(session).data
     made = session.scale.settings()["made"]
@@ -188,7 +196,7 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path` atomically.
+    """Write the state of a training to the checkpoint file `path`, which is replaced atomically.
 
     If the program is killed meanwhile, either the old or the new checkpoint exists.
     """
@@ -199,9 +207,10 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Load the checkpoint at `path`; return None if there is no checkpoint.
+    """Load the state of a training from the checkpoint file `path`, or return None without a file.
 
-    If the checkpoint is broken, raise `Error`.
+    Raises:
+        Error: The file cannot be read as a checkpoint.
     """
     try:
         return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True))
@@ -209,14 +218,16 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
         return None
     except Exception as error:
         raise Error(
-            f"{path} cannot be read as a checkpoint ({type(error).__name__}); delete it"
+            f"{path} cannot be read as a checkpoint of a training ({type(error).__name__}); "
+            "delete this file"
         ) from error
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Move the checkpoints to a folder named after the record, so that the next run starts anew.
+    """Move the checkpoint files of finished trainings away, so that the next run starts anew.
 
-    If the data is generated, delete the checkpoints instead.
+    The folder to which they are moved has the name of the record. If the data is generated, and
+    not a real data set, the files are deleted instead.
     """
     made = session.scale.settings()["made"]
     for path in paths:
@@ -244,7 +255,7 @@ def _needs(session: Session) -> AccuracyNeeds:
 
 
 class AccuracyTraining:
-    """The training of a row's model on the row's devices.
+    """The training of a row (configuration): its model on its devices, and its optimizer.
 
     All trainings of the same model with the same seed start from the same parameters.
     """
@@ -264,13 +275,18 @@ class AccuracyTraining:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
+        """Return the learning rate of the next training step."""
         row = self.row
         epoch = self.steps / self.steps_per_epoch
         return row.recipe.learning_rate(row.batch_size, epoch)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run one training step on a mini-batch; return the loss as a tensor on its device."""
+        """Run one training step on a mini-batch; return the loss as a detached tensor.
+
+        Args:
+            images: The images, of the shape (N, 3, H, W).
+            labels: The classes of the images, of the shape (N,).
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         output = self._forward(images)
@@ -283,7 +299,10 @@ class AccuracyTraining:
 
     @torch.no_grad()
     def top1_error(self, batches: Iterable[Batch]) -> float:
-        """Return the top-1 error in % over batches of images (N, 3, H, W) and classes (N,)."""
+        """Evaluate the model: return its top-1 error over all batches, in %.
+
+        A batch consists of images of the shape (N, 3, H, W) and their classes, of the shape (N,).
+        """
         wrong = total = 0
         self.model.eval()
         for images, labels in batches:
@@ -299,7 +318,7 @@ class AccuracyTraining:
         return output
 
     def state(self) -> dict[str, Any]:
-        """Return the state that is needed to resume the training."""
+        """Return the state from which `load` can resume the training."""
         gpus = [device for device in self.devices if device.type == "cuda"]
         return {
             "steps": self.steps,
@@ -310,7 +329,7 @@ class AccuracyTraining:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the training from a state, to resume it."""
+        """Resume the training from a state that the method `state` has returned."""
         self.steps = state["steps"]
         self.layers.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -7,14 +7,14 @@
 
 So outputs and gradients are real, and only the overlap of devices is computed.
 
-On a GPU, a task also takes time of the host, which issues the task: it launches the task's kernels.
-The schedule is replayed for two cases:
+For a GPU, the host has to issue each task, that is, to launch its kernels. This also takes time.
+So the schedule is replayed for two cases:
 
 - Each device has its own thread on the host, as with a process for each GPU.
 - One thread issues the tasks of all devices. It may issue them more slowly than the GPUs run them.
 
-The emulation leaves out two effects: devices of one machine slow each other down, because they
-share memory bandwidth and the GIL, and it takes time to pass a tensor to the next device.
+The emulation leaves out two effects. Devices of one machine slow each other down, because they
+share memory bandwidth and the GIL. And it takes time to pass a tensor to the next device.
 `docs/prediction.md` says how large these effects are.
 """
 
@@ -48,21 +48,23 @@ from torchgpipe.plan.predict.replay import Costs, Timeline, replay
 from torchgpipe.tensors.observe import Kind, Task
 from torchgpipe.timeline.stopwatch import Mark
 
-MOST_EXECUTED = 2  # micro-batches to run per step; all other micro-batches get the same times
-ISSUED = 3  # steps in which the host's seconds of issuing tasks are measured
+MOST_EXECUTED = 2
+"""How many micro-batches are run in a step. All other micro-batches get the same times."""
+ISSUED = 3  # how many steps are run to measure how long the host issues each task
 KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward")
-Seconds = Mapping[Task, float]  # of each task that was run
-Table = list[list[float]]  # seconds for each micro-batch and partition
+Seconds = Mapping[Task, float]
+"""The seconds of each task that was run."""
+Table = list[list[float]]  # a list for each micro-batch, with the seconds for each partition
 
 
 @dataclass(frozen=True)
 class Executed:
-    """The times of one step, in seconds, and its loss.
+    """The times, in seconds, of a training step that one device has run, and the loss.
 
     Attributes:
-        tasks: The time of each task.
+        tasks: The time of each task (a forward etc. of one micro-batch in one partition).
         loss: The time of computing the loss.
-        updates: The times of the optimizer steps of the partitions.
+        updates: The time of the optimizer step of each partition.
         work: The time of the whole step on the one device.
         value: The loss.
     """
@@ -75,20 +77,27 @@ class Executed:
 
 
 class EmulatedStep(NamedTuple):
-    """The emulated time of a step on n devices, in seconds."""
+    """An emulated training step on n devices.
 
-    seconds: float  # the time of the step; if there is a `Link`, with the times of copies
-    here: float  # the time of the step if copies take no time, as on this machine
-    work: float  # how long the whole step took on the one real device
+    Attributes:
+        seconds: The emulated time of the step. With a `Link`, it includes the times of copies.
+        here: The emulated time of the step if copies between devices take no time.
+        work: The seconds of the whole step on the one real device.
+        timeline: The emulated tasks, with their times.
+    """
+
+    seconds: float
+    here: float
+    work: float
     timeline: Timeline
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with only `most` micro-batches, which have the same sizes as before.
+    """Return the row (configuration) with only `most` micro-batches of the same sizes as before.
 
     The last micro-batch can be smaller than the others, and stays so. If no batch size splits into
-    `most` micro-batches of these sizes, the row gets a larger number of micro-batches: the smallest
-    one that works. A row that has at most `most` micro-batches does not change.
+    `most` micro-batches of these sizes, the row gets the next larger number that is possible. A row
+    that has at most `most` micro-batches does not change.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -103,7 +112,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
 
 class Emulation:
-    """An emulation of a row's training steps. `runs` has the times of step after step."""
+    """An emulation of the training of a row (configuration). `runs` has the times of each step."""
 
     def __init__(  # noqa: PLR0913 - those of `Training`, and the link
         self,
@@ -116,9 +125,9 @@ class Emulation:
     ) -> None:
         """Build the model, its optimizers and everything else that a step needs.
 
-        With a `link`, the emulated devices are like GPUs: copies take the times that the link
-        computes, and recomputation starts early. Without a link, the emulated devices are like the
-        devices of this machine, and copies take no time.
+        A `link` says how long copies between devices take. With a link, the emulated devices are
+        like GPUs: copies take this time, and a recomputation may start before its gradients arrive.
+        Without a link, they are like the devices of this machine, and copies take no time.
         """
         self.training = Training(shortened(row), devices, data, balancer, seed, emulates=row)
         self.row = replace(row, balance=self.training.row.balance)
@@ -133,7 +142,7 @@ class Emulation:
                 self.optimizers.append(make_optimizer(row, partition))
 
     def run(self) -> Executed:
-        """Run one more step, with one task at a time, and return the times of the step."""
+        """Run one more step on the one real device, a task at a time; return the measured times."""
         training = self.training
         device = training.devices[0]
         one_thread = replace(self.devices, threads=1)  # else CPU time is incomplete
@@ -170,7 +179,7 @@ class Emulation:
         return run
 
     def step(self, issue: Seconds | None = None) -> EmulatedStep:
-        """Replay a step in which each task takes its typical time.
+        """Compute the emulated step on n devices, in which each task takes its typical time.
 
         In each step that was run (`runs`), a task took a fraction of the step's time. The typical
         time of the task is the median of these fractions, multiplied by the median time of a step.
@@ -178,7 +187,7 @@ class Emulation:
         can be a partition that another program disturbed.
 
         Args:
-            issue: The seconds for which a thread of the host issues each task, if one thread issues
+            issue: For how many seconds the host issues each task, if one thread of the host issues
                 the tasks of all devices. If None, each device has a thread of its own.
         """
         work = median([run.work for run in self.runs])
@@ -196,7 +205,7 @@ class Emulation:
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
 
     def _typical(self, seconds: Iterable[float]) -> float:
-        """Return the typical time of a task, given its seconds in each run."""
+        """Return the typical seconds of a task, given its seconds in each step that was run."""
         shares = [each / run.work for each, run in zip(seconds, self.runs, strict=True)]
         return median([run.work for run in self.runs]) * median(shares)
 
@@ -208,7 +217,7 @@ class Emulation:
         return tasks
 
     def _replay_linked(self, costs: Costs, link: Link) -> Timeline:
-        """Replay a step in which the link determines how long copies between devices take."""
+        """Replay a step with the times that the link computes for copies between devices."""
         forward = sum(costs.forward[0])
         copy, skips = link.copies(self.row, forward)
         ahead = "dependency" in self.row.components
@@ -216,17 +225,16 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """Return the row's configuration, with the balance in use and the name of the link."""
+        """Return the row's configuration, including its balance and the name of the link."""
         config = self.row.config()
         if self.link is not None:
             config["link"] = self.link.title
         return config
 
     def watch(self) -> tuple[Values, Timeline]:
-        """Return values for the record, and the timeline of the replayed step.
+        """Return the utilization, the bubble and further values, and the emulated step's timeline.
 
-        The values are the utilization, the bubble, and the number of micro-batches that were run.
-        On GPUs, they also have the seconds of each task, on the GPU and on the host.
+        On GPUs, the values include the seconds of each task on the GPU, and on the host.
         """
         timeline = self.step().timeline
         values = {"executed": self.executed, **busy(timeline)}
@@ -235,7 +243,7 @@ class Emulation:
         return values, timeline
 
     def issued_by_one_thread(self) -> Values:
-        """Run steps to measure how long the host issues each task; return values for the record.
+        """Measure how long the host issues each task (launches its kernels); return these values:
 
         - `task_time`: the seconds of each task on its device
         - `issue_time`: the seconds for which the host issues each task
@@ -253,7 +261,7 @@ class Emulation:
         }
 
     def _issue_seconds(self) -> Seconds:
-        """Run a step; return for how many seconds the host issued each task.
+        """Run a step; return for how many seconds the host issued each task (launched its kernels).
 
         Before each task and between layers, the host pauses until the device is idle. Otherwise the
         host might wait because the device's queue of kernels is full, and this time would count.
@@ -273,11 +281,11 @@ class Emulation:
         return seconds
 
     def samples(self) -> Samples:
-        """Return lists of samples for the record, with one sample for each run.
+        """Return lists of samples for the record, with one sample for each step that was run.
 
-        A run's step time is the emulated step time, scaled by how long the run took: it is
-        multiplied by (work of the run) / (median work of all runs). The work is the seconds of the
-        step on the one real device.
+        There is only one emulated step time, which comes from all steps that were run. So the
+        samples are this time multiplied by w / (median of w), where w is the number of seconds that
+        a step took on the one real device.
         """
         step = self.step()
         samples: Samples = {"step_time": [], "here_time": [], "work_time": [], "loss": []}
@@ -289,7 +297,7 @@ class Emulation:
         return samples
 
     def _run_table(self, kind: Kind, seconds: Seconds) -> Table:
-        """Return the seconds of a kind of task, for each micro-batch that was run.
+        """Return the seconds of one kind of task: a list for each micro-batch that was run.
 
         A task that does not exist, such as the recomputation of a micro-batch without a checkpoint,
         takes 0 seconds.
@@ -301,10 +309,10 @@ class Emulation:
         return table
 
     def _table(self, kind: Kind, seconds: Seconds) -> Table:
-        """Return the seconds of a kind of task, for each micro-batch of the step.
+        """Return the seconds of one kind of task: a list for each micro-batch of the step.
 
-        Only the first micro-batches were run, and the last one. The tasks of other micro-batches
-        get the times of the first ones, in rotation.
+        Only the first micro-batches and the last one were run. The tasks of the others get the
+        times of the first micro-batches, in rotation.
         """
         table = self._run_table(kind, seconds)
         count = self.row.micro_batches or 1
@@ -314,7 +322,7 @@ class Emulation:
         return [*islice(cycle(full), count - 1), last]
 
     def _costs(self, seconds: Seconds, loss: float) -> Costs:
-        """Return the times of all tasks of the step, for a replay."""
+        """Return the times of all tasks of the step, with which the schedule is replayed."""
         row = self.row
         # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
         can_overlap = self.devices.kind != "cpu" or overlaps(row.micro_batches or 1, row.devices)
@@ -329,7 +337,7 @@ class Emulation:
 
 
 def memory_needed(row: Row) -> str:
-    """Return a text that says how much memory all partitions take together on one device."""
+    """Return a text for an error: how much memory all partitions of a row take on one device."""
     ran = shortened(row)
     counts = counted(ran.sized)
     config = ran.config()

@@ -1,12 +1,12 @@
 """Estimate how long a step of each row (configuration) takes, before a run starts.
 
-There are three sources. The first that applies is used:
+The estimate comes from the first of these sources that exists:
 
-1. Earlier runs of the same row on this machine. The estimate is the median of the row's steps.
-2. Earlier runs of other rows with the same model on this machine. Their time is divided by their
-   estimated cost, in units of work (`Row.work`). The result is multiplied by the cost of this row.
-3. A first timing: one step of a few samples on one device, without a pipeline. Its time is used in
-   the same way.
+1. An earlier run of the same row on this machine. The estimate is the median time of its steps.
+2. An earlier run of another row with the same model on this machine. `Row.work` estimates the cost
+   of a step of each row. The time of the other row's step is multiplied by the ratio of the costs.
+3. A first timing: a step with a few samples is timed on one device, without a pipeline. Its time is
+   multiplied by the ratio of the costs, too.
 """
 
 import time
@@ -21,16 +21,17 @@ from reproduce.records.record import Record, Result, Run, readable
 from reproduce.run.emulation import shortened
 from reproduce.run.training import Balancer, FakeData, Training
 
-MOST_SAMPLES = 8  # the largest mini-batch of the first timing
-# Settings that a run can choose itself. So they may differ between two runs of the same row.
+MOST_SAMPLES = 8
+"""The largest number of samples with which a model is timed before the run."""
 FOUND = ("balance", "link")
+"""Settings that a run can choose itself. They may differ between two runs of the same row."""
 
 
 class StepTimes:
-    """How long a step of each row probably takes on this machine.
+    """Estimates how long a step of each row (configuration) takes on this machine.
 
     Attributes:
-        sources: Where the estimates so far come from, for example the name of a run.
+        sources: Where the estimates so far come from, such as the steps of an earlier run.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class StepTimes:
         self._units: dict[Hashable, float | None] = {}  # model -> the seconds of a unit of work
 
     def guess(self, result: Result, row: Row, work: float) -> float | None:
-        """Estimate the seconds of a step; return None if nothing is known about it.
+        """Estimate how many seconds a step of a row takes; return None if nothing is known.
 
         Args:
-            result: The row's result as a record will have it: its name and its configuration.
-            row: The row.
+            result: The result that the record will have for the row, with its name and its
+                configuration. Earlier records are searched for a result of the same row.
+            row: The row (configuration).
             work: The estimated cost of a step of the row, in the unit of `Row.work`.
         """
         model = (row.model, row.input_shape)
@@ -64,7 +66,10 @@ class StepTimes:
         return None if unit is None else unit * work
 
     def _recorded(self, result: Result, row: Row) -> float | None:
-        """Return the median time of the row's steps in the newest earlier run that has the row."""
+        """Return the median seconds of a step of the row in the newest earlier run of this row.
+
+        Return None if no earlier run has the row.
+        """
         for record in self.earlier:
             for before in record.results:
                 if before.key == result.key and _is_same(before, result, row):
@@ -74,9 +79,10 @@ class StepTimes:
         return None
 
     def _timed(self, row: Row) -> float | None:
-        """Time a step of the row's model; return the seconds of a unit of work.
+        """Time a step of the row's model; return the seconds for each unit of estimated cost.
 
-        Return None if the devices hold no data, which takes no time, or if the step fails.
+        Return None if the step fails, or if the devices are of the type `meta`, which computes
+        nothing. `Row.work` estimates the cost.
         """
         if self.devices.kind == "meta":
             return None
@@ -105,7 +111,11 @@ class StepTimes:
 
 
 def _is_same(before: Result, result: Result, row: Row) -> bool:
-    """Return whether an earlier result has undisturbed steps of the same work as a row's steps."""
+    """Return whether the steps of an earlier result should take as long as those of the row.
+
+    They should if both have the same configuration, apart from settings that a run chooses itself,
+    and if no other program disturbed the earlier steps.
+    """
     if not before.samples.get("step_time") or before.disturbed:
         return False
     if before.emulated and before.values.get("executed") != (shortened(row).micro_batches or 1):
@@ -116,11 +126,11 @@ def _is_same(before: Result, result: Result, row: Row) -> bool:
 
 
 def earlier_runs(folder: Path, run: Run) -> list[Record]:
-    """Return the records in a folder of earlier runs on this machine, the newest first.
+    """Return the records of earlier runs on the same machine and devices, the newest first.
 
     Args:
-        folder: The folder of records.
-        run: A run that starts now, with the devices that it will use.
+        folder: The folder that is searched for records.
+        run: A run that starts now, with its machine and devices.
     """
     found: list[tuple[str, Record]] = []
     for record in readable(folder):
@@ -132,5 +142,5 @@ def earlier_runs(folder: Path, run: Run) -> list[Record]:
 
 
 def _place(run: Run) -> tuple[object, ...]:
-    """Return where a run takes place: its machine, and its devices."""
+    """Return on which machine, and on which and how many devices, a run takes place."""
     return run.machine, run.device, run.devices, run.threads_per_device

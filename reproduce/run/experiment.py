@@ -1,4 +1,4 @@
-"""Plan and run an experiment of any kind: on speed, on memory, on accuracy, or an ablation."""
+"""Plan and run an experiment of any kind: on speed, memory or accuracy, or an ablation."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,26 +17,26 @@ MEMORY_STEPS = 2  # an optimizer allocates its state at the end of the first ste
 
 
 class Way(NamedTuple):
-    """How one kind of experiment, such as those on speed, is planned and run."""
+    """The two functions that plan and run one kind of experiment, such as speed experiments."""
 
     plan: Callable[[Session], None]
     run: Callable[[Session], Iterator[GroupDone]]
 
 
 def plan(session: Session) -> None:
-    """Tell the progress display which steps will run, and prepare the record.
+    """Tell the progress display which steps will run, and add all rows that will run to the record.
 
-    Until a row has run, the record says that the row was interrupted. So the record stays right if
-    the run is ended.
+    At first, the record calls these rows "interrupted". So the record is right even if the program
+    is killed before it runs a row.
     """
     WAYS[session.experiment.measures].plan(session)
 
 
 def run_experiment(session: Session) -> Iterator[GroupDone]:
-    """Run every row of an experiment, even if some rows fail.
+    """Run every row (configuration) of an experiment, even if some rows fail.
 
-    When the table of a group of rows can be shown, yield the name of the group, and whether the
-    group is finished.
+    Rows that are compared with each other form a group. When a table of a group can be shown, yield
+    the name of the group, and whether the group is finished.
     """
     way = WAYS[session.experiment.measures]
     with session.devices.in_use():
@@ -44,19 +44,19 @@ def run_experiment(session: Session) -> Iterator[GroupDone]:
 
 
 def _plan_ablation(session: Session) -> None:
-    """Plan the steps that are timed, and the steps that measure memory."""
+    """Plan the steps of an ablation: those that are timed, and those that measure memory."""
     plan_speed(session)
     for row in session.scale.rows:
         plan_peak(session, row, MEMORY_STEPS, _memory_job(row))
 
 
 def _memory_job(row: Row) -> str:
-    """Return the name of the job that measures a row's memory, in the progress display."""
+    """Return the name that the progress display has for the steps that measure a row's memory."""
     return f"{row.name}, memory"
 
 
 def _run_ablation(session: Session) -> Iterator[GroupDone]:
-    """Time all rows of an ablation like those of a speed experiment, then measure their memory."""
+    """Run an ablation: time all rows as in a speed experiment, then measure their memory."""
     for _, done in run_speed(session):
         if done:
             rows = session.scale.rows
@@ -67,9 +67,10 @@ def _run_ablation(session: Session) -> Iterator[GroupDone]:
 
 
 def _add_memory(session: Session, row: Row, which: str) -> None:
-    """Measure a row's peak memory, and add it to the row's results, if the row could be timed.
+    """Measure the peak memory of a row, and add it to the row's results.
 
-    If the measurement fails, add the reason instead. `which` names the row in the progress display.
+    If the measurement fails, add the reason instead. If the row could not be timed, do not measure
+    its memory, either. `which` is the name of the row in the progress display.
     """
     timed = []
     for emulated in (False, True):

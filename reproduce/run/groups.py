@@ -1,9 +1,10 @@
 """Decide which rows of a speed experiment run, how, in which groups, and for how long.
 
 A row is a configuration of the experiment. It is measured if this machine has enough devices. It is
-emulated if it needs at most as many devices as the option `--emulate` says; so it can be both.
+emulated if it needs at most as many devices as the option `--emulate` says. A row can be both
+measured and emulated.
 
-The rows of a group are compared with each other, so their steps run alternately.
+Rows that are compared with each other form a group. Their steps run alternately.
 """
 
 import math
@@ -28,8 +29,8 @@ class PlannedTask:
     Attributes:
         row: The row.
         emulated: Whether the row is emulated. Otherwise it is measured.
-        engine: The engine that runs a measured row.
-        before: The samples from before the interruption, if an interrupted run is continued.
+        engine: What runs the partitions of a measured row in parallel, such as threads.
+        before: The samples that an interrupted run has measured, if this run continues it.
     """
 
     row: Row
@@ -38,7 +39,10 @@ class PlannedTask:
     before: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def continued(self, found: Result) -> "PlannedTask":
-        """Return a copy of the task with the samples and the balance of an earlier result."""
+        """Return a copy of this task that continues an interrupted run.
+
+        The copy has the samples and the balance of `found`, the row's result in that run.
+        """
         balance = found.config.get("balance")
         row = replace(self.row, balance=balance and tuple(balance))
         return replace(self, row=row, before=found.samples)
@@ -54,7 +58,7 @@ class PlannedTask:
 
     @property
     def watching_steps(self) -> int:
-        """Return how many steps watch how busy the devices are, after the timed steps."""
+        """Return how many steps run after the timed ones, to measure how busy the devices are."""
         return 0 if self.emulated else 1
 
     @property
@@ -68,12 +72,15 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """Return how the row is run, as keyword arguments for methods of `Session`."""
+        """Return how the row runs, as the keyword arguments `emulated` and `engine`.
+
+        Methods of `Session` take these arguments.
+        """
         return {"emulated": self.emulated, "engine": self.engine}
 
     @property
     def work(self) -> float:
-        """Return an estimate of how much a step costs, in the unit of `Row.work`."""
+        """Return the estimated cost of one step, in the unit of `Row.work`."""
         if self.emulated:
             return shortened(self.row).work()
         return self.row.work() / self.row.devices
@@ -83,8 +90,8 @@ class Group(NamedTuple):
     """A group of rows that are compared with each other, and the group's time limit in seconds.
 
     Steps of the rows run alternately, so that slow phases of the machine affect all rows equally.
-    With the option `--steps`, the limit does not end the group. But it always decides which rows
-    take too long to be measured.
+    The time limit ends the group, unless the user has chosen the number of steps with `--steps`. In
+    any case, it decides which rows take too long to be measured.
     """
 
     name: str
@@ -93,7 +100,10 @@ class Group(NamedTuple):
 
 
 def groups_of(session: Session) -> list[Group]:
-    """Return all groups of the experiment. If no row of a group can run here, it has no tasks."""
+    """Return all groups of rows of the experiment, with their time limits.
+
+    If this machine can run no row of a group, the group has no tasks.
+    """
     tasks_of: dict[str, list[PlannedTask]] = {}
     for row in session.scale.rows:
         tasks = tasks_of.setdefault(row.group, [])
@@ -108,7 +118,10 @@ def groups_of(session: Session) -> list[Group]:
 
 
 def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
-    """Return a task for each way in which a row can run here: measured or emulated."""
+    """Return the tasks of a row on this machine: one for each engine that can run it, if any.
+
+    If the row can be emulated, there is a further task for its emulation.
+    """
     tasks = []
     if row.devices <= session.devices.count:
         for engine in session.engines:
@@ -121,11 +134,15 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 
 
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
-    """Return the time limit of a group in seconds, per unit of the group's work (estimated cost).
+    """Return the seconds that a group may run for each unit of its estimated cost.
 
     The scale of the run, such as `small`, has a time limit. The groups without extra rows share
-    this time in proportion to their work. A group with extra rows gets additional time, at the same
-    rate.
+    this time in proportion to their costs. A group with extra rows gets additional time, at the
+    same rate.
+
+    Args:
+        session: The running experiment.
+        tasks_of: The tasks of each group, by the name of the group.
     """
     if not session.scale.seconds:
         return math.inf
@@ -139,24 +156,28 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
 
 def _work(tasks: list[PlannedTask]) -> float:
-    """Return, for each task that counts towards the time limit, the estimated cost of a step."""
+    """Return the estimated cost of one step of each task of a group, all together.
+
+    Only the tasks that determine the time limit of the group are included (`_counted`).
+    """
     return sum(task.work for task in _counted(tasks))
 
 
 def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
-    """Return the tasks whose estimated cost determines the time limit of their group.
+    """Return the tasks of a group whose estimated cost determines the time limit of the group.
 
-    If the group has emulated tasks, only these count. Measured tasks do not count then, because
-    they may be left out for taking too long.
+    If the group has emulated tasks, only these count. The measured tasks do not count then, because
+    the run may leave them out if they take too long.
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
 
 
 def plan_speed(session: Session) -> None:
-    """Record which rows will run, and why others will not; plan the steps in the progress display.
+    """Record which rows of a speed experiment will run, and why the others will not run.
 
-    If an interrupted run is continued, its results are kept.
+    Also tell the progress display how many steps will run. If an interrupted run is continued, its
+    results are kept.
     """
     for row in session.scale.rows:
         for engine in session.engines:
@@ -172,7 +193,7 @@ def plan_speed(session: Session) -> None:
 
 
 def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
-    """Record that a row will be measured, or why it cannot be measured."""
+    """Record that a row will be measured with an engine, or why this is not possible."""
     reason = why_not(engine, row, session.devices)
     status = "not run"
     if row.devices > session.devices.count:
@@ -187,8 +208,8 @@ def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
 def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) -> None:
     """Tell the progress display how many steps the tasks of a group will probably run.
 
-    Building the model of a task counts as one step. For a measured row, there is another step,
-    which watches how busy the devices are.
+    Building the model of a task counts as one step. A measured row has a further step, in which the
+    program measures how busy the devices are.
     """
     guesses: dict[PlannedTask, float | None] = {}
     skipped: set[PlannedTask] = set()
@@ -212,23 +233,35 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
 
 
 def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether measuring a row takes too long, if a step takes `seconds`."""
+    """Return whether measuring a row would take too much of its group's time limit.
+
+    If so, the row is only emulated. `seconds` is the time of one step of the row.
+    """
     scale = session.scale
     return seconds * (scale.least_steps + scale.warmup) > LARGEST_SHARE * group.limit
 
 
 def rounds_wanted(session: Session) -> int:
-    """Return how many undisturbed rounds a group runs if there is no time limit."""
+    """Return how many rounds without disturbance a group of rows runs if there is no time limit.
+
+    In a round, each row of the group runs one step.
+    """
     return session.steps or session.scale.steps
 
 
 def time_is_over(session: Session, group: Group, seconds: float) -> bool:
-    """Return whether a group that has run for `seconds` has used up its time limit."""
+    """Return whether a group of rows that has run for `seconds` has used up its time limit."""
     return session.steps is None and seconds > group.limit
 
 
 class SoFar(NamedTuple):
-    """The rounds that a group has run: how many, how many of them disturbed, and their seconds."""
+    """The rounds that a group of rows has run so far. In a round, each row runs one step.
+
+    Attributes:
+        rounds: The number of rounds.
+        disturbed: The number of those rounds that other programs disturbed.
+        seconds: The time that all rounds took together.
+    """
 
     rounds: int = 0
     disturbed: int = 0
@@ -236,9 +269,15 @@ class SoFar(NamedTuple):
 
 
 def further_rounds(session: Session, group: Group, seconds: float | None, so_far: SoFar) -> int:
-    """Return how many more rounds a group will probably run, if a round takes `seconds`.
+    """Estimate how many more rounds a group of rows will run. In a round, each row runs one step.
 
-    `seconds` is None if it is not known. Disturbed rounds are run again.
+    Rounds that other programs disturbed are run again.
+
+    Args:
+        session: The running experiment.
+        group: The group of rows, with its time limit.
+        seconds: The time of a round, or None if it is not known.
+        so_far: The rounds that the group has run.
     """
     wanted = max(0, rounds_wanted(session) + so_far.disturbed - so_far.rounds)
     if session.steps is not None or math.isinf(group.limit) or not seconds:
@@ -252,10 +291,10 @@ def further_rounds(session: Session, group: Group, seconds: float | None, so_far
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
     """Return the tasks of a group that still have to run when an interrupted run is continued.
 
-    - If a task has no result, or if other programs disturbed its result, the group starts again:
-      return all tasks.
+    - If a task has no result, or if other programs disturbed its result, return all tasks. The
+      group starts again.
     - If the group is finished, return no task.
-    - Otherwise, return the tasks that have timed steps already, to add more steps to them.
+    - Otherwise, return the tasks that have timed steps already. They run more steps.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:
@@ -270,14 +309,18 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 
 
 def _is_done(task: PlannedTask, found: Result) -> bool:
-    """Return whether a timed row is finished: whether its last value, the utilization, is known."""
+    """Return whether a timed row is finished.
+
+    A row is finished if its utilization has been measured, or if this has failed. The utilization
+    is measured last.
+    """
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization
     return "bubble" in found.values or "utilization_problem" in found.values
 
 
 def warmup_steps(session: Session, task: PlannedTask) -> int:
-    """Return how many steps of a task run before the first step that is timed."""
+    """Return how many warm-up steps of a task run before the first step that is timed."""
     if task.emulated:
         return session.scale.warmup
     # The publication does not time the first epochs of the row either.

@@ -1,7 +1,7 @@
-"""Count the bytes of all live tensors, for devices whose allocator does not count them.
+"""Count the bytes of all tensors that are in memory, for devices whose allocator counts no bytes.
 
 The storage of a tensor is counted from the time when an operator returns the tensor until the
-storage is freed. Operators of all threads are counted.
+storage is freed. The operators of all threads are observed.
 """
 
 import threading
@@ -16,26 +16,35 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class LiveBytes:
-    """A counter of the bytes of live tensors on each (emulated) device, now and at the peak.
+    """Counts the bytes of tensors that are in memory on each device, now and at the peak.
 
-    A storage counts once, with all its bytes, from the time when it is first seen until it is
-    freed. It belongs to a device as follows:
+    The devices may be emulated on a single device. A tensor's storage counts once, with all its
+    bytes, from the time when it is first seen until it is freed. It counts on this device:
 
-    - A storage that is passed to `add` belongs to the device that is passed with it.
-    - A storage that a task of the pipeline makes belongs to the device of the task.
-    - Other storages, such as those of an optimizer's state, are made by operators outside of tasks.
-      Each belongs to the device of the operator's first argument that has a known storage.
+    - If the tensor was passed to `add`, this is the device that was passed with it.
+    - If a task of the pipeline made the tensor, this is the device of the task.
+    - If another operator made the tensor, such as an optimizer's, this is the device of the
+      operator's first argument whose storage is counted already.
+
+    Attributes:
+        live: The bytes that are in memory now, on each device.
+        peak: The most bytes that were in memory at any time, on each device.
+        inner: In each thread, `inner.device` is the device of the innermost `LiveBytesMode`.
     """
 
     def __init__(self, devices: int) -> None:
         self.live = [0] * devices
         self.peak = [0] * devices
-        self._known: dict[int, tuple[int, int]] = {}  # id of a storage -> its device, its bytes
+        # The device and the bytes of each storage, by its id.
+        self._known: dict[int, tuple[int, int]] = {}
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
-        self.inner = threading.local()  # `.device`: the device of this thread's innermost mode
+        self.inner = threading.local()
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device of the first tensor that has a known storage, or the first device."""
+        """Return the device on which the first of some tensors counts.
+
+        Skip tensors that are not counted. If none is counted, return 0, the first device.
+        """
         for tensor in tensors:
             key = id(tensor.untyped_storage())
             found = self._known.get(key)
@@ -45,9 +54,9 @@ class LiveBytes:
         return 0
 
     def add(self, tensors: Iterable[Tensor], device: int) -> None:
-        """Count tensors on a device, unless their storage is already known.
+        """Count the storages of tensors on a device from now on, unless they are counted already.
 
-        If a known storage has grown, update its size.
+        If a storage that is counted already has grown, update its size.
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -71,7 +80,7 @@ class LiveBytes:
 
 
 class LiveBytesMode(TorchDispatchMode):
-    """A mode that adds the results of this thread's operators to a `LiveBytes` counter.
+    """A dispatch mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
     A result counts on `device` or, if `device` is None, on the device of the operator's arguments.
     If such a mode is active within another one, only the device of the inner mode is used.

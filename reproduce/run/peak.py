@@ -1,9 +1,9 @@
-"""Run a memory experiment: count the published models' parameters, and measure each row's peak.
+"""Run a memory experiment: count the models' parameters, and measure the peak memory of each row.
 
-On GPUs, PyTorch's caching allocator counts allocated and reserved bytes. In two cases, `LiveBytes`
-counts the bytes of live tensors instead:
+A row is a configuration of the experiment. On GPUs, PyTorch's caching allocator counts allocated
+and reserved bytes. In two cases, `LiveBytes` counts the bytes of all tensors in memory instead:
 
-- on a CPU, where PyTorch's allocator does not count bytes;
+- on a CPU, where PyTorch's allocator counts no bytes;
 - if one GPU takes the place of several devices, because the allocator cannot tell them apart.
 """
 
@@ -24,8 +24,10 @@ from reproduce.run.training import FakeData, Training
 from torchgpipe.trace.parts import tensors_in
 
 FLOAT_BYTES = 4
-COUNTING = 1.5  # a step whose bytes are counted takes about this number of times longer
-Peak = dict[str, list[int]]  # name of the count -> peak bytes on each of the training's devices
+COUNTING = 1.5
+"""By what factor a step takes longer if its bytes are counted, roughly."""
+Peak = dict[str, list[int]]
+"""The peak bytes on each device of the training, by the kind of bytes, such as allocated."""
 
 
 def _do_nothing(step: int) -> None:
@@ -39,18 +41,19 @@ def measure_peak(
     steps: int,
     before: Callable[[int], None] = _do_nothing,
 ) -> Peak:
-    """Run training steps, and return the peak memory of each device.
+    """Run training steps, and return the peak memory of each device in bytes.
 
-    The key `peak_allocated` has the most bytes that tensors took. If each device is a GPU of its
-    own, the key `peak_reserved` has the most bytes that the caching allocator reserved. There
-    should be no other tensors on the devices, because they would be counted, too.
+    In the result, the key `peak_allocated` has the most bytes that tensors took at any time. If
+    each device is a GPU of its own, the key `peak_reserved` has the most bytes that the caching
+    allocator reserved. There should be no other tensors on the devices, because they would be
+    counted, too.
 
     Args:
         training: The training to run.
         devices: The devices of this machine.
         steps: The number of steps. It should be at least two, because an optimizer allocates its
             state at the end of the first step.
-        before: A function that is called with the number of a step before the step.
+        before: A function that is called before each step, with the number of the step.
     """
 
     def run() -> None:
@@ -98,7 +101,7 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Record which rows will run, and tell the progress display how many steps they have."""
+    """Record which rows (configurations) will run, and tell the progress display their steps."""
     scale = session.scale
     for row in scale.rows:
         session.plan(row)
@@ -106,19 +109,19 @@ def plan_memory(session: Session) -> None:
 
 
 def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
-    """Tell the progress display about the steps that measure a row's memory.
+    """Tell the progress display how many steps measure the memory of a row (configuration).
 
-    Building the model counts as one step.
+    Building the model counts as one step. `job` is the name of the row in the progress display.
     """
     work = COUNTING * row.work() / min(row.devices, session.devices.count)
     session.progress.plan(session.job(job), 1 + steps, session.guess(row, work))
 
 
 def run_memory(session: Session) -> Iterator[GroupDone]:
-    """Record model sizes and memory peaks of every row, even if some rows fail.
+    """Record the model size and the peak memory of every row, even if some rows fail.
 
-    All rows are in one group, whose name is "". At the end, yield this name, and True, which means
-    that the group is finished.
+    At the end, yield ("", True): the name of the only group of rows, and that this group is
+    finished.
     """
     experiment = session.experiment
     # On `meta`, rows with models of the published sizes run anyway.
@@ -152,21 +155,21 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
 def measure_memory(
     session: Session, row: Row, steps: int, job: str, which: str
 ) -> tuple[Row, dict[str, Json]]:
-    """Run a row to measure its memory.
+    """Train a row (configuration) for some steps, and measure its memory.
 
     If this machine has too few devices, one of them takes the place of several. This does not
     matter here, because nothing is timed.
 
     Args:
-        session: The session.
+        session: The running experiment.
         row: The row.
         steps: The number of steps to run.
-        job: The name of the job in the progress display.
-        which: The text that names the row there.
+        job: The name of the row's steps in the progress display.
+        which: A text for the progress display that says which row runs.
 
     Returns:
-        The row with the balance in use, and values for the record: the size of the model and the
-        peak memory.
+        The row with the balance that it got, and values for the record: the size of the model and
+        the peak memory.
     """
     session.free()
     session.start(f"building, {which}", session.job(job), typical=False)
@@ -182,7 +185,10 @@ def measure_memory(
 
 
 def model_values(row: Row) -> dict[str, Json]:
-    """Count the model's parameters, and the bytes of parameters, gradients and optimizer state."""
+    """Return the number of a model's parameters, and the bytes that the model takes in training.
+
+    The bytes are those of the parameters, their gradients and the optimizer's state.
+    """
     with torch.device("meta"):
         layers = row.sized.layers()
     parameters = sum(parameter.numel() for parameter in layers.parameters())

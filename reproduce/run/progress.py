@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, and a line every few seconds elsewhere."""
+"""Show the progress of a run: by a bar on a terminal, and by a line every few seconds elsewhere."""
 
 import shutil
 import sys
@@ -11,24 +11,26 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 5.0  # the fewest seconds between two lines if there is no terminal
-ECHO = 3  # columns of a line that stay free: on Ctrl-C, the terminal writes ^C there
+SECONDS_BETWEEN_LINES = 5.0
+"""The fewest seconds between two lines if the output is not a terminal."""
+ECHO = 3
+"""The number of columns that stay free, because the terminal writes ^C there on Ctrl-C."""
 
-# By default, tqdm starts a monitor thread and creates a multiprocessing lock, which can start a
-# process. Both disturb timings.
+# By default, tqdm starts a monitor thread. It also creates a multiprocessing lock, which can start
+# a process. Switch both off, because they would disturb timings.
 tqdm.monitor_interval = 0
 tqdm.set_lock(threading.RLock())
 
 
 @dataclass
 class Job:
-    """The steps of one row.
+    """The steps of one row (configuration) in the progress display.
 
     Attributes:
         left: The number of steps that have not run yet.
-        guess: The estimated seconds of a step; None if nothing is known.
-        group: The name of the group of rows, or "".
-        seconds: The time of each typical step that has run.
+        guess: The estimated seconds of a step, or None if nothing is known.
+        group: The name of the group to which the row belongs, or "".
+        seconds: The seconds of each step that has run, if its time is typical for later steps.
     """
 
     left: int
@@ -40,9 +42,9 @@ class Job:
 class Progress:
     """A display of the time that is left, and of the step that runs now.
 
-    The time that is left is estimated. A further step of a row is expected to take the median time
-    of the row's steps so far. If no step of a row has run yet, a guess is used. The guess is
-    multiplied by a correction: the ratio of the real to the guessed times of other rows.
+    The time that is left is an estimate. A further step of a row (configuration) is expected to
+    take the median time of the row's steps so far. If no step of the row has run yet, a guess is
+    used, which is corrected: it is multiplied by (real time / guessed time) of the other rows.
     """
 
     def __init__(
@@ -62,17 +64,20 @@ class Progress:
         Args:
             job: The name of the job.
             steps: The number of steps.
-            guess: The estimated seconds of a step; None if nothing is known.
-            group: The name of the job's group, if any.
+            guess: The estimated seconds of a step, or None if nothing is known.
+            group: The name of the group of rows to which the job belongs, or "".
         """
         self.jobs[job] = Job(steps, guess, group)
 
     def expect(self, job: str, steps: int) -> None:
-        """Correct the number of further steps of a job."""
+        """Set how many further steps of a job (the steps of a row) are expected."""
         self.jobs[job].left = steps
 
     def finish(self, name: str, steps: int | None = None) -> None:
-        """Lower the number of expected steps of a job or a group by `steps`, by default to zero."""
+        """Note that a job, or each job of a group, will not run all of its planned steps.
+
+        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        """
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
                 planned.left = 0 if steps is None else max(0, planned.left - steps)
@@ -80,7 +85,11 @@ class Progress:
     def start(self, job: str, text: str, *, typical: bool = True) -> None:
         """Note that a step of a job starts now. The step ends when the next step starts.
 
-        If it is not `typical`, its time does not tell how long further steps take.
+        Args:
+            job: The name of the job (the steps of a row).
+            text: What the display says about the step.
+            typical: Whether further steps will take about as long as this one. Building a model,
+                for example, is not typical.
         """
         self.stop()
         self.current = (job, self.clock(), typical)
@@ -99,7 +108,10 @@ class Progress:
                 job.seconds.append(self.clock() - started)
 
     def seconds_left(self) -> float | None:
-        """Estimate how many seconds all further steps take; None if this is not known of a step."""
+        """Estimate how many seconds all further steps take together.
+
+        Return None if nothing is known about one of them.
+        """
         total = 0.0
         for name, job in self.jobs.items():
             if job.left:
@@ -110,9 +122,9 @@ class Progress:
         return total
 
     def step_seconds(self, jobs: Iterable[str]) -> float | None:
-        """Estimate how many seconds a step of each of the jobs takes, all together.
+        """Estimate how many seconds it takes to run one step of each of the given jobs.
 
-        The result is None if nothing is known of one of the jobs.
+        Return None if nothing is known about one of the jobs.
         """
         total = 0.0
         for name in jobs:
@@ -126,7 +138,10 @@ class Progress:
         return total
 
     def _correction(self) -> float:
-        """Return the ratio of real to guessed times, over the rows with steps that have run."""
+        """Return (real time / guessed time) of a step, over all rows that have run a step.
+
+        The guesses for the other rows are multiplied by this ratio.
+        """
         guessed = took = 0.0
         for job in self.jobs.values():
             if job.seconds and job.guess is not None:
@@ -135,11 +150,18 @@ class Progress:
         return took / guessed if guessed else 1.0
 
     def show_later(self) -> None:
-        """Write no line in the first seconds. So work that takes only seconds writes none."""
+        """Write no line in the next few seconds.
+
+        So work that takes only a few seconds writes no line at all.
+        """
         self.shown_at = self.clock()
 
     def show(self, text: str) -> None:
-        """Replace the status line on a terminal. Elsewhere, write a line every few seconds."""
+        """Show a text about the step that runs now, with an estimate of the time that is left.
+
+        On a terminal, the text replaces the one before. Elsewhere, a line is written at most every
+        few seconds.
+        """
         if self.began_at is None:
             self.began_at = self.clock()
         if self.jobs:
@@ -153,7 +175,10 @@ class Progress:
             self.shown_at = self.clock()
 
     def _draw(self, text: str) -> None:
-        """Draw the bar. Its length is the fraction of the expected time that has passed."""
+        """Draw the progress bar with a text beside it.
+
+        The length of the bar shows which share of the expected time has passed.
+        """
         columns = shutil.get_terminal_size().columns - ECHO
         if self.bar is None:
             form = f"|{{bar:{columns // 9}}}| {{desc}}" if self.jobs else "{desc}"
@@ -163,7 +188,7 @@ class Progress:
         self.bar.set_description_str(text[:columns])
 
     def _share(self) -> float:
-        """Return the fraction of the expected time that has passed, from 0 to 1."""
+        """Return the share of the expected total time that has passed, from 0 to 1."""
         seconds = self.seconds_left()
         if seconds is None or self.began_at is None:
             return 0.0
@@ -171,12 +196,12 @@ class Progress:
         return over / (over + seconds) if over else 0.0
 
     def say(self, text: str) -> None:
-        """Write a line that is not overwritten by the progress bar."""
+        """Write a line of text that stays: the progress bar does not overwrite it."""
         self.clear()
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Remove the bar, and what the terminal has written on the same line, such as ^C."""
+        """Remove the progress bar, and what the terminal has written on its line, such as ^C."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -190,7 +215,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Format a time in the unit that suits it, such as 45 s, 12 min or 3 h."""
+    """Format a duration in seconds, minutes or hours, such as 45 s, 12 min or 3 h."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

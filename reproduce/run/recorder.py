@@ -1,4 +1,7 @@
-"""Write the record during a run. So it has every finished row, even if the run is interrupted."""
+"""Write the record (the file of results) of a run while the run goes on.
+
+So the record has the results of all finished rows, even if the run is interrupted.
+"""
 
 import os
 from collections.abc import Sequence
@@ -18,19 +21,19 @@ from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
 from reproduce.records.record import TIME, Key, Record, Result, Run, readable, save
 
-# The fields of `Run` that must be equal when a run is resumed.
+# A run can only be resumed if these fields of `Run` are still the same.
 COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "git", "settings")
 
 
 class Recorder:
-    """The record of a run, and the file of this record.
+    """The record of a run that goes on, and the file of this record.
 
     Attributes:
-        path: The file of the record.
+        path: The path of the file.
         empty: The record without results.
-        results: What the record says about each row, in the order of the record.
+        results: The result of each row (configuration), in the order of the record.
         waiting: The keys of the rows that will run, and have no result yet. The record already
-            calls them interrupted. So it is right even if the run is killed before they run.
+            calls these rows interrupted, so that it is right even if the run is killed.
     """
 
     def __init__(self, path: Path, record: Record) -> None:
@@ -46,17 +49,20 @@ class Recorder:
         return replace(self.empty, results=results)
 
     def plan(self, row: Result) -> None:
-        """Add a row that will run. If the row has a result already, the result is dropped."""
+        """Add a row that will run to the record. If the row already has a result, drop the result.
+
+        Until the row has run, the record calls it interrupted.
+        """
         self.results[row.key] = replace(row, status="interrupted")
         self.waiting.add(row.key)
 
     def put(self, result: Result) -> None:
-        """Add a result, or replace the result of the same row."""
+        """Add the result of a row to the record. It replaces an earlier result of the same row."""
         self.results[result.key] = result
         self.waiting.discard(result.key)
 
     def found(self, key: Key) -> Result | None:
-        """Return the result of a row, or None if the row has no result yet."""
+        """Return the result of the row with this key, or None if the row has no result yet."""
         return None if key in self.waiting else self.results.get(key)
 
     def save(self) -> None:
@@ -64,19 +70,22 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Set the state and the end time of the run, without writing the file."""
+        """Note in the record that the run ends now, and how. The file is not written."""
         self.empty = closed(self.empty, state)
 
 
 def closed(record: Record, state: Literal["finished", "interrupted"]) -> Record:
-    """Return the record of a run that ends now, with the end time and the state of the GPUs."""
+    """Return a copy of the record of a run that ends now.
+
+    The copy has the state of the run, the end time, and the clock rates of the GPUs.
+    """
     assert record.run is not None
     run = replace(record.run, state=state, ended=now(), gpus_at_end=gpu_states())
     return replace(record, run=run)
 
 
 def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Recorder:
-    """Return a recorder for a new run, whose file has an unused name.
+    """Return a recorder for a new run. It writes a file with a name that no other file has.
 
     Args:
         out: The folder of the file.
@@ -95,7 +104,13 @@ def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Record
 
 
 def resumed(out: Path, run: Run) -> Recorder:
-    """Return a recorder that continues the newest interrupted run of this command in `out`.
+    """Return a recorder that continues an interrupted run of the same command.
+
+    If there are several interrupted runs, this is the newest of them.
+
+    Args:
+        out: The folder that is searched for the records of runs.
+        run: The new run, which continues the interrupted one.
 
     Raises:
         Error: There is no interrupted run of this command, or it differs from the new run in one of
@@ -103,14 +118,16 @@ def resumed(out: Path, run: Run) -> Recorder:
     """
     found = _broken_off(out, run)
     if not found:
-        raise Error(f"--resume: no run of this command in {out} was interrupted; omit --resume")
+        raise Error(
+            f"--resume: the folder {out} has no interrupted run of this command; omit --resume"
+        )
     record, before = max(found, key=lambda each: each[1].started)
     differences = [
         name for name in COMPARED if not _same(getattr(before, name), getattr(run, name))
     ]
     if differences:
         raise Error(
-            f"--resume: {record.name} cannot go on, because it ran with other "
+            f"--resume: the run {record.name} cannot go on, because it ran with other "
             f"{', '.join(differences)}; start anew, without --resume"
         )
     again = replace(before, state="running", ended=None, command=run.command)
@@ -124,10 +141,14 @@ def resumed(out: Path, run: Run) -> Recorder:
 
 
 def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
-    """Return the records in `out` of interrupted runs of this command. With each record is its run.
+    """Return the records of interrupted runs of the same command, as pairs of record and run.
 
     The record of a run that was killed still has the state "running". So such a record counts as
     interrupted, too, unless another process runs this command now.
+
+    Args:
+        out: The folder that is searched for records.
+        run: The new run, which has the command.
     """
     states = {"interrupted"}
     words = _without_resume(run.command)
@@ -154,7 +175,7 @@ def _same(one: Json, other: Json) -> bool:
 def new_run(
     devices: Devices, seed: int, command: Sequence[str], settings: dict[str, Json] | None = None
 ) -> Run:
-    """Return a description of a run that starts now on this machine."""
+    """Return a description of a run that starts now: its command, machine, devices and versions."""
     return Run(
         state="running",
         command=list(command),
@@ -174,7 +195,10 @@ def new_run(
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create `folder` if it does not exist; raise `Error` if no file can be written into it."""
+    """Create `folder` if it does not exist; raise `Error` if no file can be written into it.
+
+    `option` is the command-line option that names the folder, for the error message.
+    """
     trial = folder / f".trial.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,5 +210,5 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
 
 
 def now() -> str:
-    """Return the current time in UTC, such as 2020-04-21T10:02:05Z."""
+    """Return the current time in UTC as a text, such as 2020-04-21T10:02:05Z."""
     return datetime.now(timezone.utc).strftime(TIME)

@@ -1,6 +1,7 @@
-"""Record in which round each step ran, and which rounds other programs disturbed.
+"""Note in which round each training step ran, and which rounds other programs disturbed.
 
-In a round, every row of a group runs one step.
+Rows (configurations) that are compared with each other form a group. In a round, every row of a
+group runs one step.
 """
 
 import math
@@ -15,22 +16,29 @@ Steps = MeasuredSteps | Emulation
 
 
 class Rounds:
-    """The rounds of a group of rows: which steps ran, and how busy other programs were."""
+    """The rounds of a group of rows. In a round, every row of the group runs one step.
+
+    Attributes:
+        of_steps: The number of the round in which each step of a row ran.
+        shares: How much of the machine other programs used in each round, by its number.
+        left_out: How many rounds were removed because other programs disturbed them.
+    """
 
     def __init__(self) -> None:
-        self.of_steps: dict[PlannedTask, list[int]] = {}  # the round of each step of a row
-        self.shares: dict[int, Shares] = {}  # how much other programs used in each round
-        self.left_out = 0  # how many disturbed rounds were removed
+        self.of_steps: dict[PlannedTask, list[int]] = {}
+        self.shares: dict[int, Shares] = {}
+        self.left_out = 0
 
     def end(self, number: int, shares: Shares, running: Mapping[PlannedTask, Steps]) -> None:
-        """Note which steps ran in a round, and how much other programs used the machine.
+        """Note which steps ran in a round that has ended, and how busy other programs were.
 
-        The first rounds can be too short to measure how much other programs used. They get the
-        shares of the next round whose shares are known. A round in which no step ran is ignored.
+        The first rounds can be too short to measure how busy other programs were. These rounds get
+        the shares of the next round whose shares are known. A round without steps is ignored.
 
         Args:
             number: The number of the round.
-            shares: Which shares of the machine other programs used; empty if not known.
+            shares: Which shares of the machine other programs used, by the kind of share, such as
+                "others" (the share of the CPU cores). If they are not known, it is empty.
             running: The rows and their steps so far, including the steps of this round.
         """
         for task, steps in running.items():
@@ -44,11 +52,11 @@ class Rounds:
                 self.shares[earlier] = shares
 
     def undisturbed(self) -> set[int]:
-        """Return the numbers of the rounds in which other programs used little of the machine."""
+        """Return the numbers of the rounds that other programs did not disturb."""
         return {number for number, shares in self.shares.items() if not too_busy(shares)}
 
     def keep_only(self, kept: set[int], running: Mapping[PlannedTask, Steps]) -> None:
-        """Remove all rounds that are not in `kept`, and their steps. Count the removed rounds."""
+        """Remove all rounds whose numbers are not in `kept`, and the steps that ran in them."""
         for task, steps in running.items():
             _remove_steps(steps, self.of_steps[task], kept)
         for number in list(self.shares):
@@ -57,11 +65,15 @@ class Rounds:
                 self.left_out += 1
 
     def samples(self, task: PlannedTask, steps: Steps, *, numbered: bool) -> Samples:
-        """Return the samples of a row for the record: its times, its losses, and more.
+        """Return the samples of a row for the record: the times and losses of its steps, and more.
 
-        If an interrupted run is continued, the samples of that run come first. If `numbered` is
-        true, the samples include the number of each step's round. If a loss is NaN or infinite, the
-        losses are left out, because JSON has no such numbers.
+        If an interrupted run is continued, the samples of that run come first. If a loss is NaN or
+        infinite, the losses are left out, because JSON has no such numbers.
+
+        Args:
+            task: The row, and how it runs.
+            steps: The steps of the row that have run.
+            numbered: Whether the samples include the number of the round in which each step ran.
         """
         samples = steps.samples()
         if numbered:
@@ -75,7 +87,7 @@ class Rounds:
         return samples
 
     def _shares_of_steps(self, task: PlannedTask) -> Samples:
-        """Return, for each step of a row, what share of the machine other programs used.
+        """Return which share of the machine other programs used during each step of a row.
 
         The keys are the kinds of shares, such as "others" (the share of the CPU cores). A kind that
         is not known for every round is left out.
@@ -89,7 +101,13 @@ class Rounds:
 
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
-    """Remove the steps of a row whose round is not in `kept`. `numbers` has each step's round."""
+    """Remove the steps of a row that ran in other rounds than those in `kept`.
+
+    Args:
+        steps: The steps of the row. They are changed.
+        numbers: The number of the round in which each step ran. The list is changed, too.
+        kept: The numbers of the rounds to keep.
+    """
     last_first = reversed(range(len(numbers)))  # so that a removal does not move later items
     for i in last_first:
         if numbers[i] not in kept:
@@ -98,9 +116,9 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append samples, such as step times, to those of an earlier run.
+    """Append the samples of this run, such as step times, to those of an interrupted run.
 
-    A name of samples that one of the runs lacks is left out.
+    If one of the runs lacks some samples, they are left out.
     """
     together: Samples = {}
     for name, values in samples.items():

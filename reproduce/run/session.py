@@ -1,4 +1,4 @@
-"""Define `Session`, which has all that a running experiment of any kind needs."""
+"""Define `Session`: a running experiment, with the options and helpers that it needs."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -70,31 +70,46 @@ GroupDone = tuple[str, bool]  # a group's name, and whether the whole group is f
 class Session:
     """An experiment that is running, with all options and helpers of the run.
 
-    For every row of the experiment, a result is added to `recorder`, also if the row fails.
+    For every row (configuration) of the experiment, a result is added to `recorder`, even if the
+    row fails.
+
+    Attributes:
+        progress: The display that shows each step.
+        times: Estimates how long steps take.
+        steps: How many steps of each row are timed, or None for the number of the scale.
+        emulate: Rows that need at most this number of devices are emulated.
+        hardware: The hardware that determines how long copies between emulated devices take.
+        engines: A row is measured with each of these engines, which run its partitions in parallel.
+        rounds: The number of rounds so far. In a round, each row of a group runs a step.
+        check: A function that is called before each step. It raises an error to stop the run.
+        trace: A function that is called with the name of an experiment, the name of a row, and the
+            timeline of a step.
+        accuracy: The data and the seeds of an accuracy experiment.
+        links: The links between emulated devices, by the name of their hardware.
+        load: Measures how busy other programs are.
     """
 
     experiment: Experiment
     scale: Scale
     devices: Devices
     recorder: Recorder
-    progress: Progress  # shows each step
+    progress: Progress
     balancer: Balancer
-    times: StepTimes  # estimates how long steps take
+    times: StepTimes
     seed: int
-    steps: int | None = None  # the number of steps of each row to time; None for the scale's number
-    emulate: int = MOST_DEVICES  # rows that need at most this number of devices are emulated
-    hardware: Hardware | None = None  # determines the times of copies between emulated devices
-    engines: Sequence[Engine] = ("threads",)  # a row is measured with each of these engines
-    rounds: int = 0  # the number of rounds so far; in a round, each row of a group runs a step
-    check: Callable[[], None] = lambda: None  # called before each step; raises an error to stop
-    # called with the name of an experiment, the name of a row, and the timeline of a step
+    steps: int | None = None
+    emulate: int = MOST_DEVICES
+    hardware: Hardware | None = None
+    engines: Sequence[Engine] = ("threads",)
+    rounds: int = 0
+    check: Callable[[], None] = lambda: None
     trace: Callable[[str, str, Timeline], None] | None = None
-    accuracy: AccuracyNeeds | None = None  # the data and the seeds of an accuracy experiment
-    links: dict[str, Link] = field(default_factory=dict)  # links, by the name of their hardware
-    load: Load = field(default_factory=Load)  # measures how busy other programs are
+    accuracy: AccuracyNeeds | None = None
+    links: dict[str, Link] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
 
     def link(self, row: Row) -> Link | None:
-        """Return the link that determines how long copies take in an emulation of the row.
+        """Return the link that says how long copies between devices take when `row` is emulated.
 
         The link is made from the first of these hardware descriptions that exists:
 
@@ -102,7 +117,7 @@ class Session:
         2. the description of GPUs like those of this machine;
         3. the description that the row names.
 
-        If none exists, or if the row needs only one device, return None: copies take no time.
+        If none exists, or if the row needs only one device, return None. Then copies take no time.
         """
         own = own_links(self.devices)
         name = self.hardware.name if self.hardware is not None else own or row.link
@@ -120,32 +135,46 @@ class Session:
         return self.links[name]
 
     def job(self, name: object) -> str:
-        """Return the name that a row or group of this experiment has in the progress display."""
+        """Return the name of a row or group in the progress display.
+
+        This is the name of the experiment, followed by `name`.
+        """
         return f"{self.experiment.name} {name}"
 
     def guess(self, row: Row, work: float, **how: Any) -> float | None:
-        """Estimate the seconds of a step of the row; return None if nothing is known.
+        """Estimate how many seconds a step of the row takes; return None if nothing is known.
 
-        `work` is the estimated cost of the step, in the unit of `Row.work`. `how` says whether the
-        row will be emulated, and which engine will run it.
+        Args:
+            row: The row (configuration).
+            work: The estimated cost of the step, in the unit of `Row.work`.
+            how: Fields of `Result` that say how the row will run: `emulated` and `engine`.
         """
         return self.times.guess(self.result(row, **how), row, work)
 
     def start(self, text: str, job: str = "", *, typical: bool = True) -> None:
-        """Show a text about what starts now. If `job` is given, this is a step of the job.
+        """Tell the progress display what starts now.
 
-        If it is not `typical`, such as building a model, its time does not tell how long further
-        steps of the job take.
+        Args:
+            text: What the display says.
+            job: The name of the job (the steps of a row), if what starts is one of its steps.
+            typical: Whether further steps of the job will take about as long. Building a model, for
+                example, is not typical.
         """
         self.check()
         self.progress.start(job, text, typical=typical)
 
     def finish(self, name: object, steps: int | None = None) -> None:
-        """Lower the number of expected steps of a row or group by `steps`, by default to zero."""
+        """Tell the progress display that a row or group will not run all of its planned steps.
+
+        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        """
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Return a result of `row`. By default, it is one measured with the engine `threads`."""
+        """Make a `Result` for `row`. `fields` are the values of further fields.
+
+        Without further fields, it is the result of a row that was measured with `threads`.
+        """
         found = Result(
             experiment=self.experiment.name,
             row=row.name,
@@ -159,34 +188,40 @@ class Session:
         return replace(found, **fields)
 
     def put(self, row: Row, **fields: Any) -> None:
-        """Add a result of the row, with the given fields, to the record, and write the file."""
+        """Add a result of the row to the record, and write the record to its file.
+
+        `fields` are fields of `Result`, such as `samples`.
+        """
         self.recorder.put(self.result(row, **fields))
         self.recorder.save()
 
     def plan(self, row: Row, **how: Any) -> None:
-        """Add a row that will run to the record, without writing the file.
+        """Add a row that will run to the record, without writing the record to its file.
 
-        `how` says whether the row will be emulated, and which engine will run it. If the row has a
-        result already, the result is dropped.
+        `how` says how the row will run, by the fields `emulated` and `engine` of `Result`. If the
+        row has a result already, the result is dropped.
         """
         self.recorder.plan(self.result(row, **how))
 
     def found(self, row: Row, **how: Any) -> Result | None:
         """Return the row's result in the record, or None if the row has no result yet.
 
-        `how` says whether the result is emulated, and which engine ran the row.
+        `how` says how the row ran, by the fields `emulated` and `engine` of `Result`.
         """
         return self.recorder.found(self.result(row, **how).key)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
-        """Add values to the row's result in the record, and write the record to its file."""
+        """Add values to the row's result in the record, and write the record to its file.
+
+        `how` says how the row ran, by the fields `emulated` and `engine` of `Result`.
+        """
         result = self.recorder.results[self.result(row, **how).key]
         together = {**result.values, **values}
         self.recorder.put(replace(result, values=together))
         self.recorder.save()
 
     def tell_others(self) -> None:
-        """Tell the user which other runs are active on this machine. Each run is mentioned once."""
+        """Tell the user which other runs of this program use this machine. Name each run once."""
         told = self.load.told
         for pid, command in other_runs().items():
             if command not in told:  # all processes of a run have the same command
@@ -197,7 +232,7 @@ class Session:
             told.add(command)
 
     def free(self) -> None:
-        """Free the memory of objects that are no longer used."""
+        """Free the memory of objects that nothing uses any more, and the caches of the GPUs."""
         gc.collect()
         if self.devices.kind == "cuda":
             torch.accelerator.empty_cache()

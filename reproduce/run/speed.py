@@ -5,8 +5,8 @@ affect all rows. The record has the time of every step, because rows are compare
 Devices are synchronized before and after a measured step.
 
 A round is *disturbed* if other programs use too much of the machine (`reproduce.machine.load`). As
-long as there is time, further rounds are run in place of disturbed rounds. If the time is over
-first, the record keeps the disturbed rounds, and all tables mark their rows.
+long as there is time, further rounds are run in place of disturbed rounds. If the time runs out,
+the record keeps the disturbed rounds, and all tables mark their rows.
 """
 
 from collections.abc import Generator, Iterator
@@ -42,22 +42,22 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# Disturbed rounds are run again, so there can be more rounds than were asked for. The number of all
-# rounds is at most this multiple of the number of rounds asked for.
+# Rounds that other programs disturb are run again. But all rounds together are at most this
+# multiple of the number of rounds that are wanted.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
 
 
 def run_speed(session: Session) -> Iterator[GroupDone]:
-    """Run the groups of rows one after another.
+    """Run the groups of rows (configurations) one after another.
 
     At the end of a group, yield its name and True. If the first round of a group takes long, also
     yield the name and False after this round. Rows that ran out of memory run again at the end of
     their group, one at a time.
 
     If an interrupted run is continued, finished groups are kept. The group that was interrupted
-    continues with the same balances. But it starts again if a row of it has no result, or has a
+    continues with the same balances. But it starts again if one of its rows has no result, or a
     result that other programs disturbed.
     """
     session.rounds = _next_round(session)
@@ -70,7 +70,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
 
 
 def _next_round(session: Session) -> int:
-    """Return the number of the next round, which is one more than the last one in the record."""
+    """Return the number of the next round: one more than the highest number in the record."""
     last = -1
     for result in session.recorder.results.values():
         numbers = result.samples.get("round", ())
@@ -79,7 +79,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run rows alternately. Then run the rows that ran out of memory again, one at a time."""
+    """Run the rows of a group alternately. Then rerun those that ran out of memory, each alone."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:
@@ -93,7 +93,7 @@ def _run_in_turn(
     """Run rows alternately, then measure their utilization. Return the rows that ran out of memory.
 
     Set `paired` to false if a row runs alone. Then the record does not number the row's rounds,
-    because no other row ran in them. At the end, no tensors stay alive.
+    because no other row ran in them. At the end, the memory of all tensors has been freed.
     """
     started = monotonic()
     with ExitStack() as processes:
@@ -113,7 +113,7 @@ def _run_in_turn(
 
 
 class _GroupRun:
-    """The run of a group: it builds the rows, runs them alternately, and records the steps."""
+    """Runs a group of rows: builds their models, runs their steps alternately, and records them."""
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: ExitStack) -> None:
         self.session = session
@@ -122,14 +122,15 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        self.emulated_seconds: dict[str, float] = {}  # row's name -> median of its warm-up steps
-        self.losses: dict[str, list[float]] = {}  # row's name -> losses with the first engine
+        # The median seconds of each row's warm-up steps, by the name of the row.
+        self.emulated_seconds: dict[str, float] = {}
+        self.losses: dict[str, list[float]] = {}  # with the first engine, by the name of the row
         self.out_of_memory: list[PlannedTask] = []
         self.round_text = ""  # which round runs, for the progress display
-        self.row_number = 0  # how many rows of this round have begun
+        self.row_number = 0
 
     def add(self, tasks: list[PlannedTask]) -> None:
-        """Build rows, which all train on the same data, and run the warm-up steps of each row."""
+        """Build the models of rows, which all use the same data, and run their warm-up steps."""
         rows = [shortened(task.row) if task.emulated else task.row for task in tasks]
         data = FakeData(rows, self.session.seed)
         for number, task in enumerate(tasks, 1):
@@ -160,7 +161,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _built(self, task: PlannedTask, data: FakeData) -> Steps:
-        """Build a row, so that it is ready to run."""
+        """Build the model of a row and all else that its steps need; return what runs the steps."""
         session = self.session
         row, devices, balancer, seed = task.row, session.devices, session.balancer, session.seed
         if task.emulated:
@@ -180,13 +181,16 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run one step; raise `Error` if the row's losses differ from another engine's losses."""
+        """Run a step of a row; raise `Error` if another engine computed other losses for it."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))
 
     def worth_measuring(self, tasks: list[PlannedTask]) -> list[PlannedTask]:
-        """Return the tasks to measure. Tasks that would take too long are recorded as skipped."""
+        """Return those tasks that are worth measuring, and record the others as not measured.
+
+        A task (a row, and how it runs) is not worth measuring if it would take too long.
+        """
         worth = []
         for task in tasks:
             if task.emulated:
@@ -199,7 +203,7 @@ class _GroupRun:
         return worth
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
-        """Record that a row is not measured, because its step takes too many seconds."""
+        """Record that a row is not measured, because a step, which takes `seconds`, is too long."""
         reason = (
             f"not measured: a step would take about {duration(seconds)}; "
             "--no-emulate measures it nevertheless"
@@ -209,9 +213,9 @@ class _GroupRun:
         session.finish(task)
 
     def run_rounds(self) -> Iterator[int]:
-        """Run as many undisturbed rounds as are wanted, or until the group's time is over.
+        """Run rounds until enough of them were undisturbed, or until the group's time is over.
 
-        Between rounds, yield the number of finished rounds.
+        In a round, each row runs one step. Between rounds, yield the number of finished rounds.
         """
         session = self.session
         wanted = self._rounds_wanted()
@@ -241,16 +245,16 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, besides those before an interruption."""
+        """Return how many undisturbed rounds to run, not counting those of an interrupted run."""
         return max(1, rounds_wanted(self.session) - self._rounds_before())
 
     def _rounds_before(self) -> int:
-        """Return how many rounds ran before an interruption, if an interrupted run is continued."""
+        """Return how many rounds the interrupted run did that this run continues; 0 without one."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         return min(before, default=0)
 
     def _expect(self, so_far: SoFar) -> None:
-        """Tell the progress display how many further rounds will probably run."""
+        """Tell the progress display how many further rounds will probably run after `so_far`."""
         session = self.session
         before = self._rounds_before()
         jobs = {session.job(task): task for task in self.running}
@@ -269,7 +273,7 @@ class _GroupRun:
             session.progress.expect(job, further + task.watching_steps)
 
     def _judge_round(self, least: int) -> int:
-        """Measure how much other programs used the machine in the round that ends now.
+        """Decide whether other programs disturbed the round that ends now.
 
         Return the number of undisturbed rounds so far. If it is at least `least`, remove the
         disturbed rounds.
@@ -286,7 +290,7 @@ class _GroupRun:
         return len(good)
 
     def _step(self, task: PlannedTask) -> None:
-        """Run one step of a row. If the row fails, it is not run again."""
+        """Run one step of a row. If the row fails, record this, and do not run the row again."""
         if task not in self.running:
             return
         session = self.session
@@ -300,7 +304,10 @@ class _GroupRun:
             self._fail(task, explain(error))
 
     def watch(self) -> None:
-        """Record each row's utilization and bubble, and pass its timeline to `session.trace`."""
+        """Measure and record how busy the devices of each row are (utilization and bubble).
+
+        If there is a function `session.trace`, call it with the timeline of each row.
+        """
         session = self.session
         for number, (task, steps) in enumerate(self.running.items(), 1):
             which = f"row {number} of {len(self.running)}: {task}"
@@ -312,7 +319,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record a row's failure. Remember a row that ran out of memory: it may fit alone."""
+        """Record why a row failed. If memory ran out, note the row: it may fit if it runs alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":
@@ -324,7 +331,7 @@ class _GroupRun:
         session.finish(task)
 
     def _record(self) -> None:
-        """Record the steps of all rows so far, and write the record to its file."""
+        """Add the samples of all rows so far to the record, and write the record to its file."""
         session = self.session
         for task, steps in self.running.items():
             if not steps.runs:

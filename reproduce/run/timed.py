@@ -1,4 +1,4 @@
-"""Time the steps of one row (a configuration), and measure how busy its devices are."""
+"""Time the training steps of one row (configuration), and measure how busy its devices are."""
 
 import statistics
 import threading
@@ -32,17 +32,18 @@ def _watch_nothing() -> Watched:
 
 
 class MeasuredSteps:
-    """The training steps of one row, which are timed on the row's devices.
+    """The training steps of one row (configuration), which are timed on the row's devices.
 
     Args:
         row: The row.
         timed: A function that runs a step and returns its time in seconds and its loss.
-        watch: A function that runs more steps, which do not count as timed. It returns the
-            utilization of the devices, or the reason why it is not known.
+        watch: A function that runs further steps, which are not timed. It returns the utilization
+            of the devices, or the reason why the utilization is not known, and a timeline.
 
     Attributes:
-        runs: The time and the loss of each step. Steps of disturbed rounds can be removed.
-        losses: The losses of all steps.
+        runs: The time and the loss of each step. Steps that other programs disturbed can be removed
+            from this list.
+        losses: The losses of all steps, including the removed ones.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class MeasuredSteps:
         self.losses: list[float] = []
 
     def run(self) -> None:
-        """Run one more step, and store its time and its loss."""
+        """Run one more training step, and add its time and its loss to `runs`."""
         torch.manual_seed(len(self.losses))  # so that step k draws the same numbers on each engine
         seconds, loss = self._timed()
         self.runs.append((seconds, loss))
         self.losses.append(loss)
 
     def samples(self) -> Samples:
-        """Return the seconds and the losses of all steps as samples for the record."""
+        """Return the seconds and the losses of all steps in `runs`, as samples for the record."""
         seconds, losses = zip(*self.runs, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
 
 
 def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
-    """Call `run`; return its result, the time when it began, and how many seconds it took.
+    """Call `run`; return its result, the clock's time when it began, and the seconds that it took.
 
-    The seconds include waiting until the devices have finished their work.
+    The seconds include the time until the devices have finished their work.
     """
     devices.synchronize()
     started = time.perf_counter()
@@ -84,13 +85,13 @@ def _clocked(devices: Devices, run: Callable[[], T]) -> tuple[T, float, float]:
 
 
 def time_step(training: Training, devices: Devices) -> tuple[float, float]:
-    """Run one whole step; return its time in seconds and its loss."""
+    """Run one whole training step; return its time in seconds and its loss."""
     loss, _, seconds = _clocked(devices, training.step)
     return seconds, float(loss)
 
 
 def record_step(training: Training, devices: Devices) -> Timeline:
-    """Run one whole step and return its timeline."""
+    """Run one whole training step, and return its timeline: the times of all tasks and copies."""
     recorded, started, seconds = _clocked(devices, lambda: record_tasks(training, training.step))
     stopwatch, _ = recorded
     events = []
@@ -102,10 +103,10 @@ def record_step(training: Training, devices: Devices) -> Timeline:
 
 
 def watch(training: Training, devices: Devices) -> Watched:
-    """Run steps; return values for the record, and the timeline of one step.
+    """Run training steps to measure how busy the devices are.
 
-    The values are the utilization of the devices and the bubble. If the utilization is not known,
-    the values contain the reason.
+    Return values for the record, and the timeline of one step. The values are the utilization of
+    the devices and the bubble. If the utilization is not known, the values contain the reason.
     """
     step = partial(time_step, training, devices)
     driver = partial(ask_driver, training.devices, step) if devices.kind == "cuda" else None
@@ -115,7 +116,9 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Return what `watch` returns, measured with the given functions.
+    """Measure how busy the devices are, with the given functions; return what `watch` returns.
+
+    The function `watch` returns values for the record, and the timeline of one step.
 
     Args:
         run: A function that runs a step and returns its timeline.
@@ -136,7 +139,7 @@ def watched(
 
 
 def busy(timeline: Timeline) -> Values:
-    """Return the fraction of the step in which each device worked, and the bubble."""
+    """Return the share of the step in which each device worked (utilization), and the bubble."""
     shares: list[Json] = []
     for partition in range(timeline.partitions):
         share = timeline.busy(partition) / timeline.seconds
@@ -147,15 +150,17 @@ def busy(timeline: Timeline) -> Values:
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
     """Run steps for some seconds; return each CUDA device's mean utilization, from 0 to 1.
 
-    The driver (NVML) reports the utilization: the fraction of a short period in which any kernel
-    ran. It is asked every 0.05 seconds, as in the published runs.
+    The utilization is the share of a short period in which any kernel ran. The driver (NVML)
+    reports it. The driver is asked every 0.05 seconds, as in the published runs.
 
     Raises:
         Error: The driver does not report the utilization, or the steps took less than 0.05 seconds.
     """
     for device in devices:
         if utilization(device) is None:
-            raise Error(f"utilization is not available: the driver (NVML) has none for {device}")
+            raise Error(
+                f"utilization is not available: the driver (NVML) does not report it for {device}"
+            )
 
     samples: list[list[float]] = [[] for _ in devices]
     over = threading.Event()
@@ -175,7 +180,10 @@ def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> l
         over.set()
         sampler.join()
     if not all(samples):
-        raise Error(f"utilization is not available (the steps took less than {SAMPLING_SECONDS} s)")
+        raise Error(
+            "utilization is not available: the driver is asked for it only every "
+            f"{SAMPLING_SECONDS} s, and all steps together took less than {SAMPLING_SECONDS} s"
+        )
     return [statistics.mean(taken) for taken in samples]
 
 

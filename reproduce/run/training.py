@@ -1,4 +1,4 @@
-"""Prepare a row of an experiment for training: its model on its devices, and its mini-batch."""
+"""Prepare a row (configuration) for training: its model on its devices, and its mini-batch."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,28 +24,33 @@ from torchgpipe.tensors.observe import Observer, Task, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
 from torchgpipe.trace.layer import flat
 
-PROFILE_SECONDS = 1.0  # how many seconds a model is profiled
-PROFILE_SAMPLES = 16  # the largest batch size of a profile; it is enough to compare layers
-NO_LIMIT = 2.0**60  # bytes of memory, practically no limit: rows that do not fit fail when they run
+PROFILE_SECONDS = 1.0
+"""For how many seconds the layers of a model are profiled."""
+PROFILE_SAMPLES = 16
+"""The largest number of samples in a profile, which is enough to compare layers."""
+NO_LIMIT = 2.0**60
+"""Bytes of memory: practically no limit. Rows that do not fit in memory fail when they run."""
 Balance = tuple[int, ...]
 T = TypeVar("T")
 
 
 class FakeData:
-    """Random mini-batches that are drawn only once, and that all rows share.
+    """Random mini-batches that are drawn only once, and that all rows (configurations) share.
 
-    As many samples are drawn as the largest batch size. A row with a smaller batch size gets the
-    first of these samples, as views of the same tensors.
+    The number of drawn samples is the largest batch size of all rows. A row with a smaller batch
+    size gets the first of these samples, as views of the same tensors.
     """
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
         self.rows = rows
         self.seed = seed
-        self.drawn: dict[Hashable, tuple[Any, Any]] = {}  # kind of data -> inputs and targets
-        self.moved: dict[Hashable, Any] = {}  # (part, kind of data, device) -> inputs or targets
+        # The inputs and the targets of each kind of data.
+        self.drawn: dict[Hashable, tuple[Any, Any]] = {}
+        # Copies of the inputs (part 0) or targets (part 1), by part, kind of data and device.
+        self.moved: dict[Hashable, Any] = {}
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
-        """Return the row's input (`part` 0) or its target (`part` 1) on `device`."""
+        """Return the input mini-batch (`part` 0) or the target (`part` 1) of a row on a device."""
         kind = _kind_of_data(row)
         if kind not in self.drawn:
             self.drawn[kind] = self._draw(row)
@@ -56,7 +61,10 @@ class FakeData:
         return changed(lambda x: x[: row.batch_size], self.moved[key])
 
     def _draw(self, row: Row) -> tuple[Any, Any]:
-        """Draw inputs and targets: as many samples as the row with the largest mini-batch needs."""
+        """Draw inputs and targets for all rows that train on the same kind of data as `row`.
+
+        The number of samples is the largest batch size of these rows.
+        """
         kind = _kind_of_data(row)
         batch_sizes = [each.batch_size for each in self.rows if _kind_of_data(each) == kind]
         return row.sized.batch(max(batch_sizes), self.seed)
@@ -65,26 +73,32 @@ class FakeData:
 
 
 def _kind_of_data(row: Row) -> Hashable:
-    """Return a key. Rows with equal keys train on the same samples, or on the first of them."""
+    """Return a key that is equal for all rows whose models can train on the same samples."""
     return MODELS[row.model].sample, row.input_shape, row.num_classes
 
 
 class Balancer:
-    """A balancer that gives rows their balance, which is the number of layers of each partition.
+    """Finds a balance for each row, which is the number of layers of each partition.
 
     - Rows with the configuration `EQUAL_LAYERS` get equally many layers in each partition.
     - Rows with the configuration `PLANNED` get the balance that `torchgpipe.plan` finds.
-    - Other rows get the best balance for the profiled times of their layers. A profile is kept for
-      further rows with the same model and number of samples.
+    - For other rows, the layers of the model are profiled. These rows get the balance whose slowest
+      partition takes the least time. A profile is reused for further rows with the same model and
+      number of samples.
     """
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        self.profiles: dict[Hashable, list[float]] = {}  # for each model: the seconds of each layer
-        self.plans: dict[Hashable, dict[int, Balance]] = {}  # model -> n partitions -> balance
+        # The seconds of each layer, by the model and the number of samples.
+        self.profiles: dict[Hashable, list[float]] = {}
+        # The balance by the number of partitions, by the model and the number of samples.
+        self.plans: dict[Hashable, dict[int, Balance]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
-        """Return `row` with a balance. A row that already has a balance does not change."""
+        """Return the row with a balance (the number of layers of each partition).
+
+        A row that already has a balance, or that has no pipeline, does not change.
+        """
         if row.partitions is None or row.balance is not None:
             return row
         if row.partitions == 1:
@@ -107,7 +121,10 @@ class Balancer:
 
 
 def _equal_layers(layers: int, partitions: int) -> Balance:
-    """Return a balance of equally many layers. The first partitions can have one more layer."""
+    """Return a balance with equally many layers in each partition, or nearly so.
+
+    If the layers cannot be divided equally, the first partitions have one more layer.
+    """
     each, more = divmod(layers, partitions)
     larger = [each + 1] * more
     smaller = [each] * (partitions - more)
@@ -115,11 +132,12 @@ def _equal_layers(layers: int, partitions: int) -> Balance:
 
 
 def _profiled_samples(row: Row) -> int:
-    """Return how many samples are used to profile the row's model."""
+    """Return the number of samples in the mini-batch with which a row's layers are profiled."""
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
-        # Rows that are compared at equal batch size use the same profile, but different micro-batch
-        # sizes. A quarter of the batch is between the largest and the smallest of these sizes.
+        # Rows that are compared at equal batch size have different micro-batch sizes, but share one
+        # profile. So the profile has a size between the largest and the smallest of them: a quarter
+        # of the batch.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
@@ -127,7 +145,7 @@ def _profiled_samples(row: Row) -> int:
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
     """Return the balance that `torchgpipe.plan` finds for each number of partitions.
 
-    The plan is made from a profile of the model on the device of the sample.
+    The plan is made from a profile of the model on the device of `sample`, a mini-batch.
     """
     found = plan(
         model,
@@ -148,7 +166,10 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, B
 def on_devices(
     row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
 ) -> nn.Module:
-    """Wrap the model in the row's pipeline. If it has none, move the model to the first device."""
+    """Wrap the model of a row in the `GPipe` that the row configures, and return it.
+
+    If the row has no pipeline, move the model to the first device instead.
+    """
     if row.partitions is None:
         return model.to(devices[0])
     components = row.components
@@ -167,7 +188,10 @@ def on_devices(
 
 
 def work_of(row: Row, seed: int) -> Work:
-    """Return the row's training on CPUs as `Work`, with the parameters and data of `Training`."""
+    """Return the training of a row on CPUs as a `Work`, which all engines can run.
+
+    It starts from the same parameters, and uses the same data, as a `Training` of the row.
+    """
     torch.manual_seed(seed)
     data = FakeData([row], seed)
     device = torch.device("cpu")
@@ -185,13 +209,16 @@ def work_of(row: Row, seed: int) -> Work:
 
 
 def make_optimizer(row: Row, model: nn.Module, **options: float) -> Optimizer:
-    """Create the row's optimizer for a model. `options` are further options of the optimizer."""
+    """Make the row's optimizer for the parameters of a model.
+
+    `options`, such as `lr`, are further arguments of the optimizer.
+    """
     kind: Callable[..., Optimizer] = getattr(torch.optim, row.optimizer.name)
     return kind(model.parameters(), **row.optimizer.options, **options)
 
 
 class Training:
-    """The training of one row's model, which runs a step at a time.
+    """The training of a row (configuration) on its devices, which runs a step at a time.
 
     Between steps, gradients and activations are freed.
     """
@@ -206,11 +233,11 @@ class Training:
         *,
         emulates: Row | None = None,
     ) -> None:
-        """Build the model, the mini-batch and the optimizer. `self.row` has the balance in use.
+        """Build the model, the mini-batch and the optimizer. `self.row` is `row` with its balance.
 
-        To emulate a row, pass it as `emulates`. Then `row` is the same row with fewer
-        micro-batches. All partitions are on the first device, with the balance of `emulates`, and
-        one thread runs their tasks one after another.
+        To emulate a row, pass the row as `emulates`, and the same row with fewer micro-batches as
+        `row`. Then all partitions are on the first device, with the balance of `emulates`, and one
+        thread runs their tasks one after another.
         """
         torch.manual_seed(seed)
         with torch.device("meta") if devices.kind == "meta" else nullcontext():
@@ -236,7 +263,8 @@ class Training:
     def observed(self, observer: Observer) -> Iterator[None]:
         """Call `observer` for every task that runs in the `with` block.
 
-        If the row has no pipeline, the model's forward is one task, and its backward is another.
+        A task is the forward, recomputation or backward of a micro-batch in a partition. If the row
+        has no pipeline, the model's forward is one task, and its backward is another.
         """
         watched: Any = self if self.row.partitions is None else self.model
         watched.observer = observer
@@ -246,15 +274,15 @@ class Training:
             watched.observer = None
 
     def step(self) -> Tensor:
-        """Run one whole training step on the mini-batch; return the loss, still on its device."""
+        """Run one whole training step on the mini-batch; return the loss as a detached tensor."""
         loss = self.forward_and_backward()
         update(self.optimizer)
         return loss
 
     def forward_and_backward(self) -> Tensor:
-        """Run forward and backward; return the loss as a tensor on its device.
+        """Run forward and backward on the mini-batch; return the loss as a detached tensor.
 
-        The gradients are in the parameters' `.grad`.
+        Afterwards, the gradients are in the parameters' `.grad`.
         """
         with observed(self.observer, "forward", 0, 0):
             output = self._forward()
@@ -279,9 +307,15 @@ def update(optimizer: Optimizer) -> None:
 def record_tasks(
     training: Training, run: Callable[[], T], before: Callable[[], object] = lambda: None
 ) -> tuple[Stopwatch, T]:
-    """Call `run`; return a stopwatch with the times of its tasks and copies, and its result.
+    """Call `run`, and time the tasks and copies of the training that it runs.
 
-    The function `before` is called before each task, and is not timed.
+    Args:
+        training: The training.
+        run: A function that runs the training, or a part of a step.
+        before: A function that is called before each task, and is not timed.
+
+    Returns:
+        A stopwatch, which has the times of the tasks and copies, and the result of `run`.
     """
     stopwatch = Stopwatch(dict(enumerate(training.devices)))
 

@@ -1,4 +1,4 @@
-"""Run several functions alternately, so that slow phases of the machine affect all of them."""
+"""Call several functions alternately, so that slow phases of the machine affect all of them."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,15 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """In each round, call each of the functions `steps` once; then yield all results so far.
+    """Call the functions in rounds. After each round, yield all results of each function so far.
 
-    Rounds come in pairs. The first round of a pair has a random order, and the second round has the
-    reverse order. So the order favours none of the functions.
+    In a round, each function is called once. Rounds come in pairs: the first round of a pair has a
+    random order, and the second round has the reverse order. So the order favours no function.
+
+    Args:
+        steps: The functions, by their names.
+        rounds: The number of rounds.
+        draw: The generator of the random orders.
     """
     ways = list(steps)
     samples: dict[Way, list[T]] = {way: [] for way in ways}

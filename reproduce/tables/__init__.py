@@ -1,1 +1,1 @@
-"""Make tables of records, as text and as Markdown."""
+"""Make tables of records (files of results), as text and as Markdown."""

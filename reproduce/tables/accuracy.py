@@ -1,7 +1,8 @@
 """Make the two tables of an accuracy experiment.
 
 The first table has the measured and published top-1 errors, and says whether a pipeline reaches the
-error of its baseline. The second table says how the rows (configurations) were trained.
+error of its baseline. The second table shows how the rows (configurations) were trained: the batch
+size, the number of micro-batches, the throughput and so on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ Notes = list[str | None]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return two tables: the errors of the rows, and how the rows were trained."""
+    """Return two tables of an accuracy experiment: the rows' errors, and how they were trained."""
     rows = Rows(experiment, results)
     return [_reached(rows), _trained(rows)]
 
@@ -68,7 +69,10 @@ def _reached(rows: Rows) -> Table:
 
 
 def _notes(rows: Rows) -> Notes:
-    """Return notes on the settings of the trainings, and on what the columns of errors mean."""
+    """Return the notes below the table of errors.
+
+    The notes give the settings of the trainings, and say what the columns mean.
+    """
     seeds = []
     baselines = {}
     for result in rows:
@@ -106,7 +110,11 @@ def _notes(rows: Rows) -> Notes:
 
 
 def _error_or_progress(result: Result) -> object:
-    """Return a row's final error or, if it has none, the last epoch of its training or a reason."""
+    """Return what the table shows as the error of a row.
+
+    This is the final error. If the training is not finished, it is the last epoch, and if the
+    training has failed, the reason.
+    """
     error = final_error(result)
     if error is not None:
         return error
@@ -117,7 +125,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Return a text such as `resnet101 on ImageNet`: the models, each with its dataset."""
+    """Return the names of the trained models and of their datasets: `resnet101 on ImageNet`."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

@@ -34,8 +34,8 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
     Args:
         record: The record.
-        experiment: Return only the tables of this experiment; None for all experiments.
-        group: Return only the table of this group of rows; None for all groups.
+        experiment: The experiment whose tables are returned, or None for all experiments.
+        group: The group of rows whose table is returned, or None for all groups.
     """
     if record.kind == "predicted" and record.results[0].experiment in predictable():
         predicted = record.results[0].experiment
@@ -64,14 +64,17 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
 
 def _without_pending(record: Record, results: list[Result]) -> list[Result]:
-    """Return the results. While the run is still running, leave out rows that are not finished."""
+    """Return the results of a record. If its run still goes on, leave out unfinished rows."""
     if record.run is None or record.run.state != "running":
         return results
     return [result for result in results if result.status != "interrupted"]
 
 
 def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
-    """Return an experiment's tables: of the rows of engine `threads`, then of all engines."""
+    """Return the tables of an experiment: those of the engine `threads`, then one of all engines.
+
+    An engine is a way to run the partitions of a pipeline in parallel.
+    """
     made: list[Table] = []
     threads = [result for result in results if result.engine == "threads"]
     if threads:
@@ -82,10 +85,11 @@ def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _about_times(record: Record) -> Iterator[str]:
-    """Yield warnings about the times of a run on a CPU:
+    """Yield notes that warn about the times of a run on a CPU, in two cases:
 
     - The CPU was busy before the run started, so other programs may have slowed the run down.
-    - A measured device had several threads, and an emulated device had one.
+    - A measured device had several threads, but an emulated device had only one, so the times of
+      measured and emulated rows cannot be compared.
     """
     run = record.run
     if run is None or run.device != "cpu":
@@ -114,12 +118,12 @@ def _about_times(record: Record) -> Iterator[str]:
 def written_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> str:
-    """Return the tables of records as text or Markdown, or their numbers as CSV or JSON.
+    """Return the tables of records as text or Markdown, or the numbers of records as CSV or JSON.
 
     Args:
         records: The records.
         style: "text", "markdown", "csv" or "json".
-        made: Tables to write instead of the records' tables, as text or Markdown.
+        made: Other tables, which text and Markdown show instead of the records' own tables.
     """
     text = ""
     pages: list[str] = []
@@ -144,7 +148,7 @@ def written_records(
 
 
 def document(record: Record) -> str:
-    """Return a Markdown page about the record: its tables, and where and how it was run."""
+    """Return a Markdown page about a record: its tables, and how and where its rows ran."""
     parts = [f"# {record.title}"]
     if record.run is not None:
         lines = about_run(record, record.run)
@@ -154,7 +158,10 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return lines of text about a record's run, by topic: "devices", "machine", "versions" etc."""
+    """Return lines of text that describe the run of a record.
+
+    The keys are the topics of the lines, such as "devices", "machine" and "versions".
+    """
     devices = many(run.devices, f"{run.device.upper()} device")
     if run.threads_per_device is not None:
         devices += f" of {many(run.threads_per_device, 'thread')} each"
@@ -178,9 +185,9 @@ def about_run(record: Record, run: Run) -> dict[str, str]:
 
 
 def _about_machine(run: Run) -> str:
-    """Return a line that describes the machine, and says whether freed memory was kept.
+    """Return a line of text that describes the machine of a run.
 
-    (In some runs, the C library kept freed memory for later use, which makes times steadier.)
+    The line also says if the C library kept freed memory for later use, which makes times steadier.
     """
     machine = run.machine
     line = f"machine: {machine.cpu}, {many(machine.cores, 'core')}"

@@ -1,4 +1,4 @@
-"""Answer the command `python -m reproduce compare`.
+"""Compare results, and write the comparison, for the command `python -m reproduce compare`.
 
 The command compares two or more *sides*. A side is a record (a file of results), a folder of
 records, or the records of a git revision. This module loads the sides, compares them, and writes
@@ -33,14 +33,15 @@ class Options(NamedTuple):
     """The options of the command `python -m reproduce compare`.
 
     Attributes:
-        metric: The metric to compare; by default, the first of the usual metrics that two sides
-            have.
-        filters: Texts such as "n=2,4": only rows with these fields are compared.
-        alpha: The level of significance of the test in each row.
+        metric: The metric to compare, such as "throughput". None stands for the first of the usual
+            metrics that two sides have.
+        filters: Texts such as "n=2,4", which means that only rows with n = 2 or n = 4 are compared.
+        alpha: The level of significance of the statistical test of each row.
         threshold: The smallest relative difference that counts: 0.05 is 5 %.
-        style: "text", "markdown", "csv" or "json".
-        force: Compare absolute numbers, even of different machines or of different work.
-        every: In notes, name the rows that only one side has, instead of counting them.
+        style: The format of the output: "text", "markdown", "csv" or "json".
+        force: Whether absolute numbers are compared even if they come from different machines, or
+            from different work.
+        every: Whether notes name all rows that only one side has, instead of counting them.
     """
 
     metric: str | None
@@ -53,7 +54,13 @@ class Options(NamedTuple):
 
 
 def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
-    """Compare the sides; return the comparison as a text, and what it shows about regressions.
+    """Compare two or more sides, such as two records (files of results).
+
+    Return the comparison as a text, and what it shows about regressions.
+
+    Args:
+        names: The names of the sides: paths, names of records, or git revisions.
+        options: The options of the command.
 
     Raises:
         Error: A side cannot be read, no row has the metric, or a filter names a field that no row
@@ -72,7 +79,10 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     metrics = available(entries)
     if metric is not None and metric not in metrics:
         known = ", ".join(metrics) or "none"
-        raise Error(f"--metric {metric}: no row has this metric; the rows' metrics are {known}")
+        raise Error(
+            f"--metric {metric}: no row of the records has this metric; they have the metrics "
+            f"{known}"
+        )
     every = options.every or options.style == "json"
     asked = Asked(sides, rule, options.force, every)
     comparisons, notes = compare(asked, lines, metric, among=matched)
@@ -91,7 +101,15 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
 def write_comparisons(
     comparisons: Comparisons, sides: Sides, rule: Rule, notes: Sequence[str], style: str
 ) -> str:
-    """Write comparisons with a legend and notes; `style` is "text", "markdown", "csv" or "json"."""
+    """Return comparisons as a text, with a legend and notes.
+
+    Args:
+        comparisons: The comparisons: one for each experiment.
+        sides: The sides that were compared, such as two records.
+        rule: When a difference counts: the level of significance, and the threshold.
+        notes: Further notes.
+        style: The format: "text", "markdown", "csv" or "json".
+    """
     below = [*_legend(sides, rule), *notes]
     text = []
     markdown = []
@@ -120,7 +138,10 @@ def write_comparisons(
 
 
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
-    """Yield lines that say what the letters A, B etc. stand for, and a line about the verdicts."""
+    """Yield the legend of a comparison, line by line.
+
+    The lines say which side each letter (A, B etc.) stands for, and what the verdicts mean.
+    """
     for side in sides:
         for note in _about(side):
             yield f"{side.letter}: {note}"
@@ -133,7 +154,7 @@ def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
 
 
 def _about(side: Side) -> Iterator[str]:
-    """Yield lines that say from which records one side of the comparison comes."""
+    """Yield lines of text that say which records one side of the comparison consists of."""
     yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
     if side.superseded:
         yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"
@@ -155,8 +176,8 @@ def _about(side: Side) -> Iterator[str]:
 def _table(comparison: Comparison, sides: Sides) -> Table:
     """Return the table of a comparison, with a line for each row and a column for each side.
 
-    If there are two sides, the ratio of the second side to the first has columns of its own. If
-    there are more sides, each ratio to the first side is in the same cell as the side's number.
+    If there are two sides, further columns show the ratio of the second side to the first. If there
+    are more sides, the cell of a side's number also shows the ratio to the first side.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -182,7 +203,10 @@ def _table(comparison: Comparison, sides: Sides) -> Table:
 
 
 def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
-    """Return the table's last line: the geometric mean of each side's ratios to the first side."""
+    """Return the last line of a comparison's table: the means of the ratios to the first side.
+
+    For each other side, this is the geometric mean of its ratios over all rows.
+    """
     counts = set()
     ratios = []
     for side in range(1, len(sides)):
@@ -204,10 +228,10 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
     """Return the cells of one line of the comparison's table.
 
     Args:
-        label: The first cell.
-        numbers: A cell with the number of each side.
-        ratios: For each side but the first: cells with its ratio to the first side, the ratio's
-            interval, and the verdict.
+        label: The text of the first cell, such as the name of the row.
+        numbers: The number of each side, as a text.
+        ratios: Three texts for each side but the first one: the ratio of this side to the first
+            side, the confidence interval of the ratio, and the verdict.
     """
     if len(numbers) == 2:
         return [label, *numbers, *ratios[0]]
@@ -220,7 +244,10 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
 
 
 def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
-    """Yield the fields for CSV and JSON: of each row's number in each side, then of the means."""
+    """Yield the numbers of a comparison for CSV and JSON, each as a dictionary of fields.
+
+    First come the numbers of each row on each side, and then the means.
+    """
 
     def line(row: str, side: Side, decision: Decision | None) -> Number:
         found: Number = {"row": row, "side": side.letter, "name": side.name}
@@ -248,7 +275,7 @@ def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    """Return the cell with a side's number in a row, or with the reason why there is no number."""
+    """Return the text of a cell: the number of one side in a row, or why there is no number."""
     reading = row.readings[side]
     entry = row.line.entries.get(side)
     if reading is not None:
@@ -261,7 +288,12 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return three cells: the ratio of two sides, its confidence interval, and the verdict."""
+    """Return three cells about a row: the ratio of two sides, its interval, and the verdict.
+
+    Args:
+        decision: What the statistical test decides about the ratio, or None if there is no ratio.
+        metric: The name of the metric.
+    """
     if decision is None:
         return ["", "", ""]
     interval = ""
@@ -278,7 +310,7 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
 
 
 def _origins(side: Side) -> str:
-    """Return a short text that says where a side's numbers come from."""
+    """Return a short text that says where the numbers of one side of a comparison come from."""
     origins: dict[str, None] = {}
     for record in side.records:
         origin: str = record.kind
@@ -289,7 +321,7 @@ def _origins(side: Side) -> str:
 
 
 def _origin(record: Record, run: Run) -> str:
-    """Return a text such as `measured on CPU NAME, git 414bf55`: where a run's rows come from."""
+    """Return how and where a run was measured, such as `measured on CPU NAME, git 414bf55`."""
     done: dict[str, None] = {}
     for result in record.results:
         done["emulated" if result.emulated else "measured"] = None

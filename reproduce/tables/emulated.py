@@ -1,8 +1,8 @@
-"""Compare emulated throughputs with predicted ones, and with an emulation of one host thread.
+"""Compare emulated throughputs with predicted ones, and with those of a single host thread.
 
-On GPUs, a thread of the host issues tasks: it launches their kernels. Usually, an emulation assumes
-that each device has a thread of its own. It can also assume that one thread issues the tasks of all
-devices.
+On GPUs, a thread of the host issues tasks, that is, launches their kernels. Usually, an emulation
+assumes that each device has a thread of its own. It can also assume that a single thread issues the
+tasks of all devices, which may be slower.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from torchgpipe.plan.planner import HERE
 
 
 def _with_one_thread(result: Result) -> float | None:
-    """Return what share of a row's emulated speed remains if one thread issues all tasks."""
+    """Return which share of a row's emulated samples/s is left if one thread issues all tasks."""
     speed = throughput(result)
     seconds = result.values.get("one_thread_time")
     if speed is None or seconds is None:
@@ -30,7 +30,7 @@ ONE_THREAD = Column("with one\nthread", _with_one_thread, "{:.0%}")
 
 
 def about_one_thread(results: Iterable[Result]) -> Iterator[str]:
-    """Yield a note on the column `ONE_THREAD` if it has a number."""
+    """Yield a note that explains the column `ONE_THREAD`, if a row has a number in this column."""
     if any(map(_with_one_thread, results)):
         yield (
             "with one thread: share of the emulated samples/s that is left if one thread of the "
@@ -40,9 +40,13 @@ def about_one_thread(results: Iterable[Result]) -> Iterator[str]:
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return a table for each experiment of a run: its rows' emulated and predicted throughput.
+    """Return tables that compare the emulated throughput of each row with the predicted one.
 
-    `emulated` is the record of the run, and `predicted` is the record of the predictions.
+    There is a table for each experiment.
+
+    Args:
+        emulated: The record of a run with emulated rows.
+        predicted: The record with predictions for the same rows.
     """
     hardware = predicted.hardware or {}
     how = f"nothing run, from the hardware description {hardware.get('name')}"

@@ -1,7 +1,8 @@
-"""Make the table of rows that were run by several engines.
+"""Make the table that compares engines on the same rows (configurations).
 
-An engine is a way to run partitions in parallel, such as by threads or by processes. The table has
-each engine's samples per second, and the ratio of this number to that of the engine `threads`.
+An engine is a way to run the partitions of a pipeline in parallel, for example by threads. The
+table has the samples per second of each engine, and the ratio of this number to that of the engine
+`threads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a list with the table that compares engines.
+    """Return a list with the table that compares engines (ways to run partitions in parallel).
 
-    The list is empty if only the engine `threads` was used, or if no row had enough devices.
+    The list is empty if only the engine `threads` was used, or if this machine has too few devices
+    for every row.
     """
     used: set[Engine] = set()
     rows: dict[str, dict[Engine, Result]] = {}
@@ -62,7 +64,7 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 
 
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a note for each reason why some engines did not run some rows."""
+    """Yield notes that say why some engines did not run some rows: one for each reason."""
     for reason, found in grouped(results, lambda result: result.reason).items():
         engines: dict[str, None] = {}
         rows: dict[str, None] = {}
@@ -82,7 +84,10 @@ def _name(row: ByEngine) -> str:
 
 
 def _columns(engine: Engine) -> list[Column[ByEngine]]:
-    """Return the columns of an engine: its samples/s, and their ratio to the engine `threads`."""
+    """Return the columns of an engine: its samples/s, and their ratio to those of `threads`.
+
+    For the engine `threads` itself, there is no column of ratios.
+    """
 
     def samples(row: ByEngine) -> Reading | str | None:
         result = row.get(engine)

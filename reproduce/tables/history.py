@@ -1,7 +1,7 @@
-"""Read and write a history file: results of several git revisions, to see how they change.
+"""Read and write history files, which show how results change from one git revision to the next.
 
-The file has a line of JSON for each revision and machine. A line contains numbers, whose fields
-`reproduce.tables.output` defines.
+A history file has a line of JSON for each revision and machine. A line contains numbers, whose
+fields `reproduce.tables.output` defines.
 """
 
 import textwrap
@@ -28,13 +28,21 @@ KINDS = ("measured", "emulated", "predicted")
 NEEDED = {"experiment", "row", "kind", "metric", "unit", "value"}
 # The metrics that a history has. It also has all numbers whose unit is "count".
 KEPT = ("time", "speedup", "memory", "reserved", "top1_error")
-NAMES = 54  # the width of the names of numbers in a table, in characters
+NAMES = 54
+"""The width of the column of names in a table, in characters."""
 # The fields that distinguish the numbers of a row.
 NAMING = ("metric", "kind", "name", "scale", "device", "engine")
 
 
 class Line(Struct, frozen=True):
-    """A line of a history file: a revision's numbers on a machine, and the date of its commit."""
+    """A line of a history file: the numbers of one git revision on one machine.
+
+    Attributes:
+        git: The revision.
+        date: When the revision was committed.
+        machine: A description of the machine.
+        numbers: The numbers, each as a dictionary of fields.
+    """
 
     git: Git
     date: str
@@ -43,12 +51,12 @@ class Line(Struct, frozen=True):
 
 
 def line_of(names: Sequence[str]) -> Line:
-    """Return a history line with the numbers of records.
+    """Make a line of a history file from the numbers of records.
 
     Numbers that other programs disturbed are left out.
 
     Args:
-        names: The names under which `load_side` finds the records.
+        names: The names of records: paths, names of runs, or git revisions (`load_side`).
 
     Raises:
         Error: No number is left, or the records are of several revisions or machines.
@@ -64,8 +72,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Records of counts and predictions do not name their revision. If such a record is
-                # a file, we assume that it is of the revision that is checked out.
+                # Records of counts and predictions do not name their git revision. If such a record
+                # is a file, assume that it belongs to the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))
@@ -73,9 +81,10 @@ def line_of(names: Sequence[str]) -> Line:
     if source is None or len(gits) > 1 or len(machines) > 1 or not numbers:
         revisions = sorted(each.name(7) if each else "unknown" for each in gits)
         raise Error(
-            f"{' '.join(names)}: {len(numbers)} undisturbed numbers of revision "
-            f"{', '.join(revisions)} on {'; '.join(machines)}; a history line needs records of one "
-            "revision and one machine; run this command in the top folder of a checkout"
+            f"{' '.join(names)}: the records have {len(numbers)} undisturbed numbers, of the "
+            f"revisions {', '.join(revisions)}, on the machines {'; '.join(machines)}; but a "
+            "history line needs numbers of one revision on one machine; give other records, and "
+            "run this command in the top folder of a checkout"
         )
     commit = commit_of(Path(), source.revision)
     seconds = int(git(Path(), "log", "-1", "--format=%ct", commit))
@@ -84,14 +93,14 @@ def line_of(names: Sequence[str]) -> Line:
 
 
 def _described(machine: Machine) -> str:
-    """Return a text that describes a machine: its processor, cores and GPUs."""
+    """Describe a machine in a short text: its processor, its number of cores, and its GPUs."""
     parts = [machine.cpu, f"{machine.cores} cores"]
     parts += [gpu.name for gpu in machine.gpus]
     return ", ".join(parts)
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield the numbers of records that a history file keeps. Fields that are None are left out."""
+    """Yield those numbers of records that a history file keeps, without fields that are None."""
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
             if number["kind"] not in KINDS or number.get("disturbed", True):
@@ -105,12 +114,12 @@ def read_history(
 ) -> Iterator[tuple[bytes, Line | None]]:
     """Yield each line of a history file in two forms: as bytes, and as a `Line`.
 
-    If a line cannot be read, yield None instead of the `Line`, and call `tell` with the error.
+    If a line cannot be read, yield None instead of the `Line`.
 
     Args:
         content: The content of the file.
         where: The name of the file, for error messages.
-        tell: A function that is called with an error.
+        tell: A function that is called with the error of each line that cannot be read.
     """
     for i, text in enumerate(content.splitlines(), 1):
         here = f"{where}:{i}"
@@ -125,7 +134,7 @@ def read_history(
 
 
 def _check(line: Line, where: str) -> None:
-    """Raise `Error` if a number lacks a field that every number needs."""
+    """Raise `Error` if a number in a line of a history file lacks a field that it needs."""
     for number in line.numbers:
         if not number.keys() >= NEEDED or not isinstance(number["value"], float):
             raise Error(f"{where}: a number lacks one of {', '.join(sorted(NEEDED))}")
@@ -134,8 +143,8 @@ def _check(line: Line, where: str) -> None:
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
     """Add a line to a history file, and return the new content of the file.
 
-    If the file has an older line of the same revision and machine, the old line is removed. Its
-    numbers are added to the new line, unless the new line already has a number of that name.
+    If the file already has a line of the same revision and machine, the new line replaces it. The
+    new line also gets those numbers of the old line whose names it does not have yet.
 
     Args:
         content: The old content of the file.
@@ -159,7 +168,9 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
             continue
         kept.append(text)
     if lines and broken == len(lines):
-        raise Error(f"{where} is not a history: none of its lines can be read; name another file")
+        raise Error(
+            f"{where} is not a history file: none of its lines can be read; name another file"
+        )
     count = 0
     last: dict[str, Number] = {}  # the last number of each name
     for each in [*same.values(), line]:
@@ -175,7 +186,10 @@ def added(content: bytes, line: Line, where: str, tell: Callable[[str], object])
 
 
 def name_of(number: Number) -> str:
-    """Return the name of a number. No two numbers of a revision and machine have the same name."""
+    """Return the name of a number in a history file, which is unique in a line of the file.
+
+    The name consists of the experiment, the row, the metric and so on.
+    """
     parts = [f"{number['experiment']} {number['row']}"]
     for field in NAMING:
         value = number.get(field, "threads")
@@ -195,9 +209,10 @@ def line_table(line: Line) -> Table:
 
 
 def for_github(line: Line) -> list[dict[str, Json]]:
-    """Return the numbers in the format that github-action-benchmark calls `customSmallerIsBetter`.
+    """Return the numbers of a line for the GitHub action github-action-benchmark.
 
-    Numbers that are better if they are larger, such as speed-ups, are left out.
+    The action calls this format `customSmallerIsBetter`. So numbers of which larger ones are
+    better, such as speed-ups, are left out.
     """
     numbers = []
     for number in line.numbers:

@@ -1,4 +1,4 @@
-"""Format numbers and tables. A table can be written for a terminal of 80 columns or as Markdown."""
+"""Format numbers, and tables for a terminal of 80 columns or as Markdown."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ GiB = BYTES["GiB"]
 def number(value: float | Reading) -> str:
     """Format a number with three significant digits, or a large one as an integer.
 
-    Examples are 0.850, 12.0 and 4,224. A reading (samples of a metric) is formatted as its median
-    or mean. If other programs disturbed the measurement, an asterisk is added.
+    Examples are 0.850, 12.0 and 4,224. For a reading (the samples of a metric), its median or mean
+    is formatted. If other programs disturbed the measurement, an asterisk is added.
     """
     if isinstance(value, Reading):
         return number(value.middle) + value.mark
@@ -33,9 +33,9 @@ def number(value: float | Reading) -> str:
 
 
 def ratio(value: float | Reading) -> str:
-    """Format a ratio like `number`, but with two decimals between 0.1 and 1.
+    """Format a ratio like the function `number`, but with only two decimals between 0.1 and 1.
 
-    So in a column, 0.85 has as many decimals as 1.25. The function `number` would write 0.850.
+    So 0.85 has as many decimals as 1.25 in the same column. `number` would write 0.850.
     """
     if isinstance(value, Reading):
         return ratio(value.middle) + value.mark
@@ -45,7 +45,7 @@ def ratio(value: float | Reading) -> str:
 
 
 def reading_text(reading: Reading) -> str:
-    """Format a reading (samples of a metric) as its median or mean. Bytes become MiB or GiB."""
+    """Format the median or mean of a reading (samples of a metric), with bytes as MiB or GiB."""
     if reading.unit not in BYTES:
         return number(reading)
     size = reading.middle * BYTES[reading.unit]
@@ -55,7 +55,10 @@ def reading_text(reading: Reading) -> str:
 
 
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
-    """Format a reading (samples of a metric), and its quartiles if known: `12.0 (11.8-12.3)`."""
+    """Format a reading (the samples of a metric) as `12.0 (11.8-12.3)`: median and quartiles.
+
+    If the quartiles are not known, leave them out. `write` formats each of the numbers.
+    """
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
     if quartiles is None:
@@ -85,11 +88,11 @@ class Column(Generic[Row]):
 
     Attributes:
         heading: The heading of the column.
-        value: A function that returns the value of a row.
-        form: The format of a value: a format string, or a function that returns a text. Values that
-            are strings are shown unchanged.
+        value: A function that takes a row and returns the value that the column shows for it.
+        form: How a value is formatted: a format string, or a function that returns a text. A value
+            that is a string is shown unchanged.
         nothing: The text that is shown if the value is None.
-        left: Whether the column is aligned left, as columns of words are.
+        left: Whether the column is aligned left, like columns of words.
     """
 
     heading: str
@@ -111,11 +114,11 @@ class Column(Generic[Row]):
         return form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return this column for a table whose rows are of another kind.
+        """Return a copy of this column for a table whose rows have another type.
 
         Args:
-            find: A function from a row of that table to a row for this column. If it returns None,
-                the value is None.
+            find: A function that takes a row of that table, and returns the row for which this
+                column shows a value. If the function returns None, the value is None.
         """
 
         def value(other: Other) -> object:
@@ -127,17 +130,26 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Only the form for a terminal keeps line breaks in headings and cells."""
+    """A table of texts, which can be written for a terminal or as Markdown.
+
+    Attributes:
+        title: The title of the table.
+        headings: The headings of the columns.
+        rows: The cells of each row. Markdown has no line breaks in cells and headings.
+        notes: The notes below the table.
+        left: How many columns, from the first one on, are aligned left.
+        group: The name of the group of rows, if the experiment has several groups.
+    """
 
     title: str
     headings: Cells
     rows: Sequence[Cells]
     notes: Notes = ()
-    left: int = 1  # how many columns, from the first one on, are aligned left
-    group: str = ""  # the name of the group of rows, if the experiment has several groups
+    left: int = 1
+    group: str = ""
 
     def text(self) -> str:
-        """Return the table as text for a terminal."""
+        """Return the table as text for a terminal, with its title and its notes."""
         title = textwrap.fill(self.title, WIDTH)
         cells = grid(self.headings, self.rows, "simple", self.left)
         parts = [title, "", cells]
@@ -146,7 +158,7 @@ class Table:
         return "\n".join(parts)
 
     def markdown(self, level: int = 2) -> str:
-        """Return the table as Markdown, under a heading of the given level."""
+        """Return the table as Markdown. Its title is a heading of the given level."""
         headings = [in_full(heading) for heading in self.headings]
         rows = [_without_breaks(row) for row in self.rows]
         title = "#" * level + " " + self.title
@@ -155,7 +167,10 @@ class Table:
 
 
 def in_full(heading: str) -> str:
-    """Return a heading in one line, with long words in place of the short ones for a terminal."""
+    """Return the heading of a column for Markdown, which has more room than a terminal.
+
+    The heading has one line, and whole words instead of abbreviations.
+    """
     for short, long in WHOLE.items():
         heading = heading.replace(short, long)
     return heading.replace("\n", " ")
@@ -166,10 +181,14 @@ def _without_breaks(cells: Cells) -> Cells:
 
 
 def grid(head: Cells, rows: Sequence[Cells], style: str, left: int | None = None) -> str:
-    """Format a heading and rows of cells in a style of the package tabulate.
+    """Format the headings and the rows of a table with the package tabulate.
 
-    The first `left` columns are aligned left, and all other columns are aligned right. If `left` is
-    None, all columns are aligned left.
+    Args:
+        head: The headings of the columns.
+        rows: The cells of each row.
+        style: The name of tabulate's style, such as "simple" or "pipe".
+        left: How many columns, from the first one on, are aligned left. The others are aligned
+            right. If None, all columns are aligned left.
     """
     if left is None:
         left = len(head)
@@ -191,9 +210,15 @@ def table(
     rows: Iterable[Row],
     notes: Iterable[str | None] = (),
 ) -> Table:
-    """Make a table. Columns that are empty in every row are left out, and also empty notes.
+    """Make a table. Columns without a text in any row are left out, and so are empty notes.
 
-    If a cell has the mark of measurements that other programs disturbed, a note explains the mark.
+    If a cell has the mark of a measurement that other programs disturbed, a note explains the mark.
+
+    Args:
+        title: The title of the table.
+        columns: The columns, which say how each row is shown.
+        rows: The rows, such as the results of an experiment.
+        notes: The notes below the table.
     """
     rows = list(rows)
     headings = []
@@ -218,7 +243,7 @@ def table(
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
-    """Format a list of numbers, one for each device, with four numbers on a line."""
+    """Format a list of numbers (one for each device, for example), at most four in a line."""
     texts = [form.format(each) for each in numbers]
     lines = []
     for start in range(0, len(texts), DEVICES_PER_LINE):
@@ -228,7 +253,7 @@ def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
 
 
 def bullets(notes: Notes, wrap: bool = True) -> str:
-    """Return the notes as a list with bullets. Wrap lines for a terminal if `wrap` is true."""
+    """Return notes as a list with bullets. If `wrap` is true, wrap long lines for a terminal."""
     lines = []
     for note in notes:
         line = f"- {note}"
@@ -239,7 +264,10 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Invert a dictionary: map each value to the names that have it, as a text such as `a, b`."""
+    """Invert a dictionary: return, for each value, the names that have this value.
+
+    The names of a value are joined to a text such as `a, b`.
+    """
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
         joined[value] = ", ".join(names)
@@ -247,14 +275,14 @@ def by_value(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def many(count: int, thing: str) -> str:
-    """Return a count and its noun, such as `1 row` or `2 rows`."""
+    """Return a text that counts things, such as `1 row` or `2 rows`."""
     if count == 1:
         return f"1 {thing}"
     return f"{count} {thing}s"
 
 
 def span(values: Sequence[float]) -> str:
-    """Return `8` if all values are 8, and `8 to 64` if they range from 8 to 64."""
+    """Return the range of some values as a text: `8 to 64`, or `8` if all values are 8."""
     low = min(values)
     high = max(values)
     if low == high:

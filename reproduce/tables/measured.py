@@ -1,4 +1,4 @@
-"""Find what was measured or emulated for the rows of published tables."""
+"""Find what this program has measured or emulated for the rows of published tables."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,18 @@ from reproduce.records.record import Result, Run, ranked, readable
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """What this program measured for a published row on a machine, or emulated on one device."""
+    """What this program has measured or emulated for a row of a published table on one machine.
 
-    throughput: float | None = None  # the samples per second of the median step
-    allocated: float | None = None  # the sum of all devices' peak bytes
-    disturbed: bool = False  # whether other programs disturbed the measurement
+    Attributes:
+        throughput: The samples per second of the median step.
+        allocated: The sum of the peaks of allocated bytes of all devices.
+        disturbed: Whether other programs disturbed the measurement.
+        how: Whether the row was measured, or emulated on one device.
+    """
+
+    throughput: float | None = None
+    allocated: float | None = None
+    disturbed: bool = False
     how: Literal["measured", "emulated"] = "measured"
 
 
@@ -25,11 +32,14 @@ Measured = dict[str, dict[str, MeasuredRow]]
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
-    """Return what was measured or emulated for the published rows, on each machine.
+    """Return what this program has measured or emulated, on each machine, for published rows.
 
-    If several records of a machine have a row, one that measured it is preferred to one that
-    emulated it. Of several such records, the best one counts (`ranked`). A row that no record has
-    is left out.
+    If several records of a machine have a row, a measured result counts more than an emulated one.
+    Among equal results, the one in the best record counts (see `ranked`).
+
+    Args:
+        experiment: The name of the experiment that reproduces the published rows.
+        folder: The folder of the records.
     """
     found: Measured = {}
     for record in ranked(readable(folder), experiment):
@@ -50,20 +60,20 @@ def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
 
 
 def machine_name(run: Run) -> str:
-    """Return the name of a run's machine: that of its CPU, or of the GPUs that the run used."""
+    """Return the name of a run's machine: the name of its CPU, or of the GPUs that the run used."""
     if run.device != "cuda":
         return run.machine.cpu
     return f"{run.devices} x {gpu_names(run)}"
 
 
 def gpu_names(run: Run) -> str:
-    """Return the names of the GPUs that a run used, each once."""
+    """Return the names of the GPUs that a run used as a text, without repeating equal names."""
     names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
     return ", ".join(names)
 
 
 def _measured(result: Result) -> MeasuredRow | None:
-    """Return a result's numbers, or None if it did other work than the published row."""
+    """Return the numbers of a result, or None if the row did other work than the published row."""
     status = result.status
     if status not in ("measured", "emulated") or result.scale != "paper":
         return None

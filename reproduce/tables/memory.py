@@ -1,4 +1,4 @@
-"""Make the memory tables: the published models' parameter counts, and each device's peak."""
+"""Make the tables of memory: the sizes of the published models, and the peaks of each device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ RESERVED = "peak_reserved"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bytes, such as allocated or reserved: its name in records, title and meaning."""
+    """A kind of bytes that a table of memory shows, such as allocated or reserved bytes.
+
+    Attributes:
+        value: The name of the value in records.
+        title: The name of the kind in titles of tables.
+        meaning: What the bytes are, for a note below the table.
+    """
 
     value: str
     title: str
@@ -42,7 +48,11 @@ KINDS = {  # device and name of the values -> kind of bytes
 
 
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return a table of the published models' sizes, and tables of peaks of each kind of bytes."""
+    """Return the tables of a memory experiment.
+
+    The first table has the sizes of the published models, if they were counted. Then follows a
+    table of the peaks of each device for each kind of bytes, such as allocated bytes.
+    """
     counted = []
     run = []
     known = set()
@@ -155,7 +165,10 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
 
 
 def _unit(most: int) -> tuple[int, str, str]:
-    """Return a unit for a column of up to `most` bytes: its bytes, its name, a format string."""
+    """Choose the unit of a column whose largest value is `most` bytes.
+
+    Return the number of bytes in the unit, the name of the unit, and the format of the numbers.
+    """
     if most < 10 * GiB:
         return MiB, "MiB", "{:.0f}"
     if most < 100 * GiB:
@@ -164,5 +177,5 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return a row's peak bytes on each device, such as allocated bytes; empty if not known."""
+    """Return a row's peak bytes of one kind on each device. The list is empty if not known."""
     return result.values.get(kind.value) or []

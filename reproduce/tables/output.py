@@ -1,7 +1,7 @@
 """Write the results of a command in one of four formats.
 
-Text and Markdown are for people. CSV and JSON are for programs: they have one entry for each
-number. All commands use the same fields for an entry, which `docs/results.md` explains.
+The formats text and Markdown are for people. CSV and JSON are for programs: they have one entry for
+each number. All commands use the same fields for an entry, which `docs/results.md` explains.
 """
 
 import csv
@@ -61,10 +61,10 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
     """Return the results of a command in the format `style`.
 
     Args:
-        style: "text", "markdown", "csv" or "json".
-        numbers: The numbers for CSV and JSON.
-        text: What is returned for "text".
-        markdown: What is returned for "markdown".
+        style: The format: "text", "markdown", "csv" or "json".
+        numbers: The numbers that CSV and JSON contain, each as a dictionary of fields.
+        text: The results as text.
+        markdown: The results as Markdown.
         more: Further fields of the JSON object.
     """
     if style == "text":
@@ -86,10 +86,12 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields that describe a value, and the result (row) that it belongs to.
+    """Return the fields that describe a value, and those that describe its row.
 
-    If `result` is None, the value counts as measured. Then it is not known whether other programs
-    disturbed the measurement.
+    Args:
+        reading: The value, or None if there is none.
+        result: The result of the row to which the value belongs. If None, the value counts as
+            measured, and it is not known whether other programs disturbed the measurement.
     """
     found: Number = {"kind": "measured"}
     disturbance_is_known = False
@@ -112,9 +114,10 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield the fields of each value of a row. If it has none, yield the reason once.
+    """Yield a dictionary of fields for each value of a row.
 
-    A value is a number, or words such as the outcome of a check.
+    A value is a number, or words such as the outcome of a check. If the row has no values, yield
+    one dictionary, which says why.
     """
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
@@ -142,7 +145,10 @@ def of_entry(entry: Entry) -> Numbers:
 
 
 def _base(entry: Entry) -> Result | None:
-    """Return the baseline result of a row's speed-up; None if the record does not contain it."""
+    """Return the result of the row that is the baseline of a row's speed-up.
+
+    Return None if the row has no baseline, or if the record does not contain it.
+    """
     if entry.result.over is None:
         return None
     key = replace(entry.result, row=entry.result.over).key
@@ -153,10 +159,10 @@ def _base(entry: Entry) -> Result | None:
 
 
 def of_plan(plan: "Plan", title: str) -> Numbers:
-    """Yield the numbers that a plan predicts, for each number of devices.
+    """Yield the numbers that a plan predicts for each number of devices, as fields.
 
     They are the numbers of the best pipeline and, for comparison, those of data parallel training
-    and of FSDP.
+    and of FSDP. `title` is the experiment that the fields name.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for n, found in plan.by_devices.items():
@@ -171,7 +177,10 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
 
 
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
-    """Yield the sizes, such as the depth, and the parameters of the largest models that fit."""
+    """Yield the size and the number of parameters of each largest model that fits, as fields.
+
+    A size is, for example, the depth of the model. `title` is the experiment that the fields name.
+    """
     for each in found:
         about = {"experiment": title, "row": each.how, "kind": "predicted"}
         if each.sizes is None:

@@ -1,7 +1,7 @@
-"""Make the plain table of a record: a line for each row, and a column for each of its numbers.
+"""Make the plain table of a record: a line for each row, and a column for each kind of number.
 
-This table is for records without a table of their own: the papers' tables, the league, the records
-of `benchmarks`, and runs of experiments that this program does not know.
+This table is for records for which this program has no special table. Examples are the papers'
+tables, the records of `benchmarks`, and runs of experiments that this program does not know.
 """
 
 import textwrap
@@ -26,13 +26,14 @@ from reproduce.tables.output import SPREAD
 
 Results = Sequence[Result]
 Columns = list[Column[Result]]
-WORDS = 20  # the width of a cell of words, in characters
-# The fields of a configuration that are shown if they differ between the rows.
+WORDS = 20
+"""The width of a cell of words, in characters."""
+# The fields of a configuration that are shown if they differ between the rows, and their headings.
 SETTINGS = {"partitions": "n", "chunks": "m", "batch_size": "batch", "hardware": "hardware"}
 
 
 def _name(text: str) -> str:
-    """Return a name in several lines. A word that is longer than a line stays whole."""
+    """Break a name into lines of at most `WORDS` characters, but never inside a word."""
     return textwrap.fill(text, WORDS, break_long_words=False, break_on_hyphens=False)
 
 
@@ -41,9 +42,9 @@ ROW = Column[Result]("row", lambda result: _name(result.row), left=True)
 
 
 def plain_tables(record: Record, results: Results) -> list[Table]:
-    """Return a table of results, or several tables if a terminal is too narrow for all columns.
+    """Return a plain table of results, or several tables if it is too wide for a terminal.
 
-    If the record has several cases (experiments), the first column names the case.
+    If the record has several experiments, the first column names the experiment.
     """
     if not results:
         return []
@@ -65,7 +66,13 @@ def plain_tables(record: Record, results: Results) -> list[Table]:
 
 
 def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[Columns]:
-    """Divide columns into groups that fit into a terminal; each begins with `naming`."""
+    """Divide the columns of a table into groups that are narrow enough for a terminal.
+
+    Args:
+        naming: The columns that name a row. Each group begins with them.
+        columns: The other columns.
+        results: The rows of the table.
+    """
     groups = [[*naming]]
     for column in columns:
         wider = [*groups[-1], column]
@@ -78,7 +85,10 @@ def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[C
 
 
 def _differ(results: Results, name: str) -> bool:
-    """Return whether a field of the configuration differs between rows, and is no list."""
+    """Return whether rows have different values of a field of the configuration.
+
+    Return False if the values are lists.
+    """
     found = []
     for result in results:
         value = result.config.get(name)
@@ -94,7 +104,10 @@ def _setting(heading: str, name: str) -> Column[Result]:
 
 
 def _names(record: Record, results: Results) -> list[str]:
-    """Return the names of all values and samples. Names in `record.columns` come first."""
+    """Return the names of all values and samples in the results, in the order of the columns.
+
+    Names in `record.columns` come first.
+    """
     names = dict.fromkeys(record.columns)
     for result in results:
         names.update(dict.fromkeys(result.values))
@@ -104,9 +117,9 @@ def _names(record: Record, results: Results) -> list[str]:
 
 
 def _values(record: Record, name: str) -> Column[Result]:
-    """Return the column of a value, or of the median of samples. Bytes become GiB.
+    """Return the column that shows the value `name` of each row, or the median of its samples.
 
-    Published numbers are shown as they were published, with all their digits.
+    Bytes are shown in GiB. Published numbers are shown with all their digits.
     """
     in_bytes = record.unit.get(name, "").startswith("bytes")
     heading = f"{name}_(GiB)" if in_bytes else name
@@ -131,7 +144,7 @@ def _in_gib(value: float | list[float]) -> str:
 
 
 def _text(value: Json, *, exact: bool) -> str:
-    """Format a number, a list of numbers, or words. If `exact`, a number keeps all its digits."""
+    """Format a value: a number, a list, or words. If `exact`, a number keeps all its digits."""
     if isinstance(value, list):
         return in_lines(value, "{}")
     if isinstance(value, int):
@@ -147,7 +160,7 @@ def _with_spread(middle: float, spread: Sequence[float]) -> str:
 
 
 def _status(result: Result) -> str | None:
-    """Return the status of a row that has neither values nor samples."""
+    """Return the status of a row, or None if the row has values or samples, which say enough."""
     return None if result.values or result.samples else result.status
 
 
@@ -156,7 +169,10 @@ def _reason(result: Result) -> str | None:
 
 
 def _about_source(record: Record) -> Iterator[str]:
-    """Yield notes on the source, the hardware and the discrepancies of the numbers."""
+    """Yield notes about a record: the source of its numbers, and the hardware.
+
+    Further notes say in what published sources contradict each other.
+    """
     if record.run is None:
         yield record.kind
     source = record.source or {}
@@ -176,7 +192,7 @@ def _about_source(record: Record) -> Iterator[str]:
 
 
 def _about_values(record: Record, results: Results, names: Sequence[str]) -> Iterator[str]:
-    """Yield notes on the units of the numbers, and on the versions that were measured."""
+    """Yield notes about the units of the numbers, and about the versions that were measured."""
     units = grouped(filter(record.unit.get, names), record.unit.__getitem__)
     for unit, having in units.items():
         yield f"{', '.join(having)}: {unit}"

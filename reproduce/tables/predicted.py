@@ -1,6 +1,6 @@
-"""Make the tables that show predictions beside published and measured numbers of the same rows.
+"""Make tables that show predictions beside published and measured numbers of the same rows.
 
-Predictions are computed from a hardware description. Nothing is run for them.
+Predictions are computed from a description of the hardware, without running anything.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +25,12 @@ Numbers = dict[str, float]  # by the row's name
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
-    """Return the tables of a record of predictions: on speed, on memory, or both.
+    """Return the tables of a record of predictions: of speeds, of memory, or of both.
 
-    Each row of a table also has its published number. Measurements of the same rows (`measured`)
-    are shown, too. If there are none, a note says so.
+    Args:
+        record: The record.
+        measured: What was measured for the same rows. The tables show these numbers and the
+            published numbers, too. If nothing was measured, a note says so.
     """
     names: set[str] = set()
     for result in record.results:
@@ -42,24 +44,24 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
 
 
 def throughput_errors(record: Record) -> Numbers:
-    """Return each predicted throughput's relative error, compared with the published one."""
+    """Return the relative error of each row's predicted throughput against the published one."""
     publication = _published(record)
     return errors(throughputs(_predicted(record)), throughputs(publication.results))
 
 
 def speed_up_errors(record: Record) -> Numbers:
-    """Return each predicted speed-up's relative error, compared with the published one.
+    """Return the relative error of each row's predicted speed-up against the published one.
 
-    Speed-ups are over the first row of the table. The first row itself is left out.
+    Speed-ups are relative to the first row of the table, which itself is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
 
 
 def errors_table(records: Sequence[Record]) -> Table:
-    """Return a table that says how far predicted speeds are from published speeds.
+    """Return a table that shows how far predicted speeds are from published speeds.
 
-    A prediction counts only if it is for the hardware of the published table.
+    A record of predictions counts only if it is for the hardware of the published table.
     """
     headings = [
         "rows of",
@@ -131,7 +133,8 @@ def _speed(record: Record, measured: Measured) -> Table:
 def _measured_speeds(run: Measured) -> Iterator[Column[Result]]:
     """Yield a column of measured or emulated samples per second for each machine.
 
-    The heading names the machine if there are several. If nothing was run, the only column says so.
+    If there are several machines, the headings name them. If nothing was run on any machine, there
+    is a single column that says so.
     """
     if not run:
         yield by_row("measured", {}, "", "not run")
@@ -147,14 +150,23 @@ def _measured_speeds(run: Measured) -> Iterator[Column[Result]]:
 
 
 def _ways_of(rows: Iterable[MeasuredRow]) -> list[str]:
-    """Return in which ways rows were run: "measured", "emulated", both or none."""
+    """Return a list that says how some rows were run: "measured", "emulated", both or neither."""
     return sorted({row.how for row in rows}, reverse=True)
 
 
 def _about_errors(
     record: Record, first: str, off: Sequence[float], off_speed_up: Sequence[float]
 ) -> str:
-    """Return a note on how large the errors are, or on why there are none to compare."""
+    """Return a note about how large the errors of the predictions are.
+
+    If the predictions are for other hardware than the published numbers, the note says this.
+
+    Args:
+        record: The record of predictions.
+        first: The name of the row to which all speed-ups are relative.
+        off: The absolute relative errors of the predicted throughputs.
+        off_speed_up: The absolute relative errors of the predicted speed-ups.
+    """
     if not _same_hardware(record):
         return (
             f"speed-up over {first}; published on other hardware, so the two are not to be compared"
@@ -166,10 +178,11 @@ def _about_errors(
 
 
 def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
-    """Yield notes on the measured speeds: which machine measured which rows, and what was timed.
+    """Yield notes about measured and emulated speeds: which rows ran on which machine, and how.
 
-    Published and predicted speeds are those of an epoch, whose last mini-batch can be smaller.
-    Measured and emulated speeds are those of full mini-batches.
+    If necessary, a further note warns of a difference: published and predicted speeds are those of
+    an epoch, whose last mini-batch is smaller. Measured and emulated speeds are those of full
+    mini-batches.
     """
     every: list[MeasuredRow] = []
     for rows in run.values():
@@ -255,7 +268,7 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return how many bytes the allocator reserved in the published runs, by the row's name."""
+    """Return the bytes that PyTorch's allocator reserved in the published runs, by row name."""
     publication = _published(record)
     reserved = {}
     for paper in publication.results:
@@ -266,7 +279,7 @@ def _published_memory(record: Record) -> Numbers:
 
 
 def _reasons(record: Record) -> Iterator[str]:
-    """Yield notes that say why rows have no prediction."""
+    """Yield a note for each row without a prediction that says why there is none."""
     for result in record.results:
         if result.reason:
             yield f"{result.row}: {result.reason}"
@@ -300,7 +313,7 @@ def _predicted(record: Record) -> list[Result]:
 
 
 def _same_hardware(record: Record) -> bool:
-    """Return whether the predictions are for the GPU on which the published table was measured."""
+    """Return whether the predictions are for the same type of GPU as the published numbers."""
     described = record.hardware or {}
     gpu = (_published(record).hardware or {}).get("gpu")
     return gpu is not None and str(gpu) in str(described.get("title"))

@@ -1,6 +1,7 @@
 """Generate text from records: a page for each record, and marked blocks in README.md and docs/.
 
-A block is the text between two comments. The first comment names the content of the block:
+A record is a file of results. A block is the text of a page between two comments. The first comment
+names the content of the block:
 
     <!-- from records: amoebanet-speed -->
     ...
@@ -16,8 +17,8 @@ The names after `from records:` are of four kinds:
 - A name like "benchmarks/overlap": the block gets the table of the record "overlap" in the folder
   results/benchmarks. `benchmarks/render.py` makes this table.
 
-If there is no record yet, the block says so. Blocks of docstrings begin with
-`<!-- from docstrings: benchmarks/api -->` instead.
+If there is no record yet, the block says so. Blocks that are generated from docstrings instead
+begin with `<!-- from docstrings: benchmarks/api -->`.
 """
 
 import functools
@@ -36,8 +37,9 @@ from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.layout import many
 
 FOLDERS = ("measured", "predicted")
-SHORT = (LIKE_PUBLISHED, "batch")  # the groups of rows that the README shows
-# A short block keeps the notes that have one of these texts.
+SHORT = (LIKE_PUBLISHED, "batch")
+"""The groups of rows that the README shows, in short blocks."""
+# Of the notes below its tables, a short block keeps those that have one of these texts.
 KEPT = re.compile("|".join(map(re.escape, (DISTURBED, "emul./meas."))))
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(
@@ -45,15 +47,17 @@ MARK = re.compile(
     re.DOTALL,
 )
 
-# A function that returns the new text of a block. Its arguments are the page with the block, and
-# the part of the block's name that follows the slash.
+# A function that returns the new text of a generated block. Its arguments are the path of the page
+# that has the block, and the part of the block's name after the slash.
 Maker = Callable[[Path, str], str]
 Texts = dict[Path, str]
 Records = Mapping[Path, Record]
 
 
 def render(root: Path, benchmarks: Maker | None = None) -> Texts:
-    """Return the new text of every file below `root` that is generated or has a generated block.
+    """Return the new text of every file that is generated, or that has a generated block.
+
+    The keys of the result are the paths of the files. Nothing is written.
 
     Args:
         root: The top folder of the repository.
@@ -84,9 +88,13 @@ def render(root: Path, benchmarks: Maker | None = None) -> Texts:
 
 
 def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
-    """Return the text of a page with new generated blocks.
+    """Replace the generated blocks in the text of a page, and return the new text.
 
-    If `makers` has no function for benchmarks, blocks of benchmarks do not change.
+    Args:
+        text: The text of the page.
+        page: The path of the page.
+        makers: The functions that generate blocks, by the part of a block's name before the slash.
+            If there is no function for "benchmarks", these blocks do not change.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -97,13 +105,15 @@ def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
         if kind == "benchmarks":
             return match[0]
         known = ", ".join(makers)
-        raise Error(f"{page}: a block has the unknown name {match['name']!r}; use one of {known}")
+        raise Error(
+            f"{page}: a generated block has the unknown name {match['name']!r}; use one of {known}"
+        )
 
     return MARK.sub(block, text)
 
 
 def stale(files: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose text on disk differs from the new text."""
+    """Return the paths of the files whose text on disk differs from the new text in `files`."""
     found = []
     for path, text in files.items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -112,11 +122,12 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
-    """Return the block of an experiment: the tables of its best run (`ranked`).
+    """Return the generated block of an experiment: the tables of its best run (`ranked`).
 
     If `part` is "short", the block has only two tables: one of the rows like the published rows,
     and one of the rows with equal batch sizes. Their notes are left out, except those that explain
-    a mark or the abbreviation of a column. If `part` is "predicted", the block has the predictions.
+    a mark or the abbreviation of a column. If `part` is "predicted", the block has the tables of
+    predictions instead.
     """
     if part == "predicted":
         return _predicted_block(experiment, records)
@@ -166,6 +177,6 @@ def _short_tables(record: Record, experiment: str) -> list[str]:
 
 
 def link(page: Path, path: Path) -> str:
-    """Return the path of a file relative to the folder of a page."""
+    """Return the target of a link from a page to a file: a path relative to the page's folder."""
     relative = os.path.relpath(path, page.parent)
     return Path(relative).as_posix()

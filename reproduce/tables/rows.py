@@ -1,4 +1,4 @@
-"""Define the rows, columns and notes that several tables of an experiment have in common."""
+"""Define rows, columns and notes that several kinds of tables of an experiment use."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -38,17 +38,17 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Return whether a row repeats a published row, with the same model or a smaller one."""
+    """Return whether a row repeats a published row, perhaps with a smaller model."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
 def speed(result: Result) -> Reading | str:
-    """Return the samples per second of a row, or a text that says why there is no number."""
+    """Return the samples per second of a row, or a text that says why they are not known."""
     return throughput(result) or outcome(result)
 
 
 def size(settings: Config) -> str:
-    """Return a model's size as a text such as `(18, 256)`; empty if the model has only one size."""
+    """Return the size of a model as a text, such as `(18, 256)`, or "" if it has only one size."""
     model = MODELS.get(settings["model"])
     if model is None or not model.sizes:
         return ""
@@ -57,12 +57,12 @@ def size(settings: Config) -> str:
 
 
 def config(heading: str, name: str) -> Cells:
-    """Return the column that shows a field of the configuration, with a dash for None."""
+    """Return the column of a field of the rows' configurations, which shows None as a dash."""
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
 def by_row(heading: str, values: Mapping[str, object], form: Form, nothing: str = "") -> Cells:
-    """Return a column that shows `values`, which are given by the name of the row."""
+    """Return a column that shows `values`, a dictionary with the name of each row as a key."""
     return Column(heading, lambda result: values.get(result.row), form, nothing)
 
 
@@ -72,10 +72,10 @@ BUSY = Column("busy", utilization, "{:.0%}")
 
 
 class Rows:
-    """The rows of a table, with methods that make the table's columns and notes.
+    """The rows of a table, with methods that make the columns and the notes of the table.
 
-    Usually, each result in `every` is a row. But if some results are emulated, only those are rows.
-    Measured results are then shown in additional columns.
+    Usually, each result in `every` is a row. But if some results are emulated, only these are rows,
+    and the measured results are shown in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -99,23 +99,23 @@ class Rows:
         return [result.config for result in self.results]
 
     def span(self, name: str) -> str:
-        """Return the range of a configuration's field in all rows, such as `8` or `8 to 64`."""
+        """Return the range of a field in the rows' configurations as a text, such as `8 to 64`."""
         return span([config[name] for config in self.configs])
 
     def table(self, subtitle: str, columns: Iterable[Cells], notes: Iterable[str | None]) -> Table:
-        """Make the table. Its title is the experiment's title, followed by `subtitle`."""
+        """Make a table of these rows. Its title is the experiment's title and then `subtitle`."""
         return table(self.experiment.title + subtitle, columns, self, notes)
 
     def named(self, row: str | None) -> Result | None:
-        """Return the row with this name, or None if it is not in the table."""
+        """Return the result of the row with this name, or None if the table has no such row."""
         return _named(self.results, row)
 
     def measured(self, row: str | None) -> Result | None:
-        """Return the measured result of an emulated row, or None if there is none."""
+        """Return the measured result of an emulated row, or None if the row was only emulated."""
         return _named(self._beside, row)
 
     def paper(self, result: Result | None) -> Result | None:
-        """Return the published row that a row reproduces, or None if there is none."""
+        """Return the published row that a row reproduces, or None if it reproduces none."""
         link = None if result is None else result.published
         if not link:
             return None
@@ -125,47 +125,47 @@ class Rows:
         return None
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return a row's speed-up over its baseline; None if one of the two was not timed."""
+        """Return the speed-up of a row over its baseline row, or None if one was not timed."""
         times = speed_up(result, self.named(result.over))
         if times and result.row == result.over:
             return "1"
         return times
 
     def measured_speed_up(self, result: Result) -> Reading | None:
-        """Return the measured speed-up of an emulated row, or None if there is none."""
+        """Return the measured speed-up of an emulated row, or None if it is not known."""
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
-        """Return the speed-up of the published row that this row reproduces."""
+        """Return the published speed-up of the row that this row reproduces, or None."""
         base = self.named(result.over)
         return speed_up(self.paper(result), self.paper(base))
 
     def published_throughput(self, result: Result) -> Reading | None:
-        """Return the published samples per second; None if the row's sizes (scale) differ.
+        """Return the published samples per second of the row that this row reproduces, or None.
 
-        At other scales than `paper`, a row does other work than the published row.
+        The result is None if this row is smaller (its scale is not `paper`): it does other work.
         """
         paper = self.paper(result) if result.scale == "paper" else None
         return None if paper is None else throughput(paper)
 
     def throughput(self) -> Cells:
-        """Return the column of samples per second. If a row has none, its cell says why."""
+        """Return the column of samples per second. If a row has no number, its cell says why."""
         if self.emulated:
             return Column("samples/s\nemulated", speed, number)
         return Column("samples/s\n(quartiles)", speed, with_quartiles)
 
     def over(self, heading: str, quartiles: bool = False) -> Cells:
-        """Return the column of speed-ups. Its heading says whether they are emulated."""
+        """Return the column of speed-ups. Its heading says if they are emulated speed-ups."""
         lines = [heading, "emulated" if self.emulated else "", "(quartiles)" if quartiles else ""]
         form = _ratio_with_quartiles if quartiles else ratio
         return Column("\n".join(filter(None, lines)), self.speed_up, form)
 
     def emulated_over_measured(self, result: Result) -> Reading | None:
-        """Return the ratio of an emulated row's samples/s to its measured samples/s, if known."""
+        """Return (emulated samples/s) / (measured samples/s) of a row, or None if not known."""
         return over_measured(result, self.measured(result.row))
 
     def published(self, heading: str, value: str, form: str, unit: float = 1) -> Cells:
-        """Return the column that shows a published value of each row, divided by `unit`."""
+        """Return the column that shows the published `value` of each row, divided by `unit`."""
 
         def cell(result: Result) -> object:
             paper = self.paper(result)
@@ -178,28 +178,28 @@ class Rows:
 
     @property
     def publication(self) -> Record:
-        """Return the published table that the rows reproduce."""
+        """Return the record of the published table that the rows reproduce."""
         assert self.experiment.table is not None
         return published(self.experiment.table)
 
     @property
     def published_on(self) -> str:
-        """Return on which devices the published table was measured, such as `8 x Tesla P40`."""
+        """Return the GPUs of the published table as a text, such as `8 x Tesla P40`."""
         hardware = self.publication.hardware or {}
         return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
 
     @property
     def published_title(self) -> str:
-        """Return the end of the title of a table of published or changed rows."""
+        """Return the end of the table's title, which says if its rows are published or changed."""
         if any("changed_from" in config for config in self.configs):
             return ", changed rows"
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
         return ", as published" if exact else ", like the published rows"
 
     def about_emulation(self, ratio: bool = True) -> Iterator[str]:
-        """Yield notes that explain the emulated numbers, if there are any.
+        """Yield notes that explain the emulated numbers of the table, if it has any.
 
-        Set `ratio` if the table also has a column of emulated samples/s / measured samples/s.
+        Set `ratio` if the table has the column (emulated samples/s) / (measured samples/s).
         """
         if not self.emulated:
             return
@@ -236,14 +236,14 @@ class Rows:
             )
 
     def _measured_speeds(self) -> Iterator[str]:
-        """Yield the measured samples per second of each emulated row that was measured, too."""
+        """Yield the measured samples/s of each emulated row that was also measured, as a text."""
         for result in self:
             found = self.measured(result.row)
             if found is not None and (reading := throughput(found)):
                 yield f"{result.row} {number(reading)}"
 
     def circumstances(self) -> str:
-        """Return a note on the scale (sizes), batch sizes, steps, and the model if all share it."""
+        """Return a note that says how the rows ran: scale, model, batch sizes, number of steps."""
         first = self.results[0]
         shape = " x ".join(map(str, first.config["input_shape"]))
         models = set()
@@ -280,7 +280,7 @@ class Rows:
         return "; ".join(parts)
 
     def about_publication(self) -> str:
-        """Return a note on where published numbers come from, and how the published rows differ."""
+        """Return a note about the published numbers: their source, hardware and peculiarities."""
         source = self.publication.source or {}
         place = source.get("paper") or source.get("repo")
         about = f"published: {place}, on {self.published_on}"
@@ -299,7 +299,7 @@ class Rows:
         return about
 
     def what_busy_is(self) -> list[str]:
-        """Return notes that say what utilization means, if a row has a utilization."""
+        """Return notes that say what the column `busy` (utilization) means, if it has a number."""
         devices = set()
         for result in self:
             if utilization(result) is not None:
@@ -307,7 +307,7 @@ class Rows:
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:
-        """Yield notes that say why rows have no numbers."""
+        """Yield notes that say which rows have no numbers, or no utilization or memory, and why."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
         failed = {}
         for result in self:

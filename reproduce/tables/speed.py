@@ -1,6 +1,6 @@
 """Make the tables of speed experiments and of the ablation.
 
-They show the throughput and the speed-up of each row, beside the published numbers.
+The tables show the throughput and the speed-up of each row (configuration), and the published ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +31,10 @@ Results = Sequence[Result]
 
 
 def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return a table for each group of rows that are compared, and a table of utilization.
+    """Return the tables of a speed experiment: one for each group, and one of the utilization.
 
-    In an experiment in which each model is a group, return a single table of all models instead.
+    A group consists of the rows that are compared with each other. In an experiment in which each
+    model is a group, return a single table of all models instead.
     """
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
@@ -58,13 +59,13 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of the row's group: of the rows with which it is compared."""
+    """Return the name of a row's group. Rows of a group are compared with each other."""
     group = result.config.get("group")
     if group is not None:
         return str(group)
-    # Older versions did not record the group. In their records, rows that are like published rows
-    # are grouped by their configuration, and other rows by their field `equal`. Without this field,
-    # the batch size was equal.
+    # Older versions of this program did not record the group. In their records, group the rows that
+    # are like published rows by the field `configuration`, and other rows by the field `equal`. If
+    # this field is missing, the batch size was equal.
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -73,7 +74,7 @@ def _group(result: Result) -> str:
 def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:
     """Return a list with the table of an ablation.
 
-    From row to row, one more component of the pipeline is switched on.
+    In an ablation, each row switches on one more component of the pipeline than the row before.
     """
     rows = Rows(experiment, results)
     reserved = any("peak_reserved" in result.values for result in rows)
@@ -183,7 +184,7 @@ def _as_published(rows: Rows) -> Table:
 
 
 def _changed(rows: Rows) -> Table:
-    """Make the table of rows that were run with settings changed by `--set`."""
+    """Make the table of rows whose settings the user has changed with the option `--set`."""
 
     def name(result: Result) -> str:
         settings = result.row.removeprefix(f"{result.config['changed_from']} ").split(" ")
@@ -215,9 +216,11 @@ def _changed(rows: Rows) -> Table:
 def _balances(rows: Rows, profiled: Rows) -> Table:
     """Make the table that compares two balances: the published one, and one profiled here.
 
+    A balance is the number of layers of each partition.
+
     Args:
         rows: The rows that ran with the published balance.
-        profiled: The same rows with the balance that was found by profiling the model here.
+        profiled: The same rows with the balance that was found by profiling on this machine.
     """
 
     def name(result: Result) -> str:
@@ -277,8 +280,8 @@ def _utilization(rows: Rows) -> Table:
 def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models that have run so far, in an experiment on many models.
 
-    Each model is a group of rows. The table belongs to the group of the last model. So it is shown
-    when this model has run.
+    The rows of each model form a group. The table belongs to the group of the last model, so that
+    it is shown when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []
@@ -307,7 +310,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns that show the speed-ups of all models on n devices."""
+    """Yield the columns that show the speed-up of each model on n devices."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

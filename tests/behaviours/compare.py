@@ -24,7 +24,7 @@ ZERO = 1e-8
 
 @contextmanager
 def named(case: str) -> Iterator[None]:
-    """Return a context that adds the name of a case to errors."""
+    """Return a context manager that turns an error within it into one that names the test case."""
     try:
         yield
     except Exception as error:
@@ -32,9 +32,10 @@ def named(case: str) -> Iterator[None]:
 
 
 def found(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor, number and string in a result, with a name.
+    """Yield a name and a value for each tensor, number and string in a test's result.
 
-    For a module, these are its parameters, the gradients of its parameters, and its buffers.
+    The result can be nested in tuples, lists and dictionaries. Of a module, this function yields
+    the parameters, their gradients, and the buffers.
     """
     if hasattr(value, "to_local"):  # a DTensor: take the shard of this rank
         value = value.to_local()
@@ -63,7 +64,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differences(ours: Any, plain: Any, tolerance: float = 0.0) -> list[str]:
-    """Return one line for each name under which two results differ."""
+    """Compare a pipeline's results with those of plain layers.
+
+    Returns:
+        A line of text for each value that differs, with the value's name.
+    """
     y, x = dict(found(ours)), dict(found(plain))
     lines = []
     for name in sorted({*x, *y}):

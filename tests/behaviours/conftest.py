@@ -1,4 +1,4 @@
-"""The fixture `engine`, for tests that run on all engines."""
+"""The fixture `engine`, which runs a test once with each engine that `GPipe` can use."""
 
 import pytest
 

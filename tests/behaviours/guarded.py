@@ -1,7 +1,8 @@
-"""The names of test cases that fail if a guard is missing, for each guard.
+"""For each guard, the names of test cases that fail without this guard.
 
-A guard keeps something the same in a forward and its recomputation (torchgpipe/task/guards). For
-each guard, tests/planted/rows.json has a fault that leaves out this guard.
+A guard is code that keeps one thing the same in a forward and its recomputation, such as the random
+numbers (torchgpipe/task/guards). For each guard, tests/planted/rows.json has a planted fault that
+leaves it out. The test cases named here must find this fault.
 """
 
 from pathlib import Path

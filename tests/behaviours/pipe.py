@@ -1,7 +1,7 @@
 """`Training`, a test case for any pipeline, and `Pipe`, the interface to a pipeline under test.
 
 Pipelines of other projects run the same test cases, by subclasses of `Pipe` in benchmarks/others.
-So this module imports nothing but torch.
+So that they can import this module, it depends on nothing but torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Found = Mapping[str, Tensor | bool | None]
 
 
 class NotOffered(Exception):
-    """Raised for features that a pipeline does not offer."""
+    """Raised if a test case needs a feature that the pipeline under test does not offer."""
 
 
 def batch(
     size: int = 8, seed: int = 0, *, features: int = 4, targets: int = 3
 ) -> tuple[Any, Tensor]:
-    """Return an input and a target, the same ones on all ranks."""
+    """Return a random input and a random target, which are the same on all ranks."""
     draw = torch.Generator().manual_seed(100 + seed)
     x = torch.randn(size, features, generator=draw)
     target = torch.randn(size, targets, generator=draw)
@@ -41,7 +41,11 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Return the sum of squared errors. It is the sum of the losses of micro-batches."""
+    """Return the sum of squared errors.
+
+    Errors are not averaged, so the loss of a mini-batch is the sum of the losses of its
+    micro-batches.
+    """
     return ((output - target) ** 2).sum()
 
 
@@ -101,10 +105,12 @@ class Training:
 
 
 class Pipe(ABC):
-    """The interface to a pipeline under test. With several ranks, this is one rank's part of it.
+    """The interface between test cases and a pipeline under test.
 
-    A subclass implements `build`. The other methods work for a pipeline that is a single module.
-    For other pipelines, a subclass overrides them.
+    If the pipeline runs over several ranks, each rank has a `Pipe` with its own partition.
+
+    A subclass implements `build`. The other methods work for a pipeline that is called like a
+    module. For a different pipeline, the subclass overrides them.
     """
 
     package = ""
@@ -129,7 +135,11 @@ class Pipe(ABC):
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Make another pipeline for this test case, with some fields of the test case changed."""
+        """Make a new pipeline for the same test case.
+
+        Args:
+            changes: Fields of the test case (`Training`) with other values.
+        """
         return type(self)(replace(self.row, **changes), self.folder)
 
     def step(self, *given: Any) -> Pipe:
@@ -152,7 +162,7 @@ class Pipe(ABC):
         return self.module(x)
 
     def evaluate(self, *given: Any) -> Pipe:
-        """Run forward in eval mode. The rank that has the output records it."""
+        """Run forward in eval mode, and record the output on the rank that computes it."""
         x, _ = given or self.row.given()
         self.module.eval()
         with torch.no_grad():
@@ -162,7 +172,7 @@ class Pipe(ABC):
         return self
 
     def train(self, *given: Any) -> Pipe:
-        """Run a step, clip gradients, and update the parameters."""
+        """Run a training step: forward, backward, clipping of gradients, and the optimizer."""
         self.step(*given)
         if self.row.clip is not None:
             self.clip_gradients(self.row.clip)
@@ -172,7 +182,7 @@ class Pipe(ABC):
         return self
 
     def clip_gradients(self, norm: float) -> None:
-        """Clip all ranks' gradients by their common norm."""
+        """Scale down the gradients if their norm, taken over all ranks, is larger than `norm`."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm)
 
     def save(self) -> None:
@@ -183,9 +193,9 @@ class Pipe(ABC):
             dist.barrier()
 
     def load(self) -> None:
-        """Load what another pipeline of this test case has saved.
+        """Load the model and the optimizer that another pipeline of this test case has saved.
 
-        If there is an optimizer, both pipelines need the same balance.
+        With an optimizer, both pipelines need the same balance, as each rank saves its own state.
         """
         whole: dict[str, Tensor] = {}
         optimizers = {}
@@ -197,11 +207,11 @@ class Pipe(ABC):
             self.optimizer.load_state_dict(optimizers[str(rank())])
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        """Load this rank's part of the whole model's state dict."""
+        """Load this rank's parameters and buffers from the state dict of the whole model."""
         self.module.load_state_dict(whole)
 
     def gradients(self) -> Tensors:
-        """Return the gradients by the names of parameters."""
+        """Return a dictionary from the names of parameters to their gradients."""
         return {name: p.grad for name, p in self.module.named_parameters()}
 
     def found(self) -> Tensors:
@@ -226,7 +236,7 @@ def rank() -> int:
 
 
 def micro_batches(x: Any, m: int) -> list[Any]:
-    """Split a tensor, or each tensor of a nested tuple, into at most `m` micro-batches."""
+    """Split a tensor, or a nested tuple of tensors, into a list of at most `m` micro-batches."""
     if not isinstance(x, tuple):
         return [*x.chunk(m)]
     columns = [micro_batches(part, m) for part in x]

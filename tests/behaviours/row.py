@@ -1,7 +1,7 @@
-"""`Row`, a test case: a small model, and a function that uses this model.
+"""`Row`, a test case that has a small model and a function that uses this model.
 
-`unlike` calls the function twice, with a pipeline and with plain layers (`Plain`), and compares the
-results.
+`unlike` runs a test case. It calls the function twice, with a pipeline of the model and with the
+model's layers without a pipeline (`Plain`), and compares the results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def tensors(value: Tensors) -> tuple[Tensor, ...]:
 
 
 def total(outputs: Tensors) -> Tensor:
-    """Return a weighted sum of squares of all outputs that require grad."""
+    """Return a scalar loss: a weighted sum of squares of all outputs that require grad."""
     result: Any = 0
     for y in tensors(outputs):
         if y.requires_grad:
@@ -75,9 +75,10 @@ def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
 
 
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
-    """Return a function of model and input that calls `change` between forward and backward.
+    """Return a function that runs a model, and calls `change` between forward and backward.
 
-    The function returns the gradients of those parameters that the model had before the change.
+    The returned function takes a model and its input. It returns the gradients of the parameters
+    that the model had before the change.
     """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
@@ -92,7 +93,7 @@ def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], lis
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A test case: a use of a small model, with a pipeline and with plain layers.
+    """A test case: a use of a small model, with a pipeline and with plain layers (no pipeline).
 
     Args:
         name: The name of the behaviour.
@@ -102,13 +103,13 @@ class Row:
             a partition.
         use: A function of model and input. With a pipeline and with plain layers, it must return
             equal results, and leave equal inputs, parameters, gradients and buffers.
-        refused: Patterns of the errors that pipelines must raise instead. A key says which
+        refused: Patterns of the errors that pipelines must raise instead. The keys say which
             pipelines: an engine, a mode of checkpointing, both ("graph always"), or `""` for all.
         without: Engines, modes and variations that are not tested, and the reasons.
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
-        note: What users need to know. docs/works-with.md lists the rows that have a note.
+        note: What users need to know. docs/works-with.md lists the test cases with a note.
     """
 
     name: str
@@ -131,11 +132,10 @@ class Row:
         return ""
 
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
-        """Return whether not to test this combination of a variation, an engine and a mode.
+        """Return whether this combination of variation, engine and mode is not tested.
 
-        If the pipeline must raise an error, variations of the row are not tested. A variation, such
-        as a single partition, has other boundaries between partitions, where the error may not
-        occur.
+        A test case that expects an error has no variations. In a variation, such as a single
+        partition, there may be no boundary between partitions where the error occurs.
         """
         if variation and self.refused:
             return True
@@ -143,23 +143,23 @@ class Row:
 
 
 def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row:
-    """Return a test case with three layers, of which the last one is the second partition."""
+    """Return a test case with three layers in two partitions: two layers, and the last one."""
     return Row(name, layers, balance=(2, 1), **options)
 
 
 def but_never(message: str) -> dict[str, str]:
-    """Expect the error `message` in the modes "always" and "except_last".
+    """Return a value for `Row.refused`: an error is expected if partitions are recomputed.
 
-    In these modes of checkpointing, partitions are recomputed.
+    They are recomputed in the modes of checkpointing "always" and "except_last".
     """
     return {"always": message, "except_last": message}
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Expect the error `message`, except on the engine "graph" in the mode "never".
+    """Return a value for `Row.refused`: an error is expected if each task has its own graph.
 
-    On this engine and in this mode, the whole mini-batch has one autograd graph. Otherwise, each
-    task has a graph of its own.
+    This is always the case, except with the engine "graph" in the checkpointing mode "never". Then
+    the whole mini-batch has one autograd graph.
     """
     return {"graph never": "", "": message}
 
@@ -174,10 +174,11 @@ class Case(NamedTuple):
 
 
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
-    """Return a few ways to run each row: a variation, an engine and a mode of checkpointing.
+    """Choose for each test case a few combinations of variation, engine and mode of checkpointing.
 
-    For each row, every variation, every engine and every mode occurs in one of these ways. With
-    `pairs`, every pair of engine and mode occurs. The combinations differ from row to row.
+    To run all combinations would take too long. Each variation, each engine and each mode occurs in
+    at least one chosen combination. With `pairs`, each pair of an engine and a mode occurs, too.
+    The combinations differ from test case to test case.
     """
     found = []
     for r, row in enumerate(rows):
@@ -196,7 +197,7 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
 
 def made(row: Row) -> tuple[nn.Sequential, Any]:
-    """Make the model and the input of a test case, with the same numbers in each call."""
+    """Make the model and the input of a test case, which have the same values in each call."""
     torch.manual_seed(0)
     return row.layers(), row.given()
 

@@ -1,4 +1,4 @@
-"""A pipeline of any module computes what the module computes on one micro-batch after another."""
+"""Tests that a pipeline of any traced module computes what the module itself computes."""
 
 import copy
 from functools import cache
@@ -26,9 +26,9 @@ TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:
-    """Return micro-batch `i` of a model's input.
+    """Return micro-batch `i` of a model's input, which can be a dictionary or a tuple of tensors.
 
-    Tensors without a batch dimension, and masks for all samples, are not split.
+    A mask that all samples share is not split, but is in each micro-batch.
     """
     if isinstance(value, dict):
         found = {}
@@ -80,9 +80,9 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
-    """With other batch sizes, traced layers must compute the right results, or raise an error.
+    """Run layers with other batch sizes than that of the sample with which the module was traced.
 
-    The module is traced in training mode, and its layers run in eval mode.
+    They must compute the right results, or raise an error.
     """
     make, right, refused = BATCHES[name]
     module = make()
@@ -109,16 +109,19 @@ def _language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
 
 
 def language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
-    """Return traced layers and their module, which is traced only once for all tests."""
+    """Return the layers of a traced language model, and the module itself.
+
+    Tracing is slow, so the module is traced once, and each call returns copies.
+    """
     return copy.deepcopy(_language_model(kind))
 
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("schedule", [*NAMED, ""])
 def test_other_lengths(schedule: str, way: dict[str, Any]) -> None:
-    """One pipeline trains with mini-batches of several lengths, as the module does.
+    """Train a pipeline with texts of several lengths. The gradients must be those of the module.
 
-    Without a schedule, `model(x)` and `backward()` are called in place of `step`.
+    If `schedule` is empty, the test calls `model(x)` and `backward()` instead of `model.step`.
     """
     layers, module = language_model(GPT if schedule else Long)
     plain = copy.deepcopy(module)
@@ -175,7 +178,11 @@ def _reader() -> tuple[nn.Sequential, DeepReader]:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_packed_sequences_in_a_layer_that_is_kept_whole(schedule: str, way: dict[str, Any]) -> None:
-    """Tracing must not run such a layer on zeros: an LSTM refuses a sequence of length zero."""
+    """Trace and train a module with a layer that takes packed sequences.
+
+    The option `whole` keeps this layer from being traced. It must never run on made-up zeros,
+    because an LSTM raises an error for a sequence of length zero.
+    """
     layers, module = copy.deepcopy(_reader())
     plain = copy.deepcopy(module)
     balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([1, 3], 1)

@@ -1,6 +1,6 @@
-"""A pipeline of compiled layers computes what these layers compute.
+"""Tests that a pipeline of compiled layers computes what the layers compute without a pipeline.
 
-This is tested for `model(x)` and for `model.step`, on every engine, in every mode of checkpointing.
+The tests use `model(x)` and `model.step`, on every engine, in every mode of checkpointing.
 """
 
 import copy
@@ -29,7 +29,10 @@ CHUNKS = 4
 
 
 class Counting(nn.Module):
-    """A layer whose output depends on a buffer, which it changes, and on its training mode."""
+    """A layer that counts its calls in a buffer.
+
+    Its output depends on this count, and on whether the layer is in training mode.
+    """
 
     count: Tensor
 
@@ -92,9 +95,10 @@ def test_compiled_layers(
 def test_a_compiled_batch_norm(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
 ) -> None:
-    """A recomputation of compiled code must work on copies of the running statistics.
+    """Compare the running statistics of a compiled batch norm with those of a plain batch norm.
 
-    Compiled code updates them in every pass, also in a recomputation.
+    Compiled code updates running statistics also in a recomputation. So a recomputation has to run
+    on copies of them.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -109,7 +113,7 @@ def test_a_compiled_batch_norm(
 
 
 class Counted:
-    """A backend of `torch.compile` that counts its calls: how often something was compiled."""
+    """A backend of `torch.compile` that compiles nothing, and counts how often it is called."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -176,8 +180,8 @@ def check_counts(
 ) -> None:
     """Check that a pipeline compiles its layers at most as often as they are compiled without it.
 
-    An error is raised if a layer is compiled more often than PyTorch's limit. (By default, PyTorch
-    would run the layer uncompiled, and raise no error.)
+    The test also fails if a layer reaches PyTorch's limit of recompilations. By default, PyTorch
+    would then run the layer uncompiled.
     """
     torch.compiler.reset()
     own = make()
@@ -201,7 +205,7 @@ def check_counts(
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """Return gradients and buffers by name, without the prefixes of compiled layers."""
+    """Return gradients and buffers by name, without the prefix of compiled layers (`_orig_mod`)."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[f"gradient of {name}".replace("_orig_mod.", "")] = p.grad

@@ -1,7 +1,7 @@
-"""Criteria (loss functions) that use parameters: each parameter gets its gradient once in a step.
+"""Tests of criteria (loss functions) that use parameters of the model or of other modules.
 
-A step must not change the parameters themselves. Timing decides whether threads disturb each other,
-so each case repeats several times: two steps, whose gradients accumulate.
+In a step, each parameter must get its gradient exactly once, and must not change. Each case is run
+several times, because whether threads disturb each other depends on timing.
 """
 
 import copy
@@ -27,9 +27,9 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 class Net(Module):
-    """A module with a criterion as a method, as users of training frameworks write it.
+    """A module that has the layers, and the loss function as a method, as in training frameworks.
 
-    Tests replace its `layers` by a pipeline.
+    The tests replace its attribute `layers` by a pipeline.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
     """Return a criterion's name, and the gradients that a pipeline must have after two steps.
 
-    Plain layers compute these gradients: those of the second step are added to those of the first.
+    They are computed without a pipeline. The gradients of both steps are added up.
     """
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)
@@ -252,7 +252,10 @@ def test_a_step_that_fails_changes_no_gradient_of_what_the_criterion_uses(where:
 
 
 class Tied(Module):
-    """A layer that uses another layer's embedding, without registering it as a submodule."""
+    """A layer that shares the weight of an embedding.
+
+    It keeps the embedding in a list, so that PyTorch does not register it as a submodule.
+    """
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()

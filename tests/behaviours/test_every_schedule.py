@@ -1,8 +1,7 @@
-"""What `step` takes and returns is alike on every engine and with every schedule.
+"""Tests that `step` takes and returns the same values on every engine and with every schedule.
 
-With the engine "graph", `step` runs all tasks in one thread. Each test makes one pipeline, and uses
-it for all cases of a table. So all combinations of engines, schedules and cases take only seconds.
-A failure names the case.
+The values are, for example, targets and inputs that are dictionaries. To save time, each test makes
+one pipeline, and uses it for all cases of a table. An error names the case.
 """
 
 import copy
@@ -87,7 +86,7 @@ STRUCTURES: dict[str, Structure] = {
 
 
 class Beside(nn.Module):
-    """A module outside of the pipeline, which is trained by the same loss."""
+    """A module that is not in the pipeline, but whose parameters are trained by the same loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,12 +106,13 @@ def by_mse(beside: Beside) -> Criterion:
 
 @dataclass
 class Use:
-    """The target, the criterion and the options for a call of `step`.
+    """The target, the criterion (loss function) and the options for a call of `step`.
 
     Attributes:
-        target: A function that makes the target from the inputs and the plain targets.
-        criterion: A function that makes the criterion. It is called once before a step.
-        options: Options of `step`.
+        target: A function that makes the target. It takes a `Beside` (a module that is not in the
+            pipeline), the inputs, and a tensor of targets.
+        criterion: A function that makes the criterion from a `Beside`, before each step.
+        options: Further arguments of `step`.
     """
 
     target: Callable[[Beside, Tensor, Tensor], Any] = of_input_or_plain
@@ -160,7 +160,7 @@ USES |= {
 
 
 def plain_step(plain: nn.Module, beside: Beside, use: Use) -> tuple[Tensor, list[Any]]:
-    """Do what `step` does, without a pipeline. Return the loss, and the logs of the criterion."""
+    """Do what `step` does, without a pipeline. Return the loss and what the criterion logged."""
     criterion = use.criterion(beside)
     losses, logged = [], []
     for x, t in zip(X.chunk(CHUNKS), TARGET.chunk(CHUNKS), strict=True):
@@ -177,14 +177,17 @@ def plain_step(plain: nn.Module, beside: Beside, use: Use) -> tuple[Tensor, list
 
 
 def piped_and_plain(*layers: nn.Module, **options: Any) -> tuple[Any, nn.Sequential]:
-    """Return a pipeline of the layers, and a copy of the layers."""
+    """Return a pipeline of the layers, and a copy of the layers to compare with."""
     sequence = nn.Sequential(*layers)
     plain = copy.deepcopy(sequence)
     return pipeline(sequence, **options), plain
 
 
 def has_criterion(model: Any) -> bool:
-    """Return whether this process calls the criterion: over ranks, only the last stage's rank."""
+    """Return whether this process calls the criterion (loss function).
+
+    In a pipeline over ranks, only the rank of the last stage does.
+    """
     return bool(getattr(model, "is_last", True))
 
 
@@ -216,9 +219,10 @@ def squares(y: Tensor, t: Tensor) -> Tensor:
 
 
 def assert_accumulates(model: Any, plain: nn.Sequential) -> None:
-    """Accumulate gradients in two steps, and compare with the gradients of one large batch.
+    """Check that gradients accumulated over two steps are those of one large batch.
 
-    The steps have different sizes and sum their losses. Afterwards, the gradients are divided.
+    The steps have different numbers of samples. So each step sums its losses, and the sums of
+    gradients are divided by the size of the large batch.
     """
     model.step(squares, X[:3], TARGET[:3], reduction="sum")
     model.step(squares, X[3:], TARGET[3:], reduction="sum")
@@ -229,7 +233,7 @@ def assert_accumulates(model: Any, plain: nn.Sequential) -> None:
 
 
 def assert_runs_forwards(model: Any, plain: nn.Sequential) -> None:
-    """Check `evaluate` and `predict`, which run no backward."""
+    """Check the results of `evaluate` and `predict`, which run forward only."""
     output = plain(X).detach()
     loss = model.evaluate(logs, X, TARGET)
     assert differences(loss, mse_loss(output, TARGET), REORDERED) == []
@@ -307,7 +311,7 @@ def test_inputs_and_outputs(way: dict[str, str], schedule: str) -> None:
             assert differences((loss, model), (expected.detach(), plain), REORDERED) == []
         model.zero_grad()
         plain.zero_grad()
-    with pytest.raises(TypeError, match=r"returns dict, which is not concatenated; call step\("):
+    with pytest.raises(TypeError, match=r"returns dict, but .* concatenate tensors; call step\("):
         model.predict(make(X, scale))
 
 
@@ -317,7 +321,11 @@ def test_inputs_and_outputs(way: dict[str, str], schedule: str) -> None:
 @every_schedule
 @pytest.mark.quick(4)
 def test_packed_micro_batches(way: dict[str, str], schedule: str) -> None:
-    """Packed samples cannot be counted, so `weight=` gives the number of sequences in a target."""
+    """Train with `MicroBatches` of packed sequences, which have one tensor of all tokens.
+
+    The library cannot count the sequences in a packed micro-batch. So the argument `weight` is a
+    function that counts them in the target.
+    """
     torch.manual_seed(0)
     layers = (Embedded(), Pooled(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
     model, plain = piped_and_plain(*layers, schedule=schedule, **way)

@@ -1,9 +1,10 @@
-"""Generated models: a pipeline computes the results of the plain layers, or raises an error.
+"""Test randomly generated models: a pipeline must have the results of its layers, or raise.
+
+This command tests more models than usual, and different ones:
 
     MODELS=2000 SEED=1 python -m pytest tests/behaviours/test_generated.py -s
 
-This command tests more models than usual, and different ones. It prints the number of models with
-equal results, and the number of models for each kind of error.
+It prints how many models had equal results, and how many raised each kind of error.
 """
 
 import copy
@@ -59,7 +60,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 class Refused(Exception):
-    """Raised by a test if a pipeline raises an error. This error is the `__cause__`."""
+    """Raised by these tests if a pipeline raises an error, which becomes the `__cause__`."""
 
 
 @contextmanager
@@ -71,10 +72,11 @@ def refusing() -> Iterator[None]:
 
 
 class Unmodified(Plain):
-    """Plain layers, for which autograd saves copies of tensors instead of the tensors themselves.
+    """Layers without a pipeline, for which autograd saves copies of tensors.
 
-    So their backward works even if a layer has changed a saved tensor in place. A pipeline can work
-    in such a case, too, because it copies some tensors. Without copies, PyTorch raises an error.
+    So backward works even if a layer changed a saved tensor in place, where PyTorch otherwise
+    raises an error. This is needed to check pipelines, which copy some tensors and then work in
+    such a case, too.
     """
 
     def run(self, value: Any) -> Any:
@@ -94,9 +96,10 @@ class Unmodified(Plain):
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters, and the buffers that require grad.
+    """Return by name all tensors of a model that can get a gradient.
 
-    These include parameters that a layer uses without registering them.
+    They are the parameters, the parameters that a layer uses without registering them, and the
+    buffers that require grad.
     """
     found: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
@@ -111,10 +114,11 @@ NO_GRADIENTS = {"no grad": torch.no_grad, "inference": torch.inference_mode}
 def forward(
     model: nn.Module, case: Case, step: Step, seed: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run the forward of a step on inputs that are drawn with `seed`.
+    """Run the forward of a step on random inputs that are drawn with `seed`.
 
     Returns:
-        The inputs, copies of the outputs, and the outputs.
+        Three lists: the inputs, copies of the outputs to compare, and the outputs to run backward
+        from.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -155,7 +159,7 @@ def called_with(model: nn.Module, weights: dict[str, Tensor], value: Any) -> Any
 def backward(
     model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run the backward of a step. Return the gradients by name."""
+    """Run the backward of a step. Return gradients of inputs, parameters and buffers by name."""
     if step.run == "frozen between":
         turn(model, step)
     everything: dict[str, Tensor] = {}
@@ -199,7 +203,10 @@ def turn(model: nn.Module, step: Step) -> None:
 
 
 def finish(model: nn.Module, step: Step) -> None:
-    """Finish a step: update, zero gradients, freeze, or reload the state (see `step.after`)."""
+    """Do what `step.after` says after a backward.
+
+    For example, update the parameters, zero the gradients, freeze parameters, or reload the state.
+    """
     for p in leaves(model).values():
         if p.grad is not None and step.after.startswith("update"):
             p.data.sub_(p.grad.to_dense().sign(), alpha=0.1)
@@ -214,9 +221,10 @@ def finish(model: nn.Module, step: Step) -> None:
 
 
 def assert_equals_plain(case: Case) -> None:
-    """Run a case with a pipeline and with plain layers, and assert that all results are equal.
+    """Run a test case with and without a pipeline, and assert that all results are equal.
 
-    If the pipeline raises an error, raise `Refused`.
+    Raises:
+        Refused: If the pipeline raises an error.
     """
     module, twin = case.build(), case.build()
     plain = Unmodified(twin, chunks=case.chunks, deferred_batch_norm=case.deferred_batch_norm)
@@ -233,8 +241,9 @@ def assert_equals_plain(case: Case) -> None:
         except RuntimeError:
             with refusing():  # the pipeline must raise an error now, if it has not raised one yet
                 backward(model, step, inputs, outputs)
-            # PyTorch raises an error if plain layers change a view of a parameter in place. A
-            # pipeline may work in this case, because its partition changes a copy.
+            # The layers without a pipeline have raised an error. PyTorch does so if a layer changes
+            # a view of a parameter in place. A pipeline may work in this case, because its
+            # partition changes a copy.
             changes = case.has("parameter in place", "embedding, rescaled")
             if changes or all(map(torch.equal, leaves(model).values(), leaves(plain).values())):
                 return
@@ -249,14 +258,19 @@ def assert_equals_plain(case: Case) -> None:
         assert_drawn_again(model)
         finish(model, step)
         finish(plain, step)
-        # An update subtracts the sign of the gradient. If a gradient is zero except for rounding
-        # errors, its sign can differ between the models. So make their parameters equal again.
+        # An update subtracts the sign of the gradient. If a gradient is zero up to a rounding
+        # error, its sign can differ between the two models. So copy the pipeline's parameters to
+        # the other model before the next step.
         for p, q in zip(leaves(model).values(), leaves(plain).values(), strict=True):
             q.data.copy_(p.data)
 
 
 def verdict(case: Case) -> str:
-    """Check a case. Return "equal", or "refused: ..." if the pipeline raised an expected error."""
+    """Run a test case, and return its outcome as a text.
+
+    The text is "equal", or "refused: ..." if the pipeline raised an error that is allowed in this
+    case. Any other error is raised.
+    """
     try:
         assert_equals_plain(case)
     except Refused as refused:
@@ -270,8 +284,8 @@ def verdict(case: Case) -> str:
     return "equal"
 
 
-# Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays open
-# until the error is freed. Closing this generator then causes the warning that is ignored below.
+# The warning that is ignored below comes from PyTorch before 2.13. If a layer raises an error
+# within `torch.utils.checkpoint`, a Python generator stays open, and warns when it is closed later.
 MORE_RANKS = [pytest.param("ranks", n, marks=pytest.mark.slow) for n in (3, 4)]
 
 
@@ -280,7 +294,7 @@ MORE_RANKS = [pytest.param("ranks", n, marks=pytest.mark.slow) for n in (3, 4)]
 )
 @pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), *MORE_RANKS])
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    """Check generated models. Print how many gave equal results, and how many raised an error."""
+    """Test generated models, and print how many had equal results and how many raised an error."""
     one = n is None
 
     def agreed_verdict(case: Case) -> str:

@@ -1,9 +1,11 @@
-"""Layers with PyTorch tools that a pipeline supports only in part, with every schedule.
+"""Tests of layers that use PyTorch features which a pipeline supports only in part.
 
-- A reentrant checkpoint and a frozen scripted layer give the right results with every schedule.
-- A scripted layer with parameters raises an error.
-- Operators that call Python functions, such as `torch.cond`, raise an error on worker threads.
-- A call that computes several gradients at once (`is_grads_batched`) raises an error.
+They run with every schedule:
+
+- A reentrant checkpoint and a frozen scripted layer must give the right results.
+- A scripted layer with parameters must raise an error.
+- Operators that call Python functions, such as `torch.cond`, must raise an error on worker threads.
+- A backward of several gradients at once (`is_grads_batched`) must raise an error.
 """
 
 import copy
@@ -103,11 +105,12 @@ def pipeline(layers: nn.Sequential, schedule: str, engine: str, checkpoint: str 
 def assert_steps_as_plain_layers(
     layers: nn.Sequential, schedule: str, engine: str, checkpoint: str
 ) -> None:
-    """Check a step of a pipeline of the layers, which runs two micro-batches."""
+    """Check that a step of a pipeline has the loss and gradients of its layers alone."""
     plain = copy.deepcopy(layers)
     model = pipeline(layers, schedule, engine, checkpoint)
-    if engine != "ranks":  # `Everywhere` calls `autograd.grad`, which reentrant checkpoints refuse
-        # Unlike a step, this backward checks that the layers have not changed since the forward.
+    # `Everywhere` calls `autograd.grad`, for which reentrant checkpoints raise an error.
+    if engine != "ranks":
+        # Unlike `step`, `backward` checks that the layers have not changed since the forward.
         model(X).sum().backward()
         model.zero_grad()
     loss = model.step(mse_loss, X, X.square())

@@ -1,7 +1,8 @@
-"""`step` and `evaluate` with `MicroBatches`, and with mappings and dataclasses as inputs.
+"""Tests of `step` and `evaluate` with `MicroBatches`, and with mappings and dataclasses as inputs.
 
-`MicroBatches` are made by the caller. They have their own lengths and their own numbers of samples.
-Losses and gradients are those of plain layers that run on one micro-batch after another.
+With `MicroBatches`, the caller splits the mini-batch. Micro-batches can then have different lengths
+of sequences and numbers of samples. Losses and gradients must be those of the layers without a
+pipeline.
 """
 
 from collections import UserDict
@@ -46,9 +47,14 @@ def sum_per_token(output: Tensor, target: Tensor) -> Tensor:
 
 
 def expected(criterion: Callable[..., Tensor], weights: Sequence[float]) -> Any:
-    """Run plain layers on each micro-batch, and weight the losses of the micro-batches.
+    """Run the layers without a pipeline on each micro-batch, and run backward.
 
-    Return the sum of the weighted losses, and the layers with their gradients.
+    Args:
+        criterion: The loss function.
+        weights: For each micro-batch, the factor of its loss.
+
+    Returns:
+        The sum of the weighted losses, and the layers with their gradients.
     """
     plain = layers()
     total = torch.zeros(())
@@ -93,7 +99,10 @@ def test_micro_batches_of_their_own_lengths(
 
 
 class Pooled(nn.Module):
-    """A layer for packed sequences: all tokens in one tensor, and the lengths of the sequences."""
+    """A layer that returns the mean over the tokens of each packed sequence.
+
+    Its input is a tensor with the tokens of all sequences, and a tensor with their lengths.
+    """
 
     def forward(self, packed: tuple[Tensor, Tensor]) -> Tensor:
         tokens, lengths = packed
@@ -119,7 +128,11 @@ def packed() -> MicroBatches:
 
 
 def test_packed_sequences_need_a_weight(engine: Any) -> None:
-    """Packed sequences are two tensors of different lengths, so samples cannot be counted."""
+    """Check that a step with packed sequences needs the argument `weight`, which counts samples.
+
+    A packed micro-batch is a tensor of tokens and a tensor of lengths. The library cannot tell how
+    many samples it has.
+    """
     torch.manual_seed(0)
     parts = nn.Sequential(Embedded(), Pooled(), nn.Linear(6, CLASSES))
     model = piped(parts, [2, 1], devices=("cpu", "cpu"), engine=engine)

@@ -1,7 +1,8 @@
-"""A pipeline's observer sees every task once, in the task's thread, and in a correct order.
+"""Tests of observers, which are called for each task of a pipeline, and of recorded timelines.
 
-The observer returns a context manager for each task. An order is correct if each task comes after
-the tasks that it depends on. In a recorded timeline, all times come from one clock.
+An observer returns a context manager, within which the task runs. It must see each task once, in
+the task's thread, and after the tasks that this task depends on. In a timeline, the times of all
+ranks must be on one clock.
 """
 
 import json
@@ -57,7 +58,7 @@ class Log:
 
 
 class Witness(Module):
-    """A layer that tells the log in which tasks its forward and its backward run."""
+    """A layer that records in a `Log` which task is running when its forward or backward runs."""
 
     def __init__(self, log: Log, k: int) -> None:
         super().__init__()
@@ -75,9 +76,11 @@ class Witness(Module):
 
 
 def observed(balance: list[int], chunks: int, way: Way) -> tuple[Any, Log, Sequence[int]]:
-    """Return a pipeline, the log of its tasks, and the partitions whose tasks are in the log.
+    """Build a pipeline with an observer that logs tasks.
 
-    With the engine "ranks", a rank's log has only the tasks of its own partition.
+    Returns:
+        The pipeline, the log, and the numbers of the partitions whose tasks the log gets. With the
+        engine "ranks", a rank's log gets only the tasks of its own partition.
     """
     log = Log()
     if sum(balance) == 6:
@@ -118,7 +121,13 @@ def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> Non
 
 
 def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any]:
-    """Return which layers run in each task, if `count` micro-batches are recomputed."""
+    """Return what the layers of a pipeline must record in a `Log`.
+
+    Args:
+        balance: The number of layers in each partition.
+        tasks: The tasks of the pipeline.
+        count: The number of micro-batches that are recomputed.
+    """
     expected = set()
     for task in tasks:
         first = sum(balance[: task.partition])
@@ -159,7 +168,7 @@ def test_only_forwards_without_gradients(mode: str, way: Way) -> None:
 
 
 def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> list[list[Action]]:
-    """Split a list of actions into one list for each device."""
+    """Split a list of actions (tasks in a schedule) into one list for each device."""
     found = []
     for device in devices:
         own = [action for action in actions if placement[action.stage] == device]
@@ -169,10 +178,10 @@ def by_device(actions: list[Action], placement: Sequence[int], devices: Any) -> 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
-    """On each device or rank, tasks run in the order of the schedule.
+    """Check that tasks run on each device, or on each rank, in the order of the schedule.
 
-    The engine "graph" has one thread. It runs all tasks in the order of `Schedule.replay`. A call
-    of `model(x)` runs only the forwards.
+    The engine "graph" has a single thread, which runs the tasks of all devices in the order of
+    `Schedule.replay`.
     """
     v, engine = len(make(name, 1, 1).placement), way["engine"]
     layers = Sequential(*(linear() for _ in range(2 * v)))
@@ -184,7 +193,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
 
     def seen() -> list[list[Action]]:
-        """Return the actions of each device since the last call."""
+        """Return for each device the tasks that have run since the last call of `seen`."""
         actions = [Action(*task) for task in log.started]
         log.started = []
         return by_device(actions, schedule.placement, devices)
@@ -207,7 +216,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
 
 
 def report(name: str, placement: Sequence[int], engine: str, devices: Any) -> list[str]:
-    """Return the lines that a pipeline's report on its schedule must have."""
+    """Return the expected lines of `model.schedule.report()`, one for each stage."""
     later = "weight gradients of 1 matrix products are computed later"
     how = later if name.startswith("ZB") else f"backward is not split by {name}"
     where = "rank" if engine == "ranks" else "device"
@@ -231,7 +240,7 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return a model, and the pipeline to give to `record` (with ranks, it is within the model)."""
+    """Return a model, and the pipeline to pass to `record`. With ranks, it is within the model."""
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))
@@ -240,7 +249,14 @@ def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
 
 
 def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) -> None:
-    """Assert that a timeline has each task once, after the tasks that it depends on."""
+    """Assert that a timeline has each task once, and no task starts before its input is there.
+
+    Args:
+        timeline: The recorded timeline.
+        n: The number of partitions.
+        checkpoint: The mode of checkpointing.
+        slack: The number of seconds by which clocks may differ.
+    """
     found = {event[:3]: event for event in timeline.events}
     assert set(found) == expected_tasks(CHUNKS, range(n), checkpoint)
     assert len(timeline.events) == len(found)
@@ -254,7 +270,7 @@ def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) ->
 
 
 def assert_written(path: Path, timelines: Any) -> None:
-    """Assert that a trace file has all events of the timelines."""
+    """Assert that a trace file has all events of the recorded timelines."""
     written: Counter[str] = Counter()
     for event in json.loads(path.read_text())["traceEvents"]:
         if event["ph"] == "X" and event["cat"] != "bubble":

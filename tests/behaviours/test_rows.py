@@ -1,6 +1,6 @@
-"""Run all test cases of rows/: a pipeline computes its layers' results, or raises an error.
+"""Run the test cases of rows/, on every engine and in every mode of checkpointing.
 
-The tests cover every engine and every mode of checkpointing.
+A pipeline must compute the results of its layers, or raise the error that the test case names.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def always(rows: Sequence[Row], engine: str) -> list[Case]:
-    """Return the test cases of these rows with one engine, in the mode "always"."""
+    """Return the given test cases with one engine and the checkpointing mode "always".
+
+    Test cases that leave out this engine or this mode are not returned.
+    """
     found = [Case(row, "", engine, "always") for row in rows]
     return [case for case in found if not case.row.left_out(*case[1:])]
 
@@ -96,13 +99,13 @@ def always(rows: Sequence[Row], engine: str) -> list[Case]:
 WARNINGS = (
     # A reentrant checkpoint gives this warning in a first forward pass, which runs without a graph.
     "ignore:None of the inputs have requires_grad",
-    # Before PyTorch 2.13, when a layer raises an error, a Python generator in `checkpoint` stays
-    # open until the error is freed. Closing this generator then causes the warning.
+    # This warning comes from PyTorch before 2.13. If a layer raises an error within
+    # `torch.utils.checkpoint`, a Python generator stays open, and warns when it is closed later.
     "ignore:.*_checkpoint_without_reentrant:pytest.PytestUnraisableExceptionWarning",
     "ignore:Using backward\\(\\) with create_graph=True",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
-    # The first warning comes from torch.compile, even without a pipeline. The second comes from
-    # torch.distributed.checkpoint, and the third from a forked process.
+    # The first of the next three warnings comes from `torch.compile` (also without a pipeline), the
+    # second from `torch.distributed.checkpoint`, and the third from forking a process.
     "ignore:`torch.jit.(script|trace|trace_method|freeze)` is deprecated",
     "ignore:torch.distributed is disabled",
     "ignore:This process .* is multi-threaded:DeprecationWarning",
@@ -110,7 +113,7 @@ WARNINGS = (
 
 
 def with_warnings(test: Any) -> Any:
-    """Mark a test so that it ignores the warnings that PyTorch gives for some rows."""
+    """Mark a test so that warnings which PyTorch gives in some test cases are ignored."""
     for each in WARNINGS:
         test = pytest.mark.filterwarnings(each)(test)
     return test
@@ -123,7 +126,10 @@ def test_rows(case: Case) -> None:
 
 @with_warnings
 def test_rows_with_a_default_device(with_default: Case) -> None:
-    """A default device holds in the calling thread only, so worker threads must set it, too."""
+    """Run test cases with a default device, as `torch.set_default_device` sets it.
+
+    PyTorch sets it for the calling thread only, so a pipeline must set it in its worker threads.
+    """
     torch.set_default_device("cpu")
     try:
         assert unlike(*with_default) == []
@@ -145,10 +151,10 @@ def test_each_guard_has_rows_that_need_it() -> None:
 
 @pytest.mark.parametrize("guard", ROWS_OF_GUARDS)
 def test_rows_of_guards(guard: str) -> None:
-    """Run the test cases that fail without a guard (torchgpipe/task/guards), with recomputation.
+    """Run the test cases that need a guard, which keeps a recomputation equal to its forward.
 
-    For each guard, tests/planted/rows.json has a fault that leaves the guard out. This test must
-    find all of these faults.
+    For each guard in torchgpipe/task/guards, tests/planted/rows.json has a planted fault that
+    leaves it out. This test must fail with each of these faults.
     """
     rows = {name: row for row, name in NAMES.items()}
     count = 0
@@ -183,14 +189,23 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Run a test case of training with a pipeline, and return the results."""
+    """Run a test case of training with a pipeline, and return the results.
+
+    Args:
+        row: The test case.
+        pipe: The class of the pipeline.
+        folder: A new folder for the files that the test case saves.
+    """
     folder.mkdir()
     found = row.action(pipe(row, folder))
     return found.found() if isinstance(found, Pipe) else found
 
 
 def mode_of(row_mode: str, checkpoint: str) -> str:
-    """Return "always" if the test case needs this mode, and else `checkpoint`."""
+    """Return the mode of checkpointing with which to run a test case.
+
+    This is `checkpoint`, unless the test case needs the mode "always".
+    """
     return "always" if row_mode == "always" else checkpoint
 
 
@@ -222,7 +237,10 @@ def assert_as_plain(
 
 
 class Stepping(Threads):
-    """A pipeline that trains by `model.step`. In some schedules, a device has two stages."""
+    """A pipeline under test that trains by `model.step` with a schedule.
+
+    For schedules that put two stages on a device, it has twice as many partitions as devices.
+    """
 
     schedule = "GPipe"
 
@@ -245,7 +263,11 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """Plain layers that run all forwards, and then backwards in the order of the schedule."""
+    """Layers without a pipeline, whose gradients are added up in the order of a schedule.
+
+    They run all forwards first. Then they run the backwards of micro-batches in the order of the
+    schedule for a single device.
+    """
 
     schedule = "GPipe"
 

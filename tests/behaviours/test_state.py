@@ -1,6 +1,6 @@
-"""State dicts of torchgpipe 0.0.7 can be loaded into a pipeline with any balance.
+"""Tests that state dicts of torchgpipe 0.0.7 can be loaded into a pipeline with any balance.
 
-Other states are tested in rows/training, and copies of pipelines in rows/unusual.py.
+Other state dicts are tested in rows/training, and copies of pipelines in rows/unusual.py.
 """
 
 import copy
@@ -35,9 +35,9 @@ def numbered_layers() -> Sequential:
 
 
 def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
-    """Return a module's state dict with the keys of torchgpipe 0.0.7.
+    """Return a module's state dict with the keys that torchgpipe 0.0.7 wrote.
 
-    In that version, a key has the partition's number before the layer's name.
+    There, a key is `partitions`, the number of the partition, and then the usual key.
     """
     children = iter(module.named_children())
     place: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Tests of docs/api.md: it has all public names, and docstrings become Markdown."""
+"""Tests of docs/api.md, which has all public names with their docstrings, made into Markdown."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Tests of `benchmarks.conformance`, which checks the results of pipelines of several projects.
 
-The tests run a few of its test cases. They also plant faults, which the benchmark must report.
+The tests run only a few of its test cases. They also run it with faulty pipelines, whose faults it
+must report.
 """
 
 import os
@@ -29,9 +30,9 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the fork server that all tests use, before the program starts one.
+    """Start the server from which all tests fork processes, before the program starts one.
 
-    The program's own server would have imported fewer modules.
+    If the program started its own server, that one would lack modules which later tests need.
     """
     forking()
 
@@ -150,7 +151,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def record(**outcomes: str) -> Record:
-    """Return a record of one check, with the outcomes of engines."""
+    """Make a record of one check (test case), with the given outcome for each engine."""
     results = []
     for engine, outcome in outcomes.items():
         values = {"outcome": outcome}

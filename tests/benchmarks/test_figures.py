@@ -1,4 +1,8 @@
-"""Each number with a unit on a page is in a block that a program writes, or is in `SETTINGS`."""
+"""Test that no number on a page of the docs is out of date.
+
+Each number with a unit must be in a block that a program writes, or in the table `SETTINGS`, which
+has the value in the code.
+"""
 
 import re
 from pathlib import Path

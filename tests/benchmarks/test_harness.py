@@ -1,7 +1,7 @@
-"""Tests of the harness of benchmarks, and of `benchmarks.any_model`.
+"""Tests of `benchmarks.harness`, which benchmarks share, and of `benchmarks.any_model`.
 
-The harness must keep all finished results, even if an error or Ctrl-C ends a benchmark. Pages must
-show what is in records.
+Even if an error or Ctrl-C ends a benchmark, all finished results must be kept. Pages must show what
+is in the records of results.
 """
 
 import contextlib
@@ -220,8 +220,8 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        # These models have auxiliary outputs, a class token, windows with masks, a dictionary as
-        # their output, and concatenated tensors, in this order.
+        # Each of these models has something special. In this order: auxiliary outputs, a class
+        # token, windows with masks, a dictionary as its output, and concatenated tensors.
         pytest.param("googlenet", marks=SLOW),
         pytest.param("vit_b_32", marks=SLOW),
         pytest.param("swin_t", marks=SLOW),

@@ -1,4 +1,7 @@
-"""The predictions in docs/league.md are what the code predicts today. Their errors are right."""
+"""Test that the predictions in docs/league.md are what the code predicts today.
+
+Their errors, the differences from published numbers, are tested, too.
+"""
 
 from typing import Any
 
@@ -31,7 +34,12 @@ def test_predictions_are_not_stale(path: Any) -> None:
 
 
 def record(kind: str, speeds: dict[str, float]) -> Record:
-    """Make a record in which the row `a` is the baseline of all speed-ups."""
+    """Make a record with the samples/s of rows. The row `a` is the baseline of all speed-ups.
+
+    Args:
+        kind: The name and the title of the record.
+        speeds: For each row (configuration), its samples/s.
+    """
     results = []
     for name, speed in speeds.items():
         over = None if name == "a" else "a"

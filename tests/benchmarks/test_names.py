@@ -1,4 +1,7 @@
-"""Test that `benchmarks.names` finds what a page names although it does not exist."""
+"""Test that `benchmarks.names` finds names in a text that do not exist.
+
+For example, a page can name a module, a file or an option that was renamed.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The predictions of docs/which.md are what the code predicts today."""
+"""Test that the predictions in docs/which.md are what the code predicts today."""
 
 import shlex
 

@@ -1,7 +1,8 @@
-"""Each recipe of examples/ is short, and trains as its model does without a pipeline.
+"""Tests of the recipes in examples/, which are short training programs.
 
-The recipes are run by the commands in their docstrings. To train the models without a pipeline,
-tests run the same recipes with `WithoutPipeline` in the place of a pipeline.
+A recipe must have the losses that its model has without a pipeline. The recipes are run by the
+commands in their docstrings. To get the losses without a pipeline, tests run a recipe with
+`WithoutPipeline` in the place of `GPipe`.
 """
 
 import ast
@@ -42,7 +43,7 @@ ROUNDED_TO_BFLOAT16 = 2e-2
 
 
 class WithoutPipeline(nn.Module):
-    """A module that trains on whole mini-batches, with the methods of a pipeline."""
+    """A stand-in for `GPipe` that has its methods, but trains the module without a pipeline."""
 
     rank = 0
 
@@ -51,7 +52,11 @@ class WithoutPipeline(nn.Module):
         self.module = module
 
     def step(self, criterion: Any, input: Any, target: Any, **options: Any) -> Tensor:
-        """Run forward and backward. A model of Hugging Face computes the loss itself."""
+        """Run forward and backward, and return the loss.
+
+        If the input is a dictionary, the model is one of Hugging Face, which computes the loss
+        itself.
+        """
         if isinstance(input, dict):
             loss = self.module(**input, labels=target).loss
         else:
@@ -74,12 +79,12 @@ def losses(printed: str) -> list[float]:
 
 
 def by_command(recipe: str, number: int, folder: Path) -> list[float]:
-    """Run a command of a recipe's docstring, and return the losses that it prints.
+    """Run a command from the docstring of a recipe, and return the losses that it prints.
 
     Args:
-        recipe: The file's name.
-        number: The index of the command.
-        folder: Where the recipe saves what it saves.
+        recipe: The name of the recipe's file.
+        number: The index of the command in the docstring.
+        folder: The folder in which the recipe saves its state.
     """
     program, *arguments = shlex.split(commands(recipe)[number])
     if recipe in SAVED:
@@ -102,7 +107,7 @@ def in_this_process(recipe: str, folder: Path) -> dict[str, Any]:
 
 
 def without_pipeline(recipe: str, folder: Path) -> dict[str, Any]:
-    """Run a recipe in this process with the module itself in the place of a pipeline."""
+    """Run a recipe in this process, with its model in the place of a pipeline."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchgpipe, "GPipe", WithoutPipeline)
         patch.setattr(torchgpipe, "pipeline", WithoutPipeline)
@@ -124,10 +129,12 @@ def test_recipes_are_short_and_in_the_guide(recipe: str) -> None:
 def assert_as_without_pipeline(
     recipe: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any]:
-    """Assert that a recipe, in one process and over ranks, has the losses of the model alone.
+    """Assert that a recipe has the losses of its model without a pipeline.
+
+    The recipe runs twice: in one process, and over ranks.
 
     Returns:
-        The global variables of the recipe in one process.
+        The global variables of the recipe after the run in one process.
     """
     without_pipeline(recipe, folder / "without")
     expected = losses(capsys.readouterr().out)
@@ -144,7 +151,7 @@ def assert_as_without_pipeline(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder in which recipes save, with subfolders for those that run in this process."""
+    """Make a folder in which recipes save, with subfolders for those that run in this process."""
     (tmp_path / "without").mkdir()
     (tmp_path / "alone").mkdir()
     return tmp_path
@@ -154,7 +161,10 @@ def folder(tmp_path: Path) -> Path:
 def test_the_gpt_goes_on_from_a_saved_state(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One process continues from a state that two ranks have saved. The loss is undisturbed."""
+    """Continue the training of a GPT in one process from a state that two ranks have saved.
+
+    The loss must be that of an uninterrupted training.
+    """
     variables = assert_as_without_pipeline("gpt.py", folder, capsys)
     assert variables["cosine"].get_last_lr() == pytest.approx([0.0], abs=1e-9)
     expected = variables["loss"].item() * variables["ACCUMULATE"]
@@ -167,7 +177,7 @@ def test_the_gpt_goes_on_from_a_saved_state(
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The expected losses are those that the model itself computes from the labels."""
+    """Compare the losses of a recipe with those that a Hugging Face model computes from labels."""
     pytest.importorskip("transformers", reason="pip install '.[huggingface]' installs transformers")
     assert_as_without_pipeline("hugging_face.py", folder, capsys)
 
@@ -200,7 +210,13 @@ def test_the_unet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def train_data_parallel() -> tuple[nn.Module, list[float]]:
-    """Train the model of data_parallel.py without a pipeline, on the batches of all replicas."""
+    """Train the model of data_parallel.py without a pipeline.
+
+    A step uses the mini-batches of all replicas.
+
+    Returns:
+        The trained model, and the loss of the last step of each epoch.
+    """
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(*layers, nn.Linear(8, 1))

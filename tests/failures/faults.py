@@ -1,6 +1,7 @@
-"""Faults for tests of training: functions that a process calls in its second step.
+"""Define faults that the tests plant in a training, such as a process that is killed or that hangs.
 
-Some of these functions are not faults: they only take long.
+The training program (program.py) calls one of these functions in its second step. Some of the
+functions only take long. They are no faults, and the training must go on after them.
 """
 
 import ctypes
@@ -41,7 +42,7 @@ def ends() -> None:
 
 
 def forks() -> None:
-    """Fork a process that runs for some seconds, like a data loader's worker."""
+    """Fork a child process that runs for some seconds, as a data loader forks its workers."""
     here, there = os.pipe()
     if not os.fork():
         os.write(there, b"it runs")
@@ -74,7 +75,7 @@ time.sleep(float(seconds))
 
 
 def dies_and_its_ports_are_used() -> None:
-    """Kill this process. Afterwards, another program listens on its ports."""
+    """Kill this process, and let another program listen on the ports that this process has used."""
     ports = [str(each.getsockname()[1]) for each in _listening()]
     command = [sys.executable, "-c", USES, str(os.getpid()), str(3 * SILENCE), *ports]
     other = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -84,7 +85,7 @@ def dies_and_its_ports_are_used() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Kill this process, and leave two children: a fork, and a program that a shell has started."""
+    """Kill this process, but leave two children running: a fork, and a program from a shell."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
     forks()
     dies()
@@ -106,17 +107,19 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Do nothing: the training program makes this fault itself. It makes a gradient infinite.
+    """Stand for an infinite gradient on one rank, after which all ranks must skip the update.
 
-    The table of faults (rows.py) names each fault by a function. All ranks must skip the update.
+    This function does nothing. The table of faults (rows.py) needs a function for each fault, and
+    the training program (program.py) makes the gradient infinite when the table names this
+    function.
     """
 
 
 def takes_another_pipeline() -> None:
-    """Do nothing: the training program makes this fault itself.
+    """Stand for a rank that calls another pipeline than the other ranks do.
 
-    It calls another pipeline than the other ranks. The table of faults (rows.py) names each fault
-    by a function.
+    This function does nothing. The table of faults (rows.py) needs a function for each fault, and
+    the training program (program.py) calls the wrong pipeline when the table names this function.
     """
 
 
@@ -147,7 +150,7 @@ SAY_NOTHING = (
 
 
 def all_stop() -> None:
-    """Wait. Meanwhile the test stops and continues the processes of all ranks."""
+    """Wait for half a second, in which the test stops and continues all ranks' processes."""
     time.sleep(0.5)
 
 
@@ -156,7 +159,7 @@ def fills_the_disk() -> None:
 
 
 def fills_memory() -> None:
-    """Limit this process to 64 MiB more memory than now, and allocate until that fails."""
+    """Allocate memory until it runs out: this process may take only 64 MiB more than it has now."""
     pages, *_ = Path("/proc/self/statm").read_text().split()
     limit = int(pages) * resource.getpagesize() + 2**26
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -166,7 +169,7 @@ def fills_memory() -> None:
 
 
 def cuts_links(where: Path) -> None:
-    """Cut this rank's connections, and write their local ports to a file."""
+    """Cut all connections of this rank, and write their local port numbers to a file."""
     ports = []
     for each in [*_sockets()]:
         _cut(each)
@@ -177,7 +180,10 @@ def cuts_links(where: Path) -> None:
 
 
 def cut_off(where: Path) -> None:
-    """When another rank has called `cuts_links`, cut the connections to this rank."""
+    """Cut this rank's connections to the rank that has called `cuts_links`.
+
+    That rank has written its port numbers to the file `where`. Wait until this file exists.
+    """
     while not where.exists():
         time.sleep(0.01)
     ports = [int(port) for port in where.read_text().split()]
@@ -206,7 +212,10 @@ def _listening() -> list[socket.socket]:
 
 
 def _cut(link: socket.socket) -> None:
-    """Drop all packets that a socket receives, even the one that closes the connection."""
+    """Make a socket drop all packets that arrive, as if the network cable had been cut.
+
+    The socket drops even the packet by which the other side closes the connection.
+    """
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     program = struct.pack("HL", 1, ctypes.addressof(nothing))
     so_attach_filter = 26
@@ -214,10 +223,10 @@ def _cut(link: socket.socket) -> None:
 
 
 class Keyboard:
-    """A fault: Ctrl-C is pressed during a task that takes `lasts` seconds.
+    """Simulate a user who presses Ctrl-C during a task that takes `lasts` seconds.
 
-    The signal is sent again and again: if it arrives right before a thread begins to wait, it does
-    not wake this thread. Only the first `times` signals have an effect.
+    Only the first `times` signals have an effect. The signal is sent again and again, because a
+    signal that arrives right before a thread begins to wait does not wake this thread.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
@@ -225,7 +234,7 @@ class Keyboard:
         self.over, self._latest = False, 0.0
 
     def listen(self) -> None:
-        """Install the signal handler, in the main thread."""
+        """Install the handler of the signal SIGINT. Only the main thread can do this."""
         signal.signal(signal.SIGINT, self._hear)
 
     def __call__(self) -> None:

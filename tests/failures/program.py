@@ -1,4 +1,4 @@
-"""The training program of the tests: three steps, with a fault in the second step."""
+"""Train for three steps, with a fault in the second step. tests/failures runs this program."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def pipeline(row: Row) -> Any:
 
 
 def train(rank: int, said: Any, row: Row, folder: Path) -> None:
-    """Train three steps. Send a message when the fault happens, and one at the end."""
+    """Train for three steps. Send the test one message at the fault and one at the end."""
     os.setsid()  # so that only the test stops or continues this process
     os.dup2(os.open(folder / f"{rank}.errors", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
 
 
 class _Training:
-    """The training in one process, with its fault."""
+    """The training of one process, with the fault of one row of the table of faults (rows.py)."""
 
     def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
         self.row, self.folder, self.said = row, folder, said
@@ -84,13 +84,14 @@ class _Training:
 
     @property
     def goes_wrong(self) -> bool:
-        """Whether the fault happens in this step of this process."""
+        """Whether the fault happens in the present step of this process."""
         return self.here and self.number == 2
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # A rank reports where it is after a quarter of the timeout, or after a second if that
-            # is less. Sleep twice as long, so that other ranks have the report before the fault.
+            # While a rank waits, it reports its position after a quarter of the timeout, and at the
+            # latest after a second. Sleep twice as long here, so that the other ranks have this
+            # report before the fault happens.
             time.sleep(2 * min(self.row.timeout / 4, 1.0))
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:
@@ -105,7 +106,7 @@ class _Training:
         return (output - target).square().mean()
 
     def watch_saving(self) -> None:
-        """Call `self.point.reach("saving")` in each write of a save: the fault can happen there."""
+        """Let the fault happen, if it is due, whenever a save writes to a file."""
         writer: Any = FileSystemWriter
         written = writer.write_data
 

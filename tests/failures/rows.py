@@ -1,4 +1,4 @@
-"""The table of faults: what goes wrong and where, and which errors the ranks must raise."""
+"""List the faults in a table: what goes wrong and where, and which errors ranks must raise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,20 +33,21 @@ from .faults import (
 
 @dataclass
 class Row:
-    """A fault in the second step of a training, and the expected errors.
+    """A fault in the second step of a training, and the errors that the ranks must raise.
 
     Attributes:
-        does: The function of the fault. `None` leaves out the backward.
+        does: The function of the fault. `None` means that the rank leaves out its backward.
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             outside of the pipeline ("outside").
-        others: A pattern of the error that other ranks must raise. If it is empty, they must not
-            raise an error. They may take 10 s (2 s on a machine that is not busy). This time begins
-            with the fault, or with the end of the timeout if the other ranks wait for it.
-        own: A pattern of the error that the rank with the fault raises, if it can raise an error.
-        engine: The engine. "ranks" uses three processes, and other engines use one process.
+        others: A pattern that the error of the other ranks must match. If it is empty, these ranks
+            must raise no error. Ranks have 10 s for the error (2 s on a machine that is not busy),
+            counted from the fault, or from the end of the timeout if the other ranks wait for it.
+        own: A pattern that the error of the rank with the fault must match. It is empty if that
+            rank raises no error.
+        engine: The engine of the pipeline. "ranks" uses three processes, other engines use one.
         rank: The rank on which the fault happens.
-        schedule: The schedule, if ranks train by `model.step`. If it is empty, ranks train by
+        schedule: The schedule, if the ranks train by `model.step`. If it is empty, they train by
             `model.loss` and `backward`.
         timeout: The timeout of the ranks in seconds.
     """
@@ -108,7 +109,7 @@ INTERRUPTED = "KeyboardInterrupt: "
 
 
 def hanging(task: str, rank: int = 1) -> str:
-    """Return a pattern of the error on other ranks when a rank hangs in a task."""
+    """Return the pattern of the error that the other ranks raise when `rank` hangs in a task."""
     why = r"for \d s it has neither ended nor used the CPU, in hangs, .*, in reach of Fails, "
     return f"rank {rank} hangs in {task} of mini-batch 2: {why}"
 

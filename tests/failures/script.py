@@ -1,4 +1,4 @@
-"""Run a script under torchrun, with one planted fault for each time that torchrun starts it.
+"""Run a script under torchrun, with one planted fault for each time that it is started.
 
     FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
     torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
@@ -9,7 +9,8 @@ The faults of this example:
 2. In the second start, local rank 0 is killed when it flushes a file for the sixth time.
 3. In the third start, nothing goes wrong.
 
-Another fault, "node", kills all processes of the rank's node. Transformer layers have no dropout.
+Another fault, "node", kills all processes of the rank's node. The script's transformer layers have
+no dropout by default, because dropout masks depend on the balance.
 """
 
 import json
@@ -30,7 +31,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does what `called` does, but calls `act` before call number `when`."""
+    """Return a function like `called` that also calls `act` before its call number `when`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:
@@ -47,7 +48,7 @@ def node_dies() -> None:
 
 
 def main() -> None:
-    """Plant the fault of this start of the script, and run the script."""
+    """Run the script with the fault that is planned for this start."""
     starts, script, *arguments = sys.argv[1:]
     fault = json.loads(starts)[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
     if fault is not None and fault[0] == int(os.environ["LOCAL_RANK"]):

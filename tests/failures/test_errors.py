@@ -1,7 +1,7 @@
-"""If a task raises an error, the caller gets it once and soon, and can use the pipeline again.
+"""Check that the caller gets the error of a task, once and soon, and can go on with the pipeline.
 
-When a pipeline is deleted, nothing of it remains in memory. Errors about wrong arguments are tested
-in other files, because no task runs before them.
+The tests also check that nothing of a deleted pipeline remains in memory. Errors about wrong
+arguments are tested in other files, because they are raised before any task runs.
 """
 
 import operator
@@ -51,11 +51,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 class Journal:
-    """Records which tasks start, and raises an error in a given task.
+    """Records which tasks start, and raises an error in one chosen task.
 
-    Layers report to it when their task starts. A task that starts after the failing task waits
-    until the engine knows of the error. So the number of such tasks does not depend on the timing
-    of threads: it is the largest possible number, one for each partition.
+    Layers call the journal when their task starts. If a task starts after the failing task, the
+    journal makes it wait until the engine knows of the error. As a result, the number of such late
+    tasks does not depend on the timing of threads: it is always the largest possible one, one for
+    each partition.
     """
 
     def __init__(self, checkpoint: Any) -> None:
@@ -88,7 +89,7 @@ class Journal:
 
 
 def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
-    """Build a pipeline that reports its tasks to the journal, with a skip over all partitions."""
+    """Build a pipeline whose layers report tasks to the journal. A skip spans all partitions."""
     layers = nn.Sequential(Stash(torch.sin))
     for j in range(N):
         fails = Fails()
@@ -101,7 +102,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Make a journal. It learns when an error has stopped the workers."""
+    """Make a journal that is told when the engine has stopped its workers because of an error."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 
@@ -202,10 +203,11 @@ def stepped(model: Any, x: Tensor) -> list[Tensor]:
 def test_ctrl_c_at_any_line(
     way: dict[str, Any], run: Callable[[Any, Any], Any], kept: bool
 ) -> None:
-    """After Ctrl-C right before any line of the library, the pipeline can be used again.
+    """Check that a pipeline can be used again after Ctrl-C at any line of the library.
 
-    The interrupt comes in the calling thread, and the test tries every 47th line. With `kept`, the
-    test keeps the errors, as an interactive Python does. These keep all objects of the runs alive.
+    The test interrupts the calling thread before every 47th line that runs in the library. With
+    `kept`, the test keeps the errors, as an interactive Python does for the last one. A kept error
+    keeps all objects of its run alive.
     """
     layers = nn.Sequential()
     for _ in range(N):
@@ -229,9 +231,9 @@ def test_ctrl_c_at_any_line(
 
 
 def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor) -> int:
-    """Call `run`, and raise `KeyboardInterrupt` before the `at`-th line that runs in the library.
+    """Call `run`, and raise `KeyboardInterrupt` before it runs its `at`-th line of the library.
 
-    Return how many lines have run.
+    Return how many lines of the library have run.
     """
     lines = 0
 
@@ -255,12 +257,12 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
 
 
 def may_be_interrupted(frame: FrameType) -> bool:
-    """Return whether the test may raise KeyboardInterrupt at this line.
+    """Return whether Python itself could raise KeyboardInterrupt at this line.
 
-    It may not do so in two places:
+    If not, the test does not raise it there. There are two such places:
 
-    - At the end of a `with` block. Python calls the trace function there, but handles no signals.
-    - In `__del__`, because Python does not propagate errors from there.
+    - The end of a `with` block: Python calls the trace function there, but handles no signals.
+    - `__del__`: Python does not propagate errors from it.
     """
     line = getline(frame.f_code.co_filename, frame.f_lineno)
     if line.lstrip().startswith("with "):

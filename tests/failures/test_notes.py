@@ -1,6 +1,7 @@
-"""An error says where it was raised: by a note, and by a traceback that shows the user's code.
+"""Check that an error says where it was raised.
 
-The note names the layer, the stage, the rank and the micro-batch.
+A note at the error names the layer, the stage, the rank and the micro-batch. The traceback shows
+the user's code, and little of the library's.
 """
 
 import sys
@@ -26,7 +27,7 @@ X = torch.rand(8, 2)
 
 
 class Inner(nn.Module):
-    """A layer that raises an error in call number `at`, or in backward."""
+    """A layer that raises an error in its forward number `at`, or in its backward."""
 
     def __init__(self, at: int, backward: bool = False) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ def test_where(engine: Any, name: str) -> None:
 
 
 def shown(traceback: TracebackType) -> tuple[list[str], list[str]]:
-    """Return the functions in a traceback, and the full names of those of the library."""
+    """Return the names of all functions in a traceback, and those of the library alone."""
     functions, own = [], []
     for frame, _ in walk_tb(traceback):
         name = frame.f_code.co_name
@@ -128,7 +129,7 @@ def shown(traceback: TracebackType) -> tuple[list[str], list[str]]:
 
 
 class Noting(nn.Module):
-    """A layer that raises an error with a note."""
+    """A layer that raises an error which already has a note."""
 
     def forward(self, x: Tensor) -> Tensor:
         error: Any = ArithmeticError("no such luck")
@@ -147,7 +148,7 @@ def test_an_error_with_a_note_gets_another_note(engine: Any, run: Callable[[Any]
 
 
 class Refused(nn.Module):
-    """A layer that calls the library with a wrong argument."""
+    """A layer whose forward calls the library with a wrong argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         GPipe(nn.Linear(2, 2), [1])  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""If a fault happens in one process, all processes soon raise the expected errors.
+"""Check that a fault in one process soon makes all processes raise the expected errors.
 
-The processes are forked from a process that has already imported torch, because this is faster.
+The processes are forked from a process that has already imported torch, because that is faster than
+an import in each of them.
 """
 
 import os
@@ -30,11 +31,11 @@ DELAY = 10.0  # seconds
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train as rank `k`. On the rank with the fault, train in a child process.
+    """Train as rank `k`. The rank with the fault trains in a child process of this process.
 
-    `method` says how the child is started. With "forkserver", there is no child: this process
-    trains. A fork is safe here, because this process has not used autograd, which would have
-    started threads.
+    `method` says how this child is started. With "forkserver" there is no child, and this process
+    does the training. A fork is safe here, because this process has not yet used autograd, which
+    starts threads.
     """
     if method == "forkserver" or k != row.rank:
         program.train(k, link, row, folder)
@@ -48,7 +49,8 @@ def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
 def with_room(row: Row) -> Row:
     """Return the row, with a longer timeout if this machine is very busy.
 
-    On a very busy machine, a process may not run for seconds.
+    A busy machine may not run a process for seconds, and that must not count as a failure of its
+    rank.
     """
     load, _, _ = os.getloadavg()
     busy = load > 3 * (os.cpu_count() or 1)
@@ -65,7 +67,7 @@ METHODS += [
 @pytest.mark.quick(20)
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
-    """All ranks raise the expected errors, whichever way `multiprocessing` starts them."""
+    """Check that all ranks raise the expected errors, however `multiprocessing` starts them."""
     row = with_room(ROWS[name])
     count, own = (program.WORLD, row.rank) if row.engine == "ranks" else (1, 0)
     forking()

@@ -1,4 +1,4 @@
-"""Fixtures that replace clocks and streams by the simulated ones of simulated.py."""
+"""Define fixtures that replace clocks and streams by the simulated ones of simulated.py."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Make profiles read a simulated clock, which advances only when layers run."""
+    """Make profiling read a simulated clock, which advances only when layers run."""
     CLOCK.start()
     for module in (profile, timing):
         monkeypatch.setattr(module, "perf_counter", lambda: CLOCK.now)

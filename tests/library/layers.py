@@ -1,4 +1,4 @@
-"""Small layers for tests: linear layers, layers made of functions, skips, and compiled layers."""
+"""Define small layers for tests, such as layers made of a function and layers with a skip."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -36,7 +36,7 @@ def Lambda(function: Callable[[Any], Any]) -> nn.Module:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """A layer that stores `skip(input)` as a skip, and returns `output(input)`."""
+    """A layer that stashes `skip(input)`, which a later `Pop` uses, and returns `output(input)`."""
 
     def __init__(
         self, skip: Callable[[Any], Any] = same, output: Callable[[Any], Any] = same
@@ -52,7 +52,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """A layer that takes the stored skip, and returns `join(input, skip)`."""
+    """A layer that pops the skip of an earlier `Stash`, and returns `join(input, skip)`."""
 
     def __init__(self, join: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
@@ -68,15 +68,15 @@ def partitions(
     skips: Iterable[tuple[int, int]],
     stashed: Callable[[Any], Any] = same,
 ) -> tuple[nn.Sequential, list[int]]:
-    """Add skip connections between layers. Return all layers, and a balance for them.
+    """Add skip connections between layers. Return all layers and the balance of their partitions.
 
     Args:
         layers: The layers. Each becomes a partition, together with the new layers beside it.
-        skips: Pairs `(source, target)` of indices of `layers`.
-        stashed: What a skip holds: a function of the output of layer `source`.
+        skips: A pair `(source, target)` of indices of `layers` for each skip.
+        stashed: A function that computes the skip from the output of layer `source`.
 
-    For each pair, a new layer after layer `source` stashes the skip. A new layer before layer
-    `target` pops the skip, and adds it to its own input.
+    For each pair, a new layer right after layer `source` stashes the skip. A new layer right before
+    layer `target` pops the skip, and adds it to its own input.
     """
     found = [[layer] for layer in layers]
     for source, target in skips:

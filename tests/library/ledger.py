@@ -1,4 +1,4 @@
-"""`Ledger`, which counts live bytes, assertions that wait for a condition, and threads at once."""
+"""Define helpers: `Ledger` counts live bytes, and others wait for a condition or start threads."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Counts the live bytes of tensors that tasks create, not of tensors that tasks receive."""
+    """Counts the live bytes of tensors that tasks create, but not of tensors that they receive."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -43,9 +43,9 @@ class _Made(LiveBytesMode):
 def assert_eventually(
     condition: Callable[[], bool], message: Callable[[], object], seconds: float = 120
 ) -> None:
-    """Wait until a condition holds. Fail if it does not hold within `seconds`.
+    """Wait until a condition holds, and fail if it does not hold within `seconds`.
 
-    For example, a worker can still change something after it has reported its result.
+    A test has to wait, for example, for what a worker does after it has reported its result.
     """
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -62,8 +62,8 @@ def assert_no_thread_more(threads: set[threading.Thread]) -> None:
 
 def assert_gone(refs: Sequence[ref[Any]]) -> None:
     """Assert that garbage collection frees all objects."""
-    # After an exception, autograd keeps those nodes of the graph that have not run. It frees them
-    # in the next backward of this thread, so run one.
+    # After an exception, autograd keeps the nodes of the graph that have not run. The next backward
+    # in this thread frees them, so run one.
     torch.ones((), requires_grad=True).mul(2).backward()
 
     def gone() -> bool:
@@ -74,9 +74,9 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
 
 
 def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
-    """Run `program(k)` for each k below `count`, each in its own thread, all at once.
+    """Call `program(0)` to `program(count - 1)` at once, each in its own thread.
 
-    Return a list with the result of each thread, or with the exception that it raised.
+    Return a list with the result of each call, or with the exception that the call has raised.
     """
     results: list[Any] = [None] * count
 

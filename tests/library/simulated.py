@@ -1,7 +1,7 @@
-"""Simulated time: a clock for profiles, and autograd's threads for simulated devices.
+"""Simulate time for profiles, and autograd's threads for simulated devices.
 
-The streams of these devices are simulated in benchmarks/simulated.py, and NCCL in
-distributed/threads.py. tests/test_cuda.py runs on real streams.
+Streams of simulated devices are in benchmarks/simulated.py, and NCCL is in distributed/threads.py.
+Tests with real streams are in tests/test_cuda.py.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from .layers import same
 
 
 class Clock:
-    """A clock that advances only in calls of `spend`, and records these calls in `history`."""
+    """A clock that advances only in calls of `spend`, and lists these calls in `history`."""
 
     def start(self) -> None:
         self.now = 0.0
@@ -34,13 +34,13 @@ CLOCK = Clock()
 
 
 def spend(x: Tensor, forward: float, backward: float, name: str = "") -> Tensor:
-    """Return a copy of `x`, and let time pass on the simulated clock.
+    """Return a copy of `x`, and let the simulated clock advance.
 
     Args:
-        x: The tensor.
-        forward: The seconds that pass now.
-        backward: The seconds that pass when the gradient of the copy goes through backward.
-        name: What to write into the clock's history.
+        x: The tensor to copy.
+        forward: The seconds by which the clock advances now.
+        backward: The seconds by which it advances when the gradient of the copy is computed.
+        name: The name for these times in the clock's history.
     """
     CLOCK.spend(forward, f"{name} forward")
     y: Tensor = _Spent.apply(x, backward, f"{name} backward")
@@ -60,9 +60,9 @@ class _Spent(torch.autograd.Function):
 
 
 class Spend(nn.Module):
-    """A layer whose forward and backward take time on the simulated clock.
+    """A layer whose forward and backward advance the simulated clock.
 
-    `before` is applied to the layer's input, and `after` to its output.
+    The function `before` is applied to the layer's input, and `after` to its output.
     """
 
     def __init__(
@@ -89,18 +89,19 @@ class Spend(nn.Module):
 def backward_by_threads(
     streams: Streams, n: int, turns: Callable[[list[int]], int]
 ) -> Callable[[Tensor], None]:
-    """Return a function that runs a backward like autograd does, with one thread for each device.
+    """Return a function that runs a backward as autograd does, but with simulated threads.
 
     The rules are those of PyTorch's documentation:
 
     1. Each CUDA device has a thread. Nodes on the CPU run in the thread that called backward.
-    2. A thread runs those of its ready nodes first that have the highest sequence number.
+    2. Of the nodes that are ready, a thread first runs the one with the highest sequence number.
     3. A node runs on the stream that was current when its forward ran. Before the node runs, this
        stream waits for the streams on which the node's gradients were computed.
 
-    The simulation runs one node at a time. Which thread is faster is not specified, so `turns`
-    chooses the next thread from the numbers of the threads that have ready nodes. The threads of
-    the `n` devices have the numbers 0 to n - 1, and the calling thread has the number `n`.
+    The simulation runs one node at a time. PyTorch does not specify which thread is faster, so the
+    function `turns` chooses the next thread, given the numbers of all threads with ready nodes. The
+    threads of the `n` devices have the numbers 0 to n - 1, and the calling thread has the number
+    `n`.
     """
     nodes = _Nodes(streams)
 
@@ -112,7 +113,7 @@ def backward_by_threads(
 
 
 class _Nodes:
-    """Records the stream of each autograd node when a forward creates the node."""
+    """Records on which stream the forward of each autograd node runs."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -153,7 +154,7 @@ class _Nodes:
 
 
 def _uses(root: Any) -> dict[Any, int]:
-    """Return how many gradients each node of a graph receives."""
+    """Count for each node of an autograd graph how many gradients it receives."""
     uses: dict[Any, int] = defaultdict(int)
     unseen = [root]
     while unseen:
@@ -165,7 +166,7 @@ def _uses(root: Any) -> dict[Any, int]:
 
 
 class _Backward:
-    """The state of a simulated backward: gradients, and the ready nodes of each thread."""
+    """The state of a simulated backward: gradients so far, and the ready nodes of each thread."""
 
     def __init__(self, streams: Streams, n: int, nodes: _Nodes, root: Any) -> None:
         self.streams = streams
@@ -196,7 +197,7 @@ class _Backward:
         return stream
 
     def apply(self, node: Any) -> tuple[Tensor | None, ...]:
-        """Run a node on its stream, and return the gradients that it computes."""
+        """Run an autograd node on its stream, and return the gradients that the node computes."""
         stream = self.stream_of(node)
         for event in self.events[node]:
             stream.wait_event(event)
@@ -211,7 +212,7 @@ class _Backward:
         return grads
 
     def hand_on(self, node: Any, following: Any, position: int, grad: Tensor | None) -> None:
-        """Pass a gradient to the next node. The node is ready when it has all of its gradients."""
+        """Pass a gradient to the next node, which becomes ready when it has all its gradients."""
         stream = self.stream_of(node)
         home = self.stream_of(following)
         if grad is not None:

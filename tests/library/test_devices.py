@@ -1,6 +1,6 @@
-"""Test where a pipeline is, and how its input gets there.
+"""Test on which devices a pipeline is, and how its input is copied there.
 
-A pipeline cannot be moved to other devices. A move to its own devices does nothing.
+A pipeline cannot be moved to other devices. To move it to its own devices does nothing.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,10 @@ USES: dict[str, Callable[[GPipe, Any], object]] = {
 def test_a_call_waits_at_its_end_until_pinned_memory_is_copied(
     use: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller may refill a pinned input as soon as the call has returned."""
+    """Check that a call does not return before its input is copied from pinned memory.
+
+    The caller may write to this memory again as soon as the call has returned.
+    """
     happened: list[str] = []
     pinned = torch.rand(4, 2)
     inputs: dict[str, Any] = {

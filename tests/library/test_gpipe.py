@@ -1,7 +1,7 @@
-"""Test `GPipe` as a module: its construction, attributes, partitions and devices.
+"""Test `GPipe` as a module: its construction, its attributes, its partitions and its devices.
 
-Tests in other places: what `GPipe` refuses (test_gpipe_refusals.py), results and the names in state
-dicts (tests/behaviours), and errors at run time (tests/failures).
+Other tests check what `GPipe` refuses (test_gpipe_refusals.py), its results and the names in its
+state dict (tests/behaviours), and its errors at run time (tests/failures).
 """
 
 import threading
@@ -126,8 +126,8 @@ def in_a_generator() -> bool:
     return PrivateGenerator.present() is not None or mode_stacks() != ([], [])
 
 
-# The values are: a class of context managers; and a function that says whether this thread is still
-# inside such a context. In the test, a Ctrl-C prevents the call of `__exit__`.
+# Each value has a class of context managers, and a function that returns whether this thread is
+# still inside such a context. The test raises KeyboardInterrupt before `__exit__` runs.
 LEFT: dict[str, tuple[Any, Callable[[], bool]]] = {
     "no gradients": (torch.no_grad, lambda: not torch.is_grad_enabled()),
     "a pass": (CheckpointPhase, lambda: is_checkpointing() or is_recomputing()),
@@ -140,9 +140,10 @@ FORWARDS = [(name, False) for name in LEFT]
 def test_an_interrupt_before_a_context_is_left(
     name: str, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raise KeyboardInterrupt in the calling thread, right before a context manager's `__exit__`.
+    """Interrupt the calling thread right before it leaves a context manager.
 
-    The calling thread also runs the last partition, so it enters and exits such contexts.
+    The calling thread also runs the last partition, and enters such contexts for it. After the
+    interrupt, no context may stay in effect.
     """
     kind, within = LEFT[name]
     layers = Sequential(Linear(2, 2), Dropout())
@@ -170,7 +171,7 @@ def test_an_interrupt_before_a_context_is_left(
 
 
 # Each row has the argument `devices`, the number of partitions, and the devices that the pipeline
-# must use if there are three CUDA devices and CUDA device 2 is the current one.
+# must then use. There are three CUDA devices, and the current one is CUDA device 2.
 DEVICES: list[tuple[Any, int, list[torch.device]]] = [
     (None, 2, [CUDA[0], CUDA[1]]),
     (["meta", "cpu"], 2, [META, CPU]),
@@ -204,7 +205,7 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
 
 
 def test_the_advice_works() -> None:
-    """Run the code that the error message suggests."""
+    """Check that the code which the error message for a missing balance suggests works."""
     with pytest.raises(ValueError, match="balance is required") as caught:
         split(linears(3), None)
     _, _, advice = str(caught.value).partition("; ")

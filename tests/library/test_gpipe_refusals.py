@@ -1,4 +1,4 @@
-"""Test which arguments `GPipe` refuses. Messages say what was given, and what to do instead."""
+"""Test which arguments `GPipe` refuses. Each error says what was given and what to do instead."""
 
 import re
 from collections import OrderedDict
@@ -57,7 +57,7 @@ def add_buffer_and_hook(module: Module) -> None:
 
 
 def called_in_a_task(where: str) -> Callable[[Any], object]:
-    """Return a use of a pipeline whose layer calls the pipeline."""
+    """Return a function that trains a pipeline in which a hook of a layer calls the pipeline."""
 
     def use(_: Any) -> object:
         model = made(engine="workers", chunks=2, schedule="1F1B")
@@ -86,7 +86,7 @@ AUTO = "one of 'auto', 'graph', 'workers', but got 'inline'"
 ON_CPUS = "is for CPU devices, but got ['cpu', 'm"
 NO_TENSORS = "input must be a tensor or a tuple of tensors, but got list"
 OF_RESIDUAL = "layers of Residual one after another, but it has a method"
-TWICE = "layers 'first' and 'again' are the same module; a layer "
+TWICE = "layers 'first' and 'again' are the same module, but a layer "
 TOO_FEW = "2 partitions, but 1 devices; give a balance of at most 1 parti"
 NO_LIST = "a list of devices, one per partition, such as ['cuda:0', 'cuda:1'], but got "
 NUMBERS = (

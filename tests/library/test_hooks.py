@@ -1,7 +1,7 @@
-"""Test hooks that are registered on the pipeline itself.
+"""Test hooks that a user registers on the pipeline itself.
 
-`model(x)` runs the hooks once, with the whole mini-batch. `model.step` runs the hooks once for each
-micro-batch, and has the same results.
+`model(x)` runs such hooks once, for the whole mini-batch. `model.step` runs them once for each
+micro-batch, with the same results.
 """
 
 from typing import Any

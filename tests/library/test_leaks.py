@@ -1,7 +1,7 @@
 """Test for memory leaks: what a pipeline keeps between forward and backward, and after a step.
 
-After a step, or after its deletion, a pipeline must keep nothing. Other tests are in
-plan/test_memory.py (peaks within a step) and in tests/failures (memory after a failure).
+After a step, and after it is deleted, a pipeline must keep nothing alive. Peaks within a step are
+tested in plan/test_memory.py, and memory after a failure in tests/failures.
 """
 
 import gc
@@ -43,10 +43,10 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Return a `Ledger` that counts the live bytes of the model's tasks.
+    """Return a `Ledger` that counts the live bytes of tensors that the model's tasks create.
 
-    Also give all parameters gradients. A step then adds to these gradients in place, and creates no
-    tensors that stay alive.
+    The function also gives a gradient to each parameter. The next step then adds to these gradients
+    in place, and creates no gradients that stay alive and would be counted.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -63,9 +63,9 @@ def test_only_inputs_of_tasks_are_kept_for_backward(way: dict[str, Any]) -> None
     ledger.assert_comes_to(0)
     y = model(batch())
     # A checkpointed micro-batch keeps two tensors: the inputs of the second and of the third
-    # partition. Any other micro-batch keeps the outputs of tanh and sigmoid in each of the three
-    # partitions. Inputs of partitions take no further memory: they are outputs of previous
-    # partitions, or the caller's.
+    # partition. Any other micro-batch keeps two tensors in each of the three partitions: the
+    # outputs of tanh and of sigmoid. The partitions' inputs take no more memory, because each of
+    # them is the output of the partition before, or belongs to the caller.
     recomputed = checkpointed(way["checkpoint"], CHUNKS)
     kept = recomputed * 2 + (CHUNKS - recomputed) * 3 * 2
     ledger.assert_comes_to(kept * UNIT)

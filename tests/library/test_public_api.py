@@ -1,4 +1,4 @@
-"""Test that the public names and signatures of torchgpipe 0.0.7 still work."""
+"""Test that all public names and signatures of torchgpipe 0.0.7 can still be used."""
 
 import importlib
 import inspect
@@ -45,7 +45,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Return the public object with this dotted name."""
+    """Return the public object with the given full name, such as "torchgpipe.skip.pop"."""
     module_name = next(m for m in MODULES if name.startswith(f"{m}."))
     module = importlib.import_module(module_name)
     names = name.removeprefix(f"{module_name}.").split(".")

@@ -1,14 +1,14 @@
 """Test on simulated devices that each task starts at the time that `replay` predicts.
 
-If all tasks do, then no stream waits longer than necessary. The tests check which work is submitted
+If all tasks do, no stream waits longer than necessary. The tests also check which work is submitted
 to the streams, and in which order.
 
-- Real: the engines, their waits, copies and connections.
-- Simulated with clocks (simulated.py): the streams and NCCL. A layer occupies the compute stream of
-  its partition for the given seconds. Submitting work takes the host no time.
+- The engines, their waits, their copies and their connections are real.
+- The streams and NCCL are simulated (simulated.py). A layer occupies the compute stream of its
+  partition for the given seconds, and the host needs no time to submit work.
 
-Only GPUs can show how real streams behave, how long the host takes to submit work, and whether
-copies slow each other down.
+Only tests on GPUs can show how real streams behave, how long the host needs to submit work, and
+whether copies slow each other down.
 """
 
 import threading
@@ -35,8 +35,8 @@ from .distributed.threads import GPUS, World, simulate_ranks
 from .layers import partitions
 from .simulated import backward_by_threads
 
-# Each function returns the seconds of a forward, given the numbers of the micro-batch and of the
-# partition. Whole numbers have exact sums.
+# Each function returns the seconds of a forward, given the indices of the micro-batch and of the
+# partition. All numbers are whole, so that their sums are exact.
 TIMES: dict[str, Callable[[int, int], int]] = {
     "equal": lambda i, j: 1,
     "first slow": lambda i, j: 3 if j == 0 else 1,
@@ -45,9 +45,9 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# Each value holds the seconds of a copy to the next partition, and a dictionary from (source,
-# target) of a skip to the seconds of the skip's copy. No copy takes longer than a task, because
-# copies would then wait for each other, which `replay` does not model.
+# Each value has the seconds of a copy to the next partition, and the seconds of a copy of each
+# skip, by the skip's (source, target). No copy takes longer than a task: such copies would wait for
+# each other, which `replay` does not predict.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -59,9 +59,9 @@ COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "skips in time": (0.25, {(0, 2): 0.5, (0, 3): 0.75, (1, 3): 0.5}),
 }
 
-# The values say which threads run a backward in one process. `None`: the calling thread runs all of
-# it. A function: each device has a thread, and the function chooses the thread that runs next. (The
-# engine "ranks" simulates one process for each rank instead.)
+# Each value says which thread runs a backward in one process. With `None`, the calling thread runs
+# all of it. With a function, each device has a thread, and the function chooses the next thread to
+# run. The engine "ranks" simulates one process for each rank instead.
 ENGINES: dict[str, Callable[[list[int]], int] | None] = {
     "graph": None,
     "graph, first device ahead": min,
@@ -72,20 +72,20 @@ ENGINES: dict[str, Callable[[list[int]], int] | None] = {
 
 
 def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) -> bool:
-    """Return whether to test this combination of settings."""
+    """Return whether to test this combination of engine, sizes, checkpointing and times."""
     _, skips = COPIES[copies]
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # With a single micro-batch, a rank also sends the state of its random generator, a CPU
-        # tensor. The simulated GPUs are CPU devices, so this tensor would be sent like one on a
-        # GPU.
+        # With a single micro-batch, a rank also sends the state of its random generator, which is a
+        # tensor on the CPU. The simulated GPUs are CPU devices, too, so the simulation would
+        # wrongly send this state as it sends tensors of GPUs.
         return False
     if engine == "ranks" and skips:
-        # A rank sends a skip from partition s to partition p only p - s - 1 tasks later, so that it
-        # arrives right before p needs it. It arrives late if its copy is slower than other copies.
-        # With recomputation, the skip's gradient arrives late, too: it also waits for p - s - 1
-        # tasks, and recomputation makes these tasks longer.
+        # A rank delays the copy of a skip from partition s to partition p by p - s - 1 tasks, so
+        # that the skip arrives right before p needs it. The skip arrives late if its copy takes
+        # longer than other copies. With recomputation, its gradient arrives late, too: it also
+        # waits for p - s - 1 tasks, which take longer with recomputation.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:
@@ -102,7 +102,10 @@ for _case in product(ENGINES, (1, 2, 4), (1, 2, 5), TIMES, COPIES, MODES):
 
 
 def cost(n: int, m: int, mode: Mode, times: str, copies: str) -> Costs:
-    """Return task times: a recomputation takes as long as a forward, a backward twice as long."""
+    """Return the seconds of all tasks and copies, from the tables `TIMES` and `COPIES`.
+
+    A recomputation takes as long as its forward, and a backward takes twice as long.
+    """
     forward, backward, recompute = [], [], []
     recomputed = checkpointed(mode, m)
     for i in range(m):
@@ -143,9 +146,9 @@ def test_copies_that_take_longer_than_tasks_go_one_after_another(
 ) -> None:
     """Check that copies that take long wait for each other on the simulated streams.
 
-    The copies of a forward wait for each other, and so do the copies of a backward, because two
-    devices are connected by one link. `replay` does not model this: there, such copies run at the
-    same time.
+    Two devices are connected by one link. Therefore, the copies of a forward wait for each other,
+    and so do the copies of a backward. `replay` predicts a shorter time, because it lets such
+    copies run at the same time.
     """
     once = [[1.0, 1.0]] * m
     costs = Costs(forward=once, backward=once, recompute=[[0.0, 0.0]] * m, copy=[seconds])
@@ -207,13 +210,16 @@ def step(
     skips: Iterable[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Event]:
-    """Run a step with these task times, in one process or over ranks. Return all task events."""
+    """Run a step whose tasks take the seconds in `costs`. Return an event for each task.
+
+    The step runs in one process, or over the simulated ranks `over`.
+    """
     m, n = len(costs.forward), len(costs.forward[0])
     devices = [torch.device("cpu", j) for j in range(n)]
     events: list[Event] = []
 
     def observer(task: Task) -> AbstractContextManager[object]:
-        """Occupy the partition's stream for the duration of the task."""
+        """Occupy the partition's stream for the seconds of the task."""
         if task.kind != "copy":
             kind, i, j = task
             stream = streams.of(devices[j])
@@ -237,9 +243,9 @@ def step(
     for j, seconds in enumerate(costs.copy):
         streams.seconds[j, j + 1] = seconds
     x = torch.arange(m).float()
-    # Wait for all streams before the backward, like a program that prints the loss. `replay` also
-    # starts recomputations after the loss only. Without this wait, the host could submit them
-    # earlier.
+    # Wait for all streams before the backward, as a program does that prints the loss. `replay`
+    # assumes that recomputations start only after the loss. Without the wait, the host could submit
+    # recomputations earlier.
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:
         made, balance = layers()

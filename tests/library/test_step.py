@@ -1,6 +1,6 @@
-"""Test how `step` combines the losses of micro-batches.
+"""Test how `step` combines the losses of micro-batches into the loss of the mini-batch.
 
-tests/behaviours tests that `step` trains like plain layers. test_step_refusals.py tests which
+tests/behaviours checks that `step` trains as plain layers do. test_step_refusals.py checks which
 arguments raise errors.
 """
 
@@ -46,7 +46,7 @@ def copies_of_grads(model: Module) -> list[Tensor | None]:
 
 
 def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """Assert that all gradients exist, and equal the expected ones."""
+    """Assert that no gradient is missing, and that each equals the expected gradient."""
     for grad, expected_grad in zip(found, expected, strict=True):
         assert grad is not None
         assert expected_grad is not None
@@ -93,12 +93,12 @@ def test_a_weight_makes_a_mean_and_a_criterion_that_learns_gets_its_gradients_on
 
 
 def masked(y: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over samples with mask 1. It is NaN if all samples have mask 0."""
+    """Return the mean loss of the samples with mask 1, or NaN if there is no such sample."""
     return counted(y, mask) / mask.sum()
 
 
 def counted(y: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over samples with mask 1."""
+    """Return the sum of the losses of all samples with mask 1."""
     of_samples = y.square().mean(1)
     return (of_samples * mask).sum()
 
@@ -162,9 +162,9 @@ def step_in_anomaly_mode() -> None:
 
 
 def test_steps_in_anomaly_mode_end() -> None:
-    """Run steps in another process, with a timeout.
+    """Run steps in another process, and stop this process if it hangs.
 
-    If two threads deadlock, the interpreter of that process hangs, so the process cannot report it.
+    Two threads that deadlock would make the whole process hang, so that it could not report this.
     """
     process = forking().Process(target=step_in_anomaly_mode)
     process.start()

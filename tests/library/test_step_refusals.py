@@ -1,4 +1,4 @@
-"""Test for which arguments `step` raises errors, and for which criteria it warns."""
+"""Test which arguments `step` refuses by errors, and about which criteria it warns."""
 
 import re
 import warnings
@@ -89,7 +89,11 @@ def test_a_step_sees_what_any_criterion_counts(
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_checkpointed_criterion_is_looked_at_in_the_first_step_only(weighted: bool) -> None:
-    """Looking computes the loss again. With a weight, there is nothing to look for."""
+    """Check that `step` examines a checkpointed criterion only in its first call.
+
+    To find out which samples such a criterion counts, `step` has to compute the loss again. If
+    the caller gives a weight, there is nothing to find out.
+    """
     calls: list[int] = []
 
     def criterion(y: Tensor, t: Tensor) -> Tensor:
@@ -112,16 +116,17 @@ def test_a_checkpointed_criterion_is_looked_at_in_the_first_step_only(weighted: 
 
 
 def of_next(y: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a language model, which predicts each label but the first of a row."""
+    """Return the loss of a language model that predicts the next label at each position."""
     return ce(y[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
 def test_the_weight_of_labels_that_a_warning_advises(engine: str, schedule: str) -> None:
-    """Follow the advice: loss and gradients are those of the layers without a pipeline.
+    """Pass the argument `weight=` that a warning advises, and compare with plain layers.
 
-    Two of the micro-batches have no labels at all, so their loss is NaN.
+    Without this argument, the loss is NaN, because two of the micro-batches have only ignored
+    labels.
     """
     model = pipeline(engine=engine, schedule=schedule, chunks=7)
     x, labels = torch.randn(7, 4, 2), torch.randint(2, (7, 4))
@@ -219,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"scalar tensor, .* shape \(3, 2\)",
     ),
     "no layers": (step_without_layers, ValueError, "no layers to train"),
-    "no gradients": (step_without_gradients, RuntimeError, "gradients are off"),
+    "no gradients": (step_without_gradients, RuntimeError, "gradients are disabled"),
     "no such schedule": (
         lambda: pipeline(schedule="DualPipeV"),
         ValueError,

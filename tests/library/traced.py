@@ -1,4 +1,4 @@
-"""Small modules that are not an `nn.Sequential`, and their sample inputs, for tests of tracing."""
+"""Define modules for tests of tracing, with sample inputs. None of them is an `nn.Sequential`."""
 
 import math
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def filling(net: Any, x: Tensor) -> Tensor:
 
 
 class Tokens(Net):
-    """A module like a vision transformer, with attention made of basic operators."""
+    """A module like a small vision transformer. Its attention consists of basic operators."""
 
     inner: Any
     positions: Tensor
@@ -105,7 +105,7 @@ class Masked(Net):
 
 
 class Square(Net):
-    """A module with a mask of shape (tokens, tokens). In one case, batch size and tokens agree."""
+    """A module with a mask of shape (tokens, tokens), which no micro-batch may split."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.a(x)
@@ -156,7 +156,7 @@ class Squared(torch.autograd.Function):
 
 
 class Unusual(Net):
-    """A module that calls a layer twice (first under `no_grad`), and a custom autograd function."""
+    """A module that calls one layer twice, once under `no_grad`, and has an autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -183,7 +183,7 @@ def add_noise(layer: Any, x: Tensor) -> Tensor:
 
 
 class Counting(Net):
-    """A module whose forward changes a buffer, running statistics, and a generator's state."""
+    """A module whose forward changes a buffer, statistics of a norm, and a generator's state."""
 
     seen: Tensor
     noise: Any
@@ -204,7 +204,7 @@ def drop_half(layer: Any, x: Tensor) -> Tensor:
 
 
 class Dropping(Net):
-    """A module with `nn.Dropout`, and with a dropout that reads `self.training`."""
+    """A module with an `nn.Dropout`, and with a layer that calls `F.dropout` in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Dropping(Net):
 
 
 class Choosing(Net):
-    """A module with control flow that depends on values."""
+    """A module whose forward chooses a layer by the values of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -230,7 +230,7 @@ def in_blocks(net: Any, x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A test case: how to make a module and its sample arguments."""
+    """A test case: a function that makes a module, one that makes its arguments, and options."""
 
     make: Callable[[], Module]
     sample: Callable[[], Any]
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module whose forward is `function(module, input)`, with layers as attributes."""
+    """Return a module with many attributes, whose forward is `function(module, input)`."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),
@@ -302,8 +302,8 @@ def choosing_in_the_middle() -> Module:
     return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
 
 
-# The values are: a function that makes a module; batch sizes for which this module runs the
-# operators that were recorded; and batch sizes for which it runs other operators.
+# Each value has a function that makes a module, batch sizes for which the module runs the operators
+# that were recorded, and batch sizes for which it runs other operators.
 BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),

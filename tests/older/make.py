@@ -1,6 +1,7 @@
-"""The model whose state is in the folder `data`. Revision 414bf55 of this project saved the files.
+"""Define the model whose saved state is in the folder `data`.
 
-The function that saved them is in this module at revision 438bf2e.
+Revision 414bf55 of this project has saved the files. The function that did so is in this module at
+revision 438bf2e.
 """
 
 from pathlib import Path
@@ -41,7 +42,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def drawn(engine: Any) -> Tensor:
-    """Run dropouts in a pipeline. The output shows which numbers they keep, on any machine."""
+    """Run dropout layers in a pipeline on an input of ones, with a fixed seed.
+
+    The zeros in the output show which elements dropout has drawn. They are the same on any machine.
+    """
     torch.manual_seed(5)
     dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
     model = GPipe(dropouts, [1, 2], devices=["cpu", "cpu"], chunks=3, engine=engine)

@@ -1,4 +1,4 @@
-"""Files that revision 414bf55 saved can be loaded, and seeds still give the same random numbers."""
+"""Test that files of revision 414bf55 can be loaded, and that seeds give the same numbers."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Open pages in a real browser.
+"""Open pages of the documentation in a real browser.
 
-This needs Chromium and its driver: `apt-get install chromium chromium-driver`. Without both, tests
-with the mark `WITHOUT` are skipped.
+This needs Chromium and its driver: `apt-get install chromium chromium-driver`. If one of them is
+missing, the tests with the mark `WITHOUT` are skipped.
 """
 
 import shutil
@@ -34,7 +34,7 @@ OPTIONS = (
 
 @contextmanager
 def opened() -> Iterator[Any]:
-    """Start the browser, and end it after the `with` block."""
+    """Start the browser, and stop it at the end of the `with` block."""
     from selenium.common.exceptions import WebDriverException
     from selenium.webdriver.chrome.service import Service
 
@@ -58,13 +58,13 @@ def opened() -> Iterator[Any]:
 def set_screen(
     browser: Any, width: int, *, scheme: str = "light", media: str = "screen", mobile: bool = False
 ) -> None:
-    """Give the browser a screen, or paper.
+    """Set the size of the browser's screen, or make it show pages as if they were printed.
 
     Args:
         browser: The browser.
         width: The width of pages in CSS pixels.
-        scheme: The preferred colours, "light" or "dark".
-        media: "screen" or "print".
+        scheme: The colours that the user prefers, "light" or "dark".
+        media: Where the pages are shown, "screen" or "print".
         mobile: Whether the screen is that of a phone.
     """
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": mobile}

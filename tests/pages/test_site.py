@@ -1,6 +1,6 @@
-"""The site that `make docs` builds can be read in a real browser, on narrow and on wide screens.
+"""Test in a real browser that the site of `make docs` can be read on narrow and on wide screens.
 
-The tests need what `make docs` installs. Without it, they are skipped.
+The tests need the packages that `make docs` installs, and are skipped without them.
 """
 
 import subprocess
@@ -38,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("width", [500, 1200])
 def test_no_code_is_cut(width: int, pages: list[Path], browser: Any) -> None:
-    """Long lines of code are broken. Only pictures of text scroll."""
+    """Check that long lines of code are wrapped. Only pictures that are made of text may scroll."""
     set_screen(browser, width)
     count = 0
     cut = []

@@ -1,7 +1,8 @@
 """Plant faults in copies of this repository, and check that tests find them.
 
-rows.json has the faults: the file, the old text, the new text, and the test that finds the fault.
-Some of these tests open a page in a browser. If there is none, they are skipped, and tell nothing.
+rows.json lists the faults: the file, the text to replace, the faulty text, and the test that finds
+the fault. Some of these tests need a browser. Without a browser they are skipped, and it stays
+unknown whether they find their fault.
 """
 
 import argparse
@@ -28,7 +29,10 @@ ROWS = Path(__file__).with_name("rows.json")
 
 @dataclass
 class Row:
-    """A fault, and the name of the test that finds it ("" if no test does)."""
+    """A fault to plant in a file: its `old` text is replaced by its `new` text.
+
+    `by` names the test that finds the fault. It is empty if no test does.
+    """
 
     file: str
     kind: str
@@ -37,7 +41,7 @@ class Row:
     by: str = ""
 
     def planted(self, tree: Path = ROOT) -> str:
-        """Return the text of the file with this fault."""
+        """Return the text of the file with the fault in it."""
         path = tree / self.file
         text = path.read_text() if path.exists() else ""
         if text.count(self.old) != 1:
@@ -55,7 +59,7 @@ def read() -> list[Row]:
 
 @contextmanager
 def copied(source: Path = ROOT) -> Iterator[Path]:
-    """Copy the working tree to a temporary folder, without files that git ignores.
+    """Copy the working tree to a temporary folder, without the files that git ignores.
 
     The copy is a git clone, because some tests call git.
     """
@@ -81,7 +85,10 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 
 def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outcome:
-    """Run a test, even if it is slow. If it takes longer than `limit` seconds, it has failed."""
+    """Run a test, even one that is marked as slow, and return its outcome.
+
+    A test that takes longer than `limit` seconds has failed.
+    """
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)
     if code != 0:
@@ -92,7 +99,7 @@ def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outco
 def _run_pytest(
     tree: Path, arguments: Sequence[str], limit: float, stop: threading.Event
 ) -> tuple[int | None, str]:
-    """Run pytest. Return its exit code (`None` if pytest was stopped) and what it has printed."""
+    """Run pytest. Return its exit code (`None` if it had to be stopped) and all that it printed."""
     command = [sys.executable, "-m", "pytest", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     end = time.monotonic() + limit
@@ -118,12 +125,12 @@ def _run_pytest(
 
 
 def try_fault(row: Row, plain: Path, limit: float, stop: threading.Event) -> str:
-    """Plant a fault, and run the test that should find it.
+    """Plant a fault, run the test that should find it, and return whether the test has found it.
 
     Returns:
         "found" if the test fails with the fault and passes without it, "LOST" if it passes with the
-        fault, "FAILS" if it fails even without the fault, "SKIPS" if it was skipped, so that it
-        tells nothing, and "-" if the fault names no test.
+        fault, "FAILS" if it fails even without the fault, "SKIPS" if it is skipped, and "-" if the
+        fault names no test.
     """
     if not row.by:
         return "-"

@@ -1,15 +1,15 @@
-"""Plant losses of speed in a copy of this repository; count how often `regression` finds them.
+"""Plant changes that make the library slower, and count how often `regression` finds them.
 
-losses.json has the losses: the file, the old text, the new text, and the gates (checks of
-`regression`) that find the loss.
+losses.json lists these losses of speed: the file, the text to replace, the slower text, and the
+gates that must find the loss. A gate is a check of `regression`, which compares two revisions.
 
     python -m tests.planted.losses                          # 10 runs of each loss: hours
     python -m tests.planted.losses --gate counts --gate meeting --runs 1    # minutes
-    python -m tests.planted.losses --unchanged --runs 40    # how often there is an alarm
+    python -m tests.planted.losses --unchanged --runs 40    # how often there is a false alarm
     python -m tests.planted.losses --gate times --only spins --runs 3 -- --restarts 14
 
 The arguments after `--` are for `python -m reproduce regression`. With `--out FILE`, the results
-are written to a record, to which a later start adds only the runs that are missing.
+are written to a record, and a later start adds only the runs that the record does not have yet.
 """
 
 import json
@@ -47,7 +47,7 @@ TITLE = "Losses of speed that were planted, and the gates of regression that fin
 
 @dataclass
 class Loss(Row):
-    """A change that makes the library slower, and the gates (programs) that must find it."""
+    """A change that makes the library slower, and the gates of `regression` that must find it."""
 
     gates: list[str] = field(default_factory=list)
 
@@ -60,22 +60,28 @@ def read() -> list[Loss]:
 
 
 def chosen(asked: Namespace) -> list[Loss]:
-    """Return the losses whose kind contains `--only` and that the chosen gates should find."""
+    """Return the losses of speed to plant, according to the command line.
+
+    The name of such a loss contains the text of `--only`, and one of the chosen gates must find it.
+    """
     if asked.unchanged:
         return [NOTHING]
     gates = set(asked.gates or GATES)
     losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
     if not losses:
-        raise Error(f"--only {asked.only}: no loss that these gates find has this text in its kind")
+        raise Error(
+            f"--only {asked.only}: none of the losses that the chosen gates find has this text in "
+            "its kind; tests/planted/losses.json lists the kinds"
+        )
     return losses
 
 
 class Tally:
-    """The results for one planted loss of speed: each gate's runs, and how many found the loss.
+    """Counts how often each gate has run, and how often it has found one planted loss.
 
     Args:
-        loss: The loss.
-        arguments: Further arguments of `regression`.
+        loss: The planted loss of speed.
+        arguments: Further arguments of the command `regression`.
         before: The results of earlier runs, by the name of the gate.
     """
 
@@ -87,24 +93,28 @@ class Tally:
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
-        """Return the number of a gate's runs. For the name `CANNOT_TELL`, count all runs."""
+        """Return how often a gate has run. For `CANNOT_TELL`, return the number of all runs."""
         result = self.results.get(name)
         return 0 if result is None else int(result.values[RUNS])
 
     def found(self, name: str) -> int:
-        """Return in how many runs a gate found the loss.
+        """Return in how many of its runs a gate has found the loss.
 
-        For the name `CANNOT_TELL`, return in how many runs `regression` could not judge.
+        For the name `CANNOT_TELL`, return how many runs of `regression` have ended without a
+        verdict.
         """
         result = self.results.get(name)
         return 0 if result is None else int(result.values[FOUND])
 
     def missing(self, gates: Sequence[str], runs: int) -> list[str]:
-        """Return the gates that had fewer than `runs` runs."""
+        """Return those of `gates` that have run less often than `runs` times."""
         return [gate for gate in gates if self.runs(gate) < runs]
 
     def add(self, gates: Sequence[str], found: set[str]) -> list[Result]:
-        """Add a run of `gates`, of which those in `found` found the loss. Return all results."""
+        """Add one run of all `gates`, of which those in `found` have found the loss.
+
+        Return all results.
+        """
         for name in (*gates, CANNOT_TELL):
             values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}
             self.results[name] = Result(
@@ -114,13 +124,14 @@ class Tally:
 
 
 def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
-    """Return whether `regression` found a loss reliably.
+    """Return whether `regression` has found a loss of speed reliably.
 
-    This needs two things. One of the loss's own gates has found it in each of the gate's runs, and
-    no run has ended without a judgement. For `NOTHING`, no gate may have found anything.
+    It has done so if at least one gate that should find the loss has found it in each of its runs,
+    and no run has ended without a verdict. If nothing was planted (`NOTHING`), no gate may find
+    anything.
 
     Args:
-        tally: The results of the loss.
+        tally: The counted results for the loss.
         gates: The gates that have run.
     """
     if tally.found(CANNOT_TELL):
@@ -133,7 +144,10 @@ def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
 
 
 def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
-    """Plant each loss of speed, run `regression` until each gate has `runs` runs; yield results."""
+    """Plant each loss of speed, and run `regression` until each gate has `runs` runs.
+
+    Yield the results after each run.
+    """
     with copied() as tree:
         commit(tree)
         for tally in tallies:
@@ -145,7 +159,7 @@ def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
 
 @contextmanager
 def planted(loss: Loss, tree: Path) -> Iterator[None]:
-    """Plant a loss in a tree until the end of the `with` block."""
+    """Plant a loss of speed in the working tree `tree` until the `with` block ends."""
     if loss is NOTHING:
         yield
         return
@@ -159,7 +173,7 @@ def planted(loss: Loss, tree: Path) -> Iterator[None]:
 
 
 def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[str]:
-    """Run `regression` in a tree with a planted loss. Return the gates that find a loss.
+    """Run `regression` in a working tree, and return the gates that find a loss of speed.
 
     If the exit code says that `regression` could not judge, the result contains `CANNOT_TELL`.
     """
@@ -190,7 +204,7 @@ def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[
 
 
 def commit(tree: Path) -> None:
-    """Commit all files of a tree, also those that are not committed in the original."""
+    """Commit all files of the copy `tree`, also those that are not committed in the original."""
     name = ["-c", "user.name=planted", "-c", "user.email=planted@localhost"]
     subprocess.run(["git", "add", "--all"], cwd=tree, check=True)
     message = ["commit", "--quiet", "--allow-empty", "--no-verify", "--message", "unchanged"]
@@ -198,14 +212,17 @@ def commit(tree: Path) -> None:
 
 
 def begun(asked: Namespace) -> Record:
-    """Return a record for this start of the program, with the results that `--out FILE` has.
+    """Return a record for this start of the program, which begins with the results in `--out FILE`.
 
     Raises:
-        Error: The results in the file were found with other arguments of `regression`, or the
+        Error: If the results in the file were found with other arguments of `regression`, or if the
             arguments after `--` contain `--gate`.
     """
     if "--gate" in asked.arguments:
-        raise Error("give --gate before --, so that the runs of each gate can be counted")
+        raise Error(
+            "give --gate before the --, not after it: this program counts the runs of each gate, "
+            "so it has to know the gates"
+        )
     options = Namespace(out=asked.out, arguments=asked.arguments)
     units = {FOUND: "count", RUNS: "count"}
     record = start(options, "losses", TITLE, units, devices=2)
@@ -219,14 +236,14 @@ def begun(asked: Namespace) -> Record:
         other = result.config["arguments"]
         if other != asked.arguments:
             raise Error(
-                f"--out {asked.out}: its runs of regression had the arguments {other}, but now "
-                f"they are {asked.arguments}: name another file"
+                f"--out {asked.out}: the runs in this file had the arguments {other} for "
+                f"regression, but now they are {asked.arguments}; name another file"
             )
     return continued(record, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count how often losses are found. Return 0 if `is_as_wanted` is true for all, else 1."""
+    """Count how often planted losses of speed are found. Return 0 if all are, reliably, else 1."""
     parser = command("losses", __doc__, package="tests.planted")
     parser.add_argument(
         "--runs", type=positive, default=10, metavar="N", help="runs of each loss (default 10)"

@@ -1,4 +1,4 @@
-"""The program that counts how often planted losses of speed are found."""
+"""Test the program tests/planted/losses.py with made-up runs of `regression`."""
 
 import json
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ SPINS = "each backward spins for about a tenth of a millisecond"
 
 
 class Runs:
-    """Made-up runs of `regression`.
+    """Replaces runs of `regression` by made-up results.
 
     Attributes:
-        answers: What the next runs find, or the exceptions that they raise.
-        asked: The gates of each run so far.
+        answers: For each run to come, the gates that find a loss, or an exception to raise.
+        asked: For each run so far, the gates that it was asked to run.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def rows(file: Path) -> list[str]:
-    """Return the lines of the table of a record, without its heading, with single spaces."""
+    """Return the rows of a record's table, without its heading and with single spaces."""
     lines = table(load(file)).splitlines()
     return [" ".join(line.split()) for line in lines[2:]]
 
@@ -93,11 +93,11 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
     asked = ["--out", str(file), "--only", "spins", "--runs", "1"]
     runs.answers = [{"times"}]
     assert main([*asked, "--", "--restarts", "14"]) == 0
-    with pytest.raises(Error, match=r"had the arguments .*'14'\], but now they are \[\]: name"):
+    with pytest.raises(Error, match=r"arguments .*'14'\] for regression, but now they are \[\]"):
         main(asked)
-    with pytest.raises(Error, match="give --gate before --"):
+    with pytest.raises(Error, match="give --gate before the --"):
         main(["--", "--gate", "times"])
-    with pytest.raises(Error, match="--only no such: no loss that these gates find has this"):
+    with pytest.raises(Error, match="--only no such: none of the losses that the chosen gates"):
         main(["--only", "no such"])
 
 

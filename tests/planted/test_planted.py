@@ -1,4 +1,4 @@
-"""Tests of the test suite: its table of planted faults, and its comparison of results."""
+"""Test the tables of planted faults, and the program that plants them."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """Each planted fault changes the code, and the test that has to find it exists."""
+    """Check that each planted fault changes the code, and that the test for it exists."""
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert changed != program
     if row.file.endswith(".py"):
@@ -36,7 +36,7 @@ def test_rows(row: Row) -> None:
 
 @pytest.mark.parametrize("loss", losses.read(), ids=lambda loss: loss.kind)
 def test_losses(loss: losses.Loss) -> None:
-    """Each planted loss of speed changes the code, and the gates that have to find it exist."""
+    """Check that each planted loss of speed changes the code, and names gates that exist."""
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates
@@ -92,9 +92,10 @@ def test_skipped():
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:
-    """A fault is found if its test fails with the fault and passes without it.
+    """Plant faults in a small project, and check which of them are reported as found.
 
-    A slow test runs, too, and a skipped test tells nothing.
+    A fault is found if its test fails with the fault and passes without it. The test may be a slow
+    one, but if the test is skipped, the fault does not count as found.
     """
     (tmp_path / "tests").mkdir()
     (tmp_path / "code_.py").write_text(CODE)

@@ -21,7 +21,7 @@ from .tiny import CORES, PROFILE_SECONDS, TINY
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a made-up machine and a terminal of a fixed width, because the output depends on them.
+    """Make the output independent of the machine, by a made-up machine and a fixed terminal width.
 
     On the made-up machine, the load by other programs is unknown, and no other run is found.
     """
@@ -59,7 +59,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Let `Processes` fork its ranks from a server. New ones take seconds to import torch."""
+    """Make `Processes`, which runs a pipeline over ranks, fork its ranks from a server.
+
+    The server has imported torch, which takes a new process seconds.
+    """
     forking()
 
     def forked(method: str, *given: Any) -> Any:
@@ -73,7 +76,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def quick_ranks(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fork ranks from a server, as `forked_ranks` does. With `--slow`, start new ones instead."""
+    """Save time by `forked_ranks`. With the option `--slow`, start new processes instead."""
     with nullcontext() if pytestconfig.getoption("slow") else forked_ranks():
         yield
 
@@ -100,9 +103,9 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that makes a folder of modules that raise when they are imported.
+    """Return a function that makes a folder of modules, which raise an error when imported.
 
-    Each keyword argument is the name of a module, with the statement that raises.
+    Its keyword arguments are the names of the modules. The values are the statements that raise.
     """
 
     def make(**modules: str) -> Path:

@@ -1,4 +1,4 @@
-"""Make test data: records of measured or emulated rows, and git repositories."""
+"""Make data for tests: records of measured or emulated results, and git repositories."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -40,7 +40,10 @@ def one_line(text: str) -> str:
 
 
 def timed(steps: Sequence[float]) -> dict[str, list[float]]:
-    """Return the samples of a result: the times of steps, and the number of each step's round."""
+    """Return the samples of a result with the given times of steps.
+
+    For each step, they have its time and the number of its round.
+    """
     if not steps:
         return {}
     rounds = range(len(steps))
@@ -52,8 +55,10 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
 
     Args:
         name: The name of the row.
-        seconds: The time of eight steady steps, or the times of all steps; `None` for no steps.
-        changes: Changed fields of the result. `others` is the load by other programs in each round.
+        seconds: A number, for eight steps that take about this time, or the times of all steps.
+            With `None`, there are no steps.
+        changes: Fields of the result with other values. `others` is the load by other programs in
+            each round.
     """
     config = {"model": "AmoebaNet-D", "batch_size": 8}
     config |= changes.pop("config", {"row": name})
@@ -75,9 +80,16 @@ def ran(
     emulated: bool = False,
     **values: Any,
 ) -> list[Result]:
-    """Make a result for each row of an experiment.
+    """Make a result for each row (configuration) of an experiment.
 
-    Each of `values` is a value for all rows, or a function that takes a row.
+    Args:
+        name: The name of the experiment.
+        scale: The scale (set of sizes).
+        speeds: A function that takes a row and returns its samples/s, its status, or `None` for no
+            result.
+        device: The kind of device.
+        emulated: Whether the results are emulated.
+        values: Values of the results. Each is a value for all rows, or a function that takes a row.
     """
     experiment = EXPERIMENTS[name]
     made = []
@@ -125,7 +137,7 @@ def emulated(row: Result, **changes: Any) -> Result:
 
 
 def record(*rows: Result, cpu: str = "a CPU", torch: str = "2.11.0", **changes: Any) -> Record:
-    """Make a record of the given results, measured on a machine with the given CPU."""
+    """Make a record of the given results, as if measured on a machine with the given CPU."""
     machine = replace(RUN.machine, cpu=cpu)
     run = replace(RUN, machine=machine, versions={"torch": torch})
     run = replace(run, **changes)
@@ -141,7 +153,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, tag: str) -> None:
-    """Make a folder a git repository, commit all files in it, and tag the commit."""
+    """Make a git repository of a folder, if it is none. Commit all files, and tag the commit."""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)

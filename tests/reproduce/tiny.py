@@ -1,7 +1,6 @@
-"""Tiny experiments, which take only seconds.
+"""Tiny experiments for tests, which run within seconds.
 
-If this module runs as a script, it does what `python -m reproduce` does, and also has the tiny
-experiments.
+As a script, this module is the command `python -m reproduce` with these experiments added.
 """
 
 import os
@@ -45,7 +44,7 @@ KEPT = (
 def tiny(experiment: Experiment, name: str) -> Experiment:
     """Return a copy of an experiment with a new name, smaller models and smaller batches.
 
-    If the experiment measures memory, its scale `paper` keeps the original sizes.
+    If the experiment measures memory, its scale `paper` (a set of sizes) is not made smaller.
     """
 
     def smaller(scale: Scale) -> Scale:
@@ -64,7 +63,10 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 
 
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of an experiment with a new name, in which trainings have two short epochs."""
+    """Return a copy of an accuracy experiment with a new name and small trainings.
+
+    They have two epochs of 32 samples.
+    """
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None
     plain, *_, pipeline = small.rows

@@ -1,12 +1,14 @@
-"""Split a list of costs into consecutive partitions that minimise the cost of the heaviest one.
+"""Split a list of layers' costs into partitions, so that the heaviest costs as little as possible.
 
-1. Scale the costs to integers, so that the result is exact. (Every finite float is a fraction.)
-2. Find, by bisection, the least bound that is possible: the cost that no partition may exceed.
+1. Multiply the costs by a number that makes them all integers, so that sums are exact. This is
+   possible because every finite float is a fraction.
+2. A bound is a cost that no partition may exceed. Find the lowest bound with which all layers still
+   fit into the partitions, by bisection.
 
-To test a bound, partitions are filled from the end of the list. Each takes as many layers as the
-bound allows, found by a binary search in the prefix sums. The bound is possible if the partitions
-take all layers (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning",
-2004).
+To test a bound, the partitions are filled from the end of the list. Each partition takes as many
+layers as the bound allows; a binary search in the costs' prefix sums finds how many. The bound is
+possible if the partitions take all layers (Pinar and Aykanat, "Fast optimal load balancing
+algorithms for 1D partitioning", 2004).
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,9 +21,10 @@ from math import lcm
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return the balance whose heaviest partition costs as little as possible.
 
-    A balance is the number of layers in each partition: consecutive layers, at least one. If
-    several balances are equally good, the function returns one in which the costs of the other
-    partitions are about equal. Layers that cost nothing are divided into about equal numbers.
+    A balance is a list with the number of layers of each partition. A partition has consecutive
+    layers, at least one. If several balances are equally good, the function returns one in which
+    the other partitions cost about the same. Layers that cost nothing are divided into about equal
+    numbers.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -41,7 +44,7 @@ def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> lis
 
 
 def check_partitions(partitions: int, layers: int) -> None:
-    """Raise an error unless `partitions` is an int from 1 to `layers`."""
+    """Raise an error unless `partitions` is an int from 1 to `layers`, the number of layers."""
     if not isinstance(partitions, int) or isinstance(partitions, bool):
         raise TypeError(f"partitions must be an int, got {partitions!r}")
     if partitions < 1:
@@ -54,9 +57,9 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _integers(costs: Sequence[float | Fraction]) -> list[int]:
-    """Multiply all costs by one number that makes them even integers.
+    """Multiply all costs by one number that makes them even integers, and return the integers.
 
-    Sums of these integers, and halves of the sums, are exact.
+    Unlike floats, even integers can be added up, and the sums halved, without rounding.
     """
     numerators: list[int] = []
     denominators: list[int] = []
@@ -64,7 +67,7 @@ def _integers(costs: Sequence[float | Fraction]) -> list[int]:
         # `not (0 <= cost < inf)` is also true if the cost is NaN.
         if not (0 <= cost < float("inf")):
             raise ValueError(
-                f"costs must be finite and not negative, got {cost!r} for layer {layer}"
+                f"costs must be finite numbers and not negative, but got {cost!r} for layer {layer}"
             )
         numerator, denominator = cost.as_integer_ratio()
         numerators.append(numerator)
@@ -75,7 +78,13 @@ def _integers(costs: Sequence[float | Fraction]) -> list[int]:
 
 
 def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) -> int:
-    """Return the cost of the heaviest partition in the best balance."""
+    """Return the cost of the heaviest partition in the best balance.
+
+    Args:
+        prefix: The prefix sums of the costs: entry k is the cost of the first k layers.
+        heaviest_layer: The cost of the most expensive layer.
+        partitions: How many partitions to make.
+    """
     total = prefix[-1]
     mean = -(-total // partitions)  # rounded up
     low = max(heaviest_layer, mean)
@@ -93,8 +102,9 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
     """Return the first layer of each partition, followed by the number of layers.
 
-    Partitions are filled from first to last. If k partitions are not filled yet, the next one gets
-    about 1/k of the remaining cost. No partition costs more than `bound`.
+    Partitions are filled from first to last. While k partitions are still empty, the next one gets
+    about 1/k of the remaining cost, so that all cost about the same. No partition costs more than
+    `bound`.
     """
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
@@ -112,10 +122,11 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 
 
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
-    """Move the border between each two neighbouring partitions so that they cost about the same.
+    """Move the borders between partitions, so that neighbouring partitions cost about the same.
 
-    A move never increases the cost of the more expensive one of the two. All borders are moved in
-    turn, until none moves any more, but at most `len(starts)` times.
+    `starts` has the first layer of each partition, and is changed in place. No move makes the more
+    expensive one of two neighbours still more expensive. All borders are moved in turn, again and
+    again until no border moves any more, but at most `len(starts)` times.
     """
     for _ in starts:
         before = list(starts)
@@ -129,10 +140,10 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the index from `first` to `last` whose prefix sum is nearest to `share`.
+    """Return the border between `first` and `last` at which the prefix sum is nearest to `share`.
 
-    If several indices have this prefix sum, because layers between them cost nothing, the function
-    returns the index nearest to `count`.
+    A border is the index of the first layer behind it. If layers that cost nothing make several
+    borders equally good, the function returns the one nearest to `count`.
     """
 
     def distance(cut: int) -> tuple[int, int, int]:
@@ -142,9 +153,10 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return a list: entry k is the first layer that fits, with all later ones, in k partitions.
+    """Return for each number k of partitions how many layers at the list's end they can take.
 
-    No partition may cost more than `bound`.
+    Entry k is the index of the first of these layers, for k from 0 to `partitions`. No partition
+    may cost more than `bound`.
     """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):

@@ -1,9 +1,10 @@
-"""Profile a sequence layer by layer: seconds of forward and backward, or bytes for a micro-batch.
+"""Measure each layer's seconds of forward and backward, or its bytes for a micro-batch.
 
-Every layer runs on the outputs and skips of the layers before it, detached from their autograd
-graph. A detached tensor requires grad if the original does, so that the layer does the same
-backward as in training. What runs is a copy of the layer, so the module does not change. There is
-only one copy at a time, so the device needs memory for only one layer.
+The layers run one after another, each on the outputs and skips of the layers before it. These
+tensors are detached from the earlier layers' autograd graph. A detached tensor requires grad if the
+original does, so that the layer does the same backward as in training. Only a copy of the layer
+runs, so that the module does not change. One copy exists at a time, so that the device needs memory
+for only one layer.
 """
 
 import copy
@@ -43,12 +44,13 @@ RUNS_PER_COPY = 3
 def profile_times(
     module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
 ) -> list[float]:
-    """Return the median seconds of every layer's forward and backward together.
+    """Return for each layer the median of its measured seconds, of forward and backward together.
 
     Args:
         module: The layers.
         sample: An input of the first layer.
-        timeout: Seconds after which no further measurement starts, if each layer has been timed.
+        timeout: The seconds after which no further measurement starts, once every layer has been
+            timed.
         device: Where the layers run.
     """
     seconds: list[list[float]] = [[] for _ in module]
@@ -77,7 +79,7 @@ def profile_sizes(
     param_scale: float,
     device: torch.device,
 ) -> list[float]:
-    """Return, for each layer, the bytes of one micro-batch + `param_scale` * bytes of parameters.
+    """Return for each layer the sum of its bytes for one micro-batch and for its parameters.
 
     Args:
         module: The layers.
@@ -99,13 +101,14 @@ def profile_sizes(
 
 @dataclass(eq=False)
 class Rehearsal:
-    """A layer to profile: its inputs, the copy that runs in its place, and the last results.
+    """A layer to measure: its inputs, the copy that runs in its place, and the last run's results.
 
     Attributes:
         original: The layer itself. It never runs; only its copy does.
         value: The layer's input. Every run gets a copy of it.
         skips: The skips that the layer pops. Every run gets copies of them.
-        make: Makes the copy of the layer. It is called when the copy is first needed.
+        make: A function that makes the copy of the layer. It is called when the copy is first
+            needed.
         index: The number of the layer.
         output: The output of the last run.
         scope: The skips that the last run stashed.
@@ -139,7 +142,7 @@ class Rehearsal:
         check(self.output, f"the output of layer {self.index}")
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Call `forward`; return the storages that autograd saves for the backward, by id."""
+        """Call `forward`; return the storages that autograd saves for backward, by their ids."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -164,14 +167,15 @@ def checked_sample(module: nn.Sequential, sample: TensorOrTensors, done: str) ->
     Args:
         module: The layers.
         sample: An input, with the structure that the layers take.
-        done: What is done to the module, such as "profiled", for an error message.
+        done: What the caller will do with the module, for the error message: "balanced", for
+            example.
 
     Raises:
         TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"only an nn.Sequential can be {done}, got {type(module).__name__}; "
+            f"only an nn.Sequential can be {done}, but got {type(module).__name__}; "
             "torchgpipe.sequential(module, sample) turns any module into one"
         )
     sample = taken_apart(flat(module, sample))
@@ -186,14 +190,14 @@ def rehearse(
     device: torch.device,
     measure: Callable[[Rehearsal], T],
 ) -> Iterator[T]:
-    """Measure the layers one after another, and yield each layer's measurement.
+    """Call `measure` for one layer after another, and yield what it returns for each layer.
 
     Args:
         module: The layers.
         sample: An input of the first layer.
         device: Where the layers run.
-        measure: A function that runs a layer at least once, and returns the measurement. The output
-            of the last run is the input of the next layer.
+        measure: A function that takes a layer as a `Rehearsal`, runs it at least once, and returns
+            a measurement. The output of the last run becomes the input of the next layer.
     """
 
     def cut_off(x: Tensor) -> Tensor:
@@ -220,12 +224,13 @@ def rehearse(
 
 
 def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.Module:
-    """Copy layer number `index` to the device, for training.
+    """Copy layer number `index` of the module to the device, for training.
 
     Running the copy never changes the original.
 
     Args:
-        module: The model. If it is in evaluation mode, so is the copy.
+        module: The model. If it is in training mode, each part of the copy keeps its own mode.
+            Otherwise, the whole copy is set to training mode.
         index: The index of the layer in the model.
         device: The device of the copy.
 
@@ -234,7 +239,8 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
     """
     original = module[index]
     # copy.deepcopy refuses tensors with an autograd graph, such as those that
-    # torch.nn.utils.weight_norm keeps as attributes of a module. So they are copied beforehand.
+    # torch.nn.utils.weight_norm keeps as attributes of a module. So such tensors are copied
+    # beforehand, without their graph, and copy.deepcopy is given the copies.
     copies: dict[int, Tensor] = {}
     for submodule in original.modules():
         for x in vars(submodule).values():
@@ -247,7 +253,7 @@ def placed_copy(module: nn.Sequential, index: int, device: torch.device) -> nn.M
     except (RuntimeError, TypeError) as error:
         raise TypeError(
             f"layer {index} ({type(original).__name__}) cannot be copied to be profiled: {error}; "
-            "make copy.deepcopy work on it, or give the balance by hand"
+            "make copy.deepcopy work on the layer, or choose the balance by hand"
         ) from error
     layer = _placed(layer, device)
     # If the module is in training mode, submodules that are in eval mode stay in eval mode.
@@ -262,7 +268,7 @@ def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
 
 
 def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
-    """Run forward and backward once; return the seconds of each."""
+    """Run forward and backward once; return the seconds of the forward and of the backward."""
     forward = time_forward(rehearsal, device)
     roots = [x for x in rehearsal.results() if x.requires_grad]
     gradients = list(map(torch.ones_like, roots))
@@ -272,7 +278,7 @@ def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from calling `work` until the device has finished."""
+    """Call `work`, and return the seconds until the device has finished what `work` started."""
     synchronize(device)
     start = perf_counter()
     work()
@@ -281,7 +287,10 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _kept_bytes(rehearsal: Rehearsal) -> int:
-    """Count the bytes that the layer's forward makes for its backward and for later layers."""
+    """Run the layer, and return the bytes that its forward allocates for backward or later layers.
+
+    The layer's input, the skips that it pops, its parameters and its buffers do not count.
+    """
     value = rehearsal.prepare()
     entering = [*tensors_of(value), *rehearsal.results()]
     kept = rehearsal.saved(value)
@@ -298,17 +307,18 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Enable gradients, also within `torch.no_grad()`, and restore the random state at the end."""
+    """Enable gradients, even under `torch.no_grad()`, and restore the random state at the end."""
     devices = accelerator.with_generators([device])
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Move a layer's copy to the device.
+    """Move a layer's copy to the device, and return it.
 
-    If the layer has tensors on `meta`, all its parameters and buffers get new values: ones, or
-    random numbers with such a variance that activations neither grow nor shrink much.
+    Tensors on `meta` have no values. If the layer has such tensors, and is moved to a real device,
+    its parameters and buffers get new values: ones, or random numbers with such a variance that
+    activations neither grow nor shrink much.
     """
     held = [*layer.parameters(), *layer.buffers()]
     if device.type == "meta" or not any(x.is_meta for x in held):
@@ -327,7 +337,8 @@ def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
 def _fresh(x: Tensor) -> Tensor:
     """Return a copy that a layer may change in place.
 
-    Autograd forbids changing a leaf that requires grad in place. The clone is no such leaf.
+    Autograd forbids changing a leaf tensor that requires grad in place. The copy requires grad if
+    the original does, but it is not a leaf, so it may be changed.
     """
     return x.detach().requires_grad_(x.requires_grad).clone()
 

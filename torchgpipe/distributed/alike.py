@@ -1,4 +1,4 @@
-"""Settings of a pipeline that have to be the same on all ranks."""
+"""Compare the settings of a pipeline that have to be the same on all ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,15 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the settings of a mini-batch that have to be the same on all ranks.
 
+    At the beginning of each mini-batch, the ranks compare these settings.
+
     Args:
         pipeline: This rank's pipeline.
         order: The name of the schedule, followed by a checksum if the user has made the schedule.
-        timeout: The timeout of the pipeline.
-        checksum: The checksum of the names and shapes of the model's parameters. If it differs
-            between ranks, they run different models. For example, a script makes two pipelines,
-            and one rank makes them in another order than the other ranks.
+        timeout: The timeout of the pipeline, in seconds; `None` for no limit.
+        checksum: A checksum of the names and shapes of the model's parameters. It differs between
+            ranks that run different models. This happens, for example, if a script makes two
+            pipelines, and one rank makes them in another order than the other ranks.
         call: The method that the user has called, such as "loss()".
     """
     kind = pipeline._stages[0].device.type
@@ -60,16 +62,16 @@ def check_alike(what: str, own: Settings, theirs: Settings, rank: int, peer: int
     """Raise `ValueError` if two ranks make the same call with different settings.
 
     Args:
-        what: The name of the call.
-        own: The settings of this rank.
+        what: The name of the call, for the error message.
+        own: The settings of this rank: their names and values.
         theirs: The settings of the other rank.
-        rank: This rank.
-        peer: The other rank.
+        rank: The number of this rank.
+        peer: The number of the other rank.
     """
     for name, value in own.items():
         other = theirs.get(name)
         if repr(value) != repr(other):  # NaN does not equal NaN, but their texts are equal
             raise ValueError(
-                f"every rank has to call {what} alike, but {name} is {other!r} on rank {peer} and "
-                f"{value!r} on rank {rank}"
+                f"every rank has to call {what} with the same settings, but {name} is {other!r} on "
+                f"rank {peer} and {value!r} on rank {rank}"
             )

@@ -19,17 +19,20 @@ WITHIN_BACKWARD = (
 
 
 def check_group(mesh: DeviceMesh | None = None) -> None:
-    """Check that there is a process group, and that a mesh has one dimension.
+    """Check that a process group exists, and that a given mesh has exactly one dimension.
+
+    Args:
+        mesh: The `DeviceMesh` whose ranks hold the pipeline; `None` for all ranks.
 
     Raises:
         RuntimeError: If there is no process group.
-        TypeError: If `mesh` is no mesh, or has several dimensions.
+        TypeError: If `mesh` is not a `DeviceMesh`, or has several dimensions.
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no process group: call torch.distributed.init_process_group(), in a program "
-            "that torchrun has started, and destroy_process_group() only after the last call of "
-            "the pipeline"
+            "there is no process group: start the program with torchrun, call "
+            "torch.distributed.init_process_group() before you make the pipeline, and call "
+            "destroy_process_group() only after the last call of the pipeline"
         )
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
         raise TypeError(
@@ -45,7 +48,7 @@ def check_connectable(timeout: object, own: int) -> None:
         own: The rank for which the pipeline was made, in the default process group.
 
     Raises:
-        RuntimeError: If there is no process group, or if this process is another rank.
+        RuntimeError: If there is no process group, or if this process has another rank than `own`.
         ValueError: If the timeout is not a positive number.
     """
     s = timeout
@@ -55,22 +58,22 @@ def check_connectable(timeout: object, own: int) -> None:
     if dist.get_rank() != own:
         raise RuntimeError(
             f"this pipeline has the partitions of rank {own}, and runs on that rank only; to "
-            "use other ranks, make a new pipeline and load the state"
+            "run on other ranks, make a new pipeline there and load the saved state into it"
         )
 
 
 def check_request(request: Request, n: int) -> None:
-    """Check the criterion and the scaler that this rank has given to `step`, `evaluate` or `loss`.
+    """Check the criterion and the gradient scaler that this rank gives to `step` and similar calls.
 
-    Ranks without the output do not need a criterion, so they may give `None`.
+    Only the rank of the last stage calls the criterion. Other ranks may give `None` for it.
 
     Args:
-        request: The arguments of the call.
+        request: The arguments of the call; `None` if the model itself was called.
         n: The number of ranks.
 
     Raises:
-        TypeError: If the criterion is not a function, or if the scaler looks for overflows only in
-            the gradients of this rank.
+        TypeError: If the criterion is not a function. Also if there are several ranks, and the
+            gradient scaler looks for overflows only in the gradients of this rank.
     """
     if request is None:
         return
@@ -84,19 +87,20 @@ def check_request(request: Request, n: int) -> None:
 
     if not isinstance(scaler, ShardedGradScaler):
         raise TypeError(
-            f"{type(scaler).__name__} looks for overflows only in the gradients of its own rank, "
-            "so the ranks would scale by different numbers; over ranks, give each rank a "
-            "ShardedGradScaler() of torch.distributed.fsdp.sharded_grad_scaler"
+            f"the gradient scaler {type(scaler).__name__} looks for overflows only in the "
+            "gradients of its own rank, so ranks would scale the loss by different numbers; give "
+            "each rank a ShardedGradScaler() of torch.distributed.fsdp.sharded_grad_scaler instead"
         )
 
 
 def warn_without_parameters(module: nn.Module, own: nn.ModuleList, rank: int) -> None:
-    """Warn if a rank has no parameters: an optimizer cannot be made from an empty list.
+    """Warn if this rank's layers have no parameters: an optimizer refuses an empty list.
 
     Args:
-        module: All layers. If none of them has parameters, nobody needs an optimizer.
+        module: All layers of the model. If none of them has parameters, there is no warning,
+            because no rank needs an optimizer.
         own: The partitions of this rank.
-        rank: This rank.
+        rank: The number of this rank.
     """
     has_none = next(own.parameters(), None) is None
     if not has_none or next(module.parameters(), None) is None:

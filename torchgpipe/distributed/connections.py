@@ -82,8 +82,8 @@ class Connections(Wires):
         own, n, timeout: This rank's index, the number of ranks, and the timeout.
         serial: The number of the mini-batch that this rank runs now.
         closed: Whether the connections have ended.
-        parted: Whether the connections have ended by `close()`, while no rank had failed.
-        sockets: The sockets that were opened while gloo connected, perhaps also by other threads.
+        parted: Whether `close()` has ended the connections, and no rank had failed before.
+        sockets: The sockets that this process opened while gloo connected the ranks.
 
     Raises:
         RankFailed: If another rank ends while the ranks connect.
@@ -109,12 +109,13 @@ class Connections(Wires):
             raise
         except RuntimeError as error:
             raise RankFailed(
-                f"an unknown rank ended while rank {own} connected to others ({gist(error)})"
+                f"an unknown rank ended while rank {own} connected to others ({gist(error)}); look "
+                "for an error in the output of every other rank"
             ) from None
         self._group = cast(dist.ProcessGroup, group)
         self.sockets = sockets() - before
-        # A program that this process starts must not inherit the sockets: it can run longer than
-        # this process, and would keep the sockets open.
+        # Programs that this process starts must not inherit the sockets: such a program can run
+        # longer than this process, and would keep the sockets open.
         for number, _ in self.sockets:
             with suppress(OSError):  # another thread may have closed its socket
                 os.set_inheritable(number, False)
@@ -128,7 +129,7 @@ class Connections(Wires):
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Return a context for a call of the pipeline.
+        """Return a context manager in which one call of the pipeline runs.
 
         Args:
             serial: The number of the mini-batch.
@@ -136,8 +137,8 @@ class Connections(Wires):
             program: The program (the rank's list of tasks) that the call runs, if already known.
 
         Raises:
-            RankFailed: If another rank raises an error within its context.
-            RuntimeError: If `close` has ended the connections.
+            RankFailed: If another rank raises an error during its call.
+            RuntimeError: If `close` has already ended the connections.
         """
         if self.parted:
             raise RuntimeError(
@@ -178,8 +179,8 @@ class Connections(Wires):
             device: This rank's device.
             placement: The rank of each stage.
             crossings: The skip connections from one stage to another.
-            peers: The ranks that share a parameter with this one.
-            late: Whether each skip is sent only shortly before it is needed (wires/transfer.py).
+            peers: The other ranks that share a parameter with this rank.
+            late: Whether a skip is sent only shortly before it is needed (wires/transfer.py).
         """
         if not self._met:
             self._met = True
@@ -203,7 +204,7 @@ class Connections(Wires):
         return cast(E, self._ends[key])
 
     def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a wire to or from a rank; `stages` are those that it connects."""
+        """Return the address of a wire (a message channel) between this rank and `peer`."""
         transfer = self._transfers.made.get((kind, peer, stages))
         return WireAddress(self._group, peer, tag_of(kind, stages), broken, transfer, self._limit)
 
@@ -211,21 +212,22 @@ class Connections(Wires):
         return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
 
     def message(self, about: Any, tensors: Flat) -> Message:
-        """Return a message with this mini-batch's number, plain values (`about`) and tensors."""
+        """Make a message of this mini-batch's number, plain Python values (`about`) and tensors."""
         return Message(self.serial, about, tensors)
 
     def take(self, receiver: Receiver) -> tuple[Any, Flat]:
-        """Wait for the next message on a channel; return the message's plain values and tensors.
+        """Wait for the next message of a wire; return the message's plain values and tensors.
 
         Raises:
-            RuntimeError: If the message is of another mini-batch than this rank's.
+            RuntimeError: If the message belongs to another mini-batch than the one of this rank.
         """
         message = receiver.take()
         if message.serial != self.serial:
             raise RuntimeError(
-                f"rank {receiver.rank} is in mini-batch {message.serial}, and rank {self.own} in "
-                f"{self.serial}: every rank has to call the pipeline, and then backward(), equally "
-                "often and in the same order; after a failure, call close() on all ranks first"
+                f"rank {receiver.rank} is in mini-batch {message.serial}, but rank {self.own} is "
+                f"in mini-batch {self.serial}: every rank has to call the pipeline, and then "
+                "backward(), equally often and in the same order; after a failure, call close() on "
+                "all ranks"
             )
         return message.about, message.tensors
 
@@ -262,7 +264,7 @@ class Connections(Wires):
         if told != what:
             raise RuntimeError(
                 f"all ranks have to make the same calls in the same order, but rank {peer} has "
-                f"sent {told!r}, while this rank waits for {what!r}"
+                f"sent the message {told!r}, while this rank waits for the message {what!r}"
             )
         return tensors, about
 
@@ -272,7 +274,7 @@ class Connections(Wires):
         Args:
             what: The purpose of the exchange, which has to be the same on all ranks.
             own: The tensor of this rank.
-            alike: Settings that have to be the same on all ranks.
+            alike: Settings that are compared, because they have to be the same on all ranks.
         """
         settings = alike or {}
         self.tell(what, (own.cpu(), packed(settings)))
@@ -286,10 +288,8 @@ class Connections(Wires):
     def deliver(self, patience: float | None = None) -> None:
         """Send all delayed messages, and wait until other ranks have received all messages.
 
-        This method is called when this rank has no more tasks.
-
         Raises:
-            queue.Empty: If a message takes longer than `patience` seconds.
+            queue.Empty: If a message is not received within `patience` seconds.
         """
         senders = self._senders()
         for sender in senders:
@@ -298,7 +298,7 @@ class Connections(Wires):
             sender.settle(patience=patience)
 
     def pending(self, peer: int) -> bool:
-        """Return whether a rank has not yet received every message that was sent to it."""
+        """Return whether the rank `peer` still has to receive messages of this rank."""
         return any(sender.pending > 0 for sender in self._senders() if sender.rank == peer)
 
     def close(self) -> None:
@@ -320,25 +320,25 @@ class Connections(Wires):
         self.abort()
 
     def abort(self) -> None:
-        """End the connections and their threads immediately.
+        """End the connections and their threads, without a final message to other ranks.
 
-        If there was a failure, wait first until other ranks have been told about it.
+        If a rank has failed, first wait (for at most two seconds) until other ranks know of this.
         """
         with self._ending:
             if self.closed:
                 return
             self.closed = True
             threads = [*self.liveness.close(), *[sender.thread for sender in self._senders()]]
-            # If Python ends while a thread is in gloo, the process can crash. So wait for the
-            # threads, but only until a deadline: some threads may wait for gloo for ever.
+            # If Python ends while a thread is inside gloo's code, the process can crash. So wait
+            # for the threads, but only until a deadline, as some may stay in gloo for ever.
             deadline = time.monotonic() + GRACE
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def disconnect(self) -> None:
-        """End all waits for other ranks, in all threads."""
+        """Make all threads of this process stop waiting for other ranks."""
         # This uses a side effect: when a wait times out, gloo closes all connections of the group.
-        # So wait for 1 ms for a message that never comes, and ignore the error. It also works
+        # So wait for 1 ms for a message that never comes, and ignore the error. This also works
         # after `destroy_process_group()`. (`abort()` of the group would not wake waiting threads.)
         tag = tag_of("nothing", (0, 0))
         for peer in self._others:

@@ -1,12 +1,13 @@
-"""Refuse layers that use a parameter of another process's layers.
+"""Refuse layers that use a parameter which belongs to layers of another process (rank).
 
-What goes wrong without this guard: over ranks (processes), the head of a language model keeps the
-embedding in a list, `self.embedding = [embedding]`, to use its weight. PyTorch does not see modules
-in a list. So the pipeline does not know that the rank of the head needs the weight, too. The head
-would use a copy that is never trained, and the copy's gradient would be lost.
+What goes wrong without this guard: suppose that the last layer of a language model uses the weight
+of the embedding, which is on another rank, and that it keeps the embedding in a list,
+`self.embedding = [embedding]`. PyTorch does not see modules in a list. So the pipeline does not
+know that the last layer needs the weight. The last layer would use a copy of the weight that is
+never trained, and the gradient of this copy would be lost.
 
-What it costs: in the first mini-batch of a pipeline over ranks, the graph of the first task of each
-stage is searched once.
+What it costs: in the first mini-batch of a pipeline over ranks, the autograd graph of each stage's
+first task is searched once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torchgpipe.tensors.leaves import leaves_of
 
 
 class OtherRanksParameters(Guard):
-    """The guard that refuses parameters of other ranks' layers.
+    """A guard that raises an error if a stage uses a parameter of another rank's layers.
 
     Args:
-        index: The index of the stage.
-        elsewhere: The names of the parameters of other ranks' layers.
+        index: The index of the stage, for the error message.
+        elsewhere: Maps each parameter of other ranks' layers to its name.
     """
 
     def __init__(self, index: int, elsewhere: Mapping[Tensor, str]) -> None:
@@ -33,10 +34,10 @@ class OtherRanksParameters(Guard):
         self._done = False
 
     def before_backward(self, task: GuardedTask) -> None:
-        """Search the graph of the stage's first task.
+        """Search the autograd graph of the stage's first task for parameters of other ranks.
 
         Raises:
-            RuntimeError: If the graph ends in a parameter of another rank.
+            RuntimeError: If the graph uses such a parameter.
         """
         if self._done:
             return
@@ -47,6 +48,6 @@ class OtherRanksParameters(Guard):
                 raise RuntimeError(
                     f"a layer of partition {self._index} uses {self._elsewhere[leaf]!r}, a "
                     "parameter of another rank's layers, without having it as a parameter of its "
-                    "own; assign it to the layer, such as self.weight = embedding.weight, so that "
-                    "the ranks add up its gradients"
+                    "own; assign the parameter to the layer, as in self.weight = embedding.weight, "
+                    "so that the ranks add up its gradients"
                 )

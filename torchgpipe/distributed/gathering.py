@@ -30,7 +30,8 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
     first = store.compare_set(_sign(own), "", here).decode()
     if first != here:
         raise RankFailed(
-            f"rank {own} is {first}, and {here} has the same rank: start each rank only once"
+            f"rank {own} is already taken by {first}, but {here} has the same rank: start each "
+            "rank only once"
         )
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     notice = min(timedelta(seconds=NOTICE), timeout)
@@ -41,18 +42,19 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
         if _all_come(store, others, timeout - notice):
             return
     raise RankFailed(
-        f"{_absence(store, own, others, timeout)}; has it failed? If it only needs more time, "
-        "give init_process_group() a longer timeout"
+        f"not all ranks have connected: {_absence(store, own, others, timeout)}; see whether the "
+        "missing ranks have printed an error; if a rank only needs more time, give "
+        "init_process_group() a longer timeout"
     )
 
 
 def _sign(rank: int) -> str:
-    """Return the key that a rank sets in the store when it has called `gather`."""
+    """Return the key that a rank sets in the key-value store to show that it is in `gather`."""
     return f"rank {rank} is here"
 
 
 def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
-    """Wait for all other ranks; return whether all have called `gather` before the timeout."""
+    """Wait until all other ranks have called `gather`; return `False` after the timeout."""
     signs = [_sign(peer) for peer in others]
     try:
         store.wait(signs, timeout)
@@ -62,7 +64,7 @@ def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
 
 
 def _absence(store: Store, own: int, others: Sequence[int], waited: timedelta) -> str:
-    """Return a text that names the ranks that have not called `gather` yet."""
+    """Return an error text that names the ranks which have not called `gather` yet."""
     missing = [str(peer) for peer in others if not store.check([_sign(peer)])]
     return (
         f"rank {own} has waited for {waited.total_seconds():g} s for others to make their "

@@ -1,4 +1,4 @@
-"""`DistributedGPipe`: a pipeline over processes, each of which is a device of the pipeline."""
+"""`DistributedGPipe`: a pipeline in which each device has a process (a rank) of its own."""
 
 import threading
 import warnings
@@ -51,17 +51,16 @@ class DistributedGPipe(Partitioned):
     """Train an `nn.Sequential` by pipeline parallelism over processes.
 
         model = DistributedGPipe(layers, balance=[2, 3], chunks=8)   # on every rank
-        # x is used on rank 0, and target on the last rank.
-        loss = model.step(nn.functional.cross_entropy, x, target)
+        loss = model.step(nn.functional.cross_entropy, x, target)  # x: rank 0, target: last rank
 
     Each process (rank) holds one or more partitions. The output, the gradients and most arguments
     are the same as with `GPipe` in one process. On each rank, the pipeline only has the parameters
     and buffers of this rank's layers, under their names in the whole model. So each rank needs an
-    optimizer for its own parameters, and the states of all ranks together are that of the model.
+    optimizer for its own parameters, and the state dicts of all ranks together are the model's.
 
     Args:
-        module: The layers, the same on every rank. Layers on device `meta` take no memory, and need
-            `init`.
+        module: The layers, the same on every rank. Layers on the device `meta` take no memory, but
+            need the argument `init`.
         balance: How many layers each partition has. There are as many partitions as ranks, or v
             times as many if the schedule has v partitions on each rank.
         mesh: A `DeviceMesh` of one dimension, such as `mesh["pp"]`. The ranks of the mesh hold the
@@ -89,9 +88,9 @@ class DistributedGPipe(Partitioned):
         rank: The index of this rank among the ranks of the pipeline.
 
     Raises:
-        RuntimeError: If there is no process group.
+        RuntimeError: If there is no process group, or if partitions share a `torch.Generator`.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`; also if ranks share a random generator, or lack partitions.
+        ValueError: See `GPipe`; also if there are too few or too many partitions for the ranks.
     """
 
     _traced_instead = (
@@ -138,7 +137,7 @@ class DistributedGPipe(Partitioned):
         if devices != n:
             raise ValueError(
                 f"the balance {self.balance} has {stages} partitions, but there are {n} ranks; "
-                f"give each rank a number of layers, or start {devices} processes "
+                f"give each rank a number of layers in the balance, or start {devices} processes "
                 "(torchrun --nproc-per-node)"
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
@@ -166,14 +165,15 @@ class DistributedGPipe(Partitioned):
         # The names of the parameters of other ranks' layers, as long as this process has them.
         self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
-        self._searched, self._serial = False, 0  # whether `OtherRanksParameters` has run
+        # Whether the guard `OtherRanksParameters` has searched the graphs of this rank's stages.
+        self._searched, self._serial = False, 0
         self._warned = False  # whether this rank has warned that ranks have different samples
 
     def _layout(self) -> list[Crossing]:
         return self._crossings
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return this rank's copies of parameters whose first use is on another rank."""
+        """Return this rank's copies of shared parameters whose first layer is on another rank."""
         return self._tied.copies()
 
     @property
@@ -242,7 +242,8 @@ class DistributedGPipe(Partitioned):
             yield partial(connections.exchange, doing, alike=alike)
 
     def __dir__(self) -> list[str]:
-        # torch.jit.trace reads what dir() lists. Reading this property, which is for DDP, raises.
+        # `torch.jit.trace` reads every attribute that `dir()` lists. Leave out the property below,
+        # because reading it raises an error.
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
         names.remove("_ddp_params_and_buffers_to_ignore")
         return names
@@ -250,7 +251,7 @@ class DistributedGPipe(Partitioned):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
-            "DistributedDataParallel does not notice calls of a pipeline's loss(); use "
+            "DistributedDataParallel does not notice calls of a pipeline's loss(); instead, use "
             "replicate(model, device_mesh=...) or fully_shard(model.partition, mesh=...)"
         )
 
@@ -270,13 +271,13 @@ class DistributedGPipe(Partitioned):
         if self._connections is None or self._connections.closed:
             check_connectable(self.timeout, self._ranks[self.rank])
             self._connections = Connections(self._ranks, self.rank, self.timeout)
-            # The connections' threads do not refer to the pipeline, so it can be garbage-collected
-            # while it is connected. Then this finalizer closes the connections.
+            # The connections' threads do not refer to the pipeline. So Python can garbage-collect
+            # the pipeline while connections are open, and this finalizer then closes them.
             weakref.finalize(self, _close, weakref.ref(self._connections)).atexit = False
         if self._connections.timeout != self.timeout:
             raise RuntimeError(
                 f"timeout was changed from {self._connections.timeout} to {self.timeout} while "
-                "ranks are connected; call close() on all of them first"
+                "ranks are connected; call close() on all ranks before you change it"
             )
         return self._connections
 
@@ -284,8 +285,8 @@ class DistributedGPipe(Partitioned):
         connections = self._connected()
         if connections.liveness.activity.within and backward_id() == -1:
             raise RuntimeError(
-                "a layer, a hook or the criterion calls the pipeline while it runs, but such a "
-                "call needs all ranks; call the pipeline after the step, on all ranks"
+                "a layer, a hook or the criterion calls the pipeline while it runs, but a call "
+                "needs all ranks at the same time; call the pipeline after the step, on all ranks"
             )
         self._serial += 1
         with connections.call(self._serial, "the call"):
@@ -337,7 +338,7 @@ class DistributedGPipe(Partitioned):
 def _close(reference: weakref.ref[Connections]) -> None:
     """Close connections in a new thread, unless the connections are already garbage-collected.
 
-    Python can collect a pipeline in any thread at any time, and this thread must not be blocked.
+    Python can garbage-collect a pipeline in any thread, which must not wait for other ranks.
     """
     connections = reference()
     if connections is not None:

@@ -37,10 +37,10 @@ class RandomState(NamedTuple):
     """What ranks tell each other about random numbers, with each micro-batch.
 
     Attributes:
-        seeds: The seeds of the mini-batch. Ranks send `seeds.drew`: whether any stage has drawn
-            random numbers so far.
-        in_order: Whether only one task runs at a time on all ranks together. In this case, ranks
-            also send the state of the default generator.
+        seeds: The seeds of the mini-batch. Ranks send only the value `seeds.drew`: whether any
+            stage has drawn random numbers so far.
+        in_order: Whether only one task at a time runs on all ranks together. In this case, ranks
+            also send the state of PyTorch's default generator, so that they draw as one process.
     """
 
     seeds: Seeds
@@ -50,7 +50,7 @@ class RandomState(NamedTuple):
 class Messages(Links):
     """Send the results of tasks to other ranks, and receive the results of other ranks' tasks.
 
-    An object is used for one run: all forwards, all backwards, or a whole `step`. The base class
+    Each object is used for one run: all forwards, all backwards, or a whole `step`. The base class
     `torchgpipe.engine.program.Links` describes the methods.
 
     Args:
@@ -133,8 +133,8 @@ class Messages(Links):
             self._left[crossing] = self._packed(skip, action.stage)
         else:
             self._left[crossing] = "gradient", (skip,)
-        # Send all skips between two stages in one message, when all have been made. The receiver
-        # may need these skips in another order than the sender makes them.
+        # Send all skips between two stages in one message, as soon as the last of them is made.
+        # In separate messages, they could come in another order than the receiver needs them.
         between = self._between[pair]
         if not self._left.keys() >= {*between}:
             return
@@ -169,7 +169,7 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Prepare the wire of a pair of stages, if the wire connects this rank to another rank."""
+        """Prepare the wire (message channel) between two stages if only one is on this rank."""
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):
@@ -186,12 +186,16 @@ class Messages(Links):
         self._order[forward, pair] = order
 
     def _stays(self, pair: Stages) -> bool:
-        """Return whether two stages are on one rank."""
+        """Return whether the two stages of a pair are on the same rank."""
         source, target = pair
         return self._placement[source] == self._placement[target]
 
     def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
-        """Return this rank's end of a wire (a message channel); `what` is "" or " skips"."""
+        """Return this rank's end of the wire (a message channel) between two stages.
+
+        `what` is " skips" for the wire that carries skips. It is "" for the other wire, which
+        carries outputs in forward and gradients in backward.
+        """
         low, high = pair
         other = high if (end is Sender) == forward else low
         kind = f"forward{what}" if forward else f"backward{what}"
@@ -200,8 +204,8 @@ class Messages(Links):
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what to send for an item (output or skip) of stage s: a description, and tensors.
 
-        Users can set Python attributes on tensors. The last tensor encodes the attributes of all
-        other tensors; it is `None` if they have no attributes.
+        Users can set Python attributes on tensors, such as `x.scale = 2`. The last of the returned
+        tensors encodes the attributes of all others, or is `None` if there are no attributes.
         """
         form: Hashable
         if isinstance(item.form, Structure):
@@ -217,15 +221,16 @@ class Messages(Links):
             except TypeError as error:
                 names = ", ".join(dict.fromkeys(chain(*attributes)))
                 raise TypeError(
-                    f"outputs of partition {s} have attributes ({names}), but {error}; return a "
-                    "tensor as a separate output, not as an attribute"
+                    f"outputs of partition {s} have attributes ({names}) that cannot be sent to "
+                    f"other ranks: {error}; return a tensor as a separate output, not as an "
+                    "attribute"
                 ) from None
         needs = tuple([x is not None and x.requires_grad for x in item.flat])
         return (form, item.shared, needs), (*item.flat, told)
 
 
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
-    """Return the item (output or skip) that a description and tensors of `_packed` stand for."""
+    """Rebuild an item (an output or a skip) from the description and tensors of `_packed`."""
     name, shared, needs = about
     form = _form_of(name) if isinstance(name, str) else structure_of(name)
     *flat, told = tensors
@@ -237,7 +242,7 @@ def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
 
 
 def _form_of(name: str) -> Form:
-    """Return the class with this name, such as "builtins:tuple", from an imported module.
+    """Return the class with a given name, such as "builtins:tuple", from an imported module.
 
     Raises:
         TypeError: If this process has no class with this name, or if the class is neither `Tensor`
@@ -249,7 +254,7 @@ def _form_of(name: str) -> Form:
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Tensor | tuple)):
         raise TypeError(
-            f"a layer returned a {name}, which other ranks cannot import; define the class at the "
-            "top of a module"
+            f"a layer returned an object of class {name}, which other ranks cannot import; define "
+            "the class at the top level of a module"
         )
     return found

@@ -1,4 +1,4 @@
-"""What a call of the pipeline returns on ranks that have no output: a zero with a backward."""
+"""`NoOutput`: what a call of the pipeline returns on ranks that do not have the output."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BACKWARDS = (Tensor.backward, torch.autograd.grad)
 
 
 class NoOutput(Tensor):
-    """A scalar that is zero. Its `backward()` runs this rank's part of the backward.
+    """The scalar zero that the pipeline returns on ranks that do not have its output.
 
-    It can be added up or scaled like any scalar. But it raises an error if it is used like an
-    output, for example in a loss.
+    Its `backward()` runs this rank's part of the backward. The scalar can be added up or scaled
+    like any other. But an error is raised if it is used like an output, for example in a loss.
     """
 
     @classmethod
@@ -30,8 +30,8 @@ class NoOutput(Tensor):
         """Call a function of PyTorch that has a `NoOutput` (a scalar) among its arguments.
 
         Raises:
-            RuntimeError: If another argument is a tensor with dimensions, such as a target; or if
-                the function fails, for example because it needs dimension 1, which no scalar has.
+            RuntimeError: If the function uses the scalar like an output: if another argument is a
+                tensor with dimensions, such as a target, or if the function fails.
         """
         if func in _BACKWARDS:
             with without_torch_function():  # otherwise gradients would become `NoOutput`, too

@@ -38,8 +38,9 @@ Request = StepRequest | LossRequest | None
 class RankBatch(Batch):
     """Run the partitions of one rank in a mini-batch, together with all other ranks.
 
-    In each mini-batch, two messages go from one rank to all other ranks, by `Connections.tell` and
-    `Connections.hear`: the head and the loss. In this picture, time goes downward:
+    In each mini-batch, two messages go from one rank to all other ranks: the head, which begins the
+    mini-batch, and the loss. `Connections.tell` and `Connections.hear` send and receive them. In
+    this picture, time goes downward:
 
         rank of the first stage      ranks in between           rank of the last stage
         -----------------------      ----------------           ----------------------
@@ -61,7 +62,7 @@ class RankBatch(Batch):
     During the run, `Messages` sends activations and gradients from stage to stage.
 
     Args:
-        connections: The connections of this rank, within `Connections.call`.
+        connections: The connections of this rank. The caller has entered `Connections.call`.
         settings: The settings of the pipeline that have to be the same on all ranks.
         inputs: The micro-batches on the rank of the first stage; empty on other ranks.
         given: Checksums of this rank's input and target.
@@ -71,7 +72,7 @@ class RankBatch(Batch):
         given: The checksums of the input and the target on the rank of the first stage.
         inputs: The argument `inputs`.
         sizes: The size of each micro-batch, the same on all ranks.
-        program: The program of this rank.
+        program: The program of this rank, which runs the rank's list of actions.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class RankBatch(Batch):
         Args:
             lists: The actions of each rank.
             io: The inputs and outputs of the pipeline, and the gradients of both.
-            modes: Returns a context with the caller's modes, such as autocast.
+            modes: Returns a context manager that sets the caller's modes, such as autocast.
             keep: Whether to keep the graphs, so that another backward is possible later.
         """
         random = RandomState(self._seeds, in_order=not self._overlaps)
@@ -197,9 +198,9 @@ class RankBatch(Batch):
     def finished(self, request: LossRequest | None) -> Any:
         """Run all forwards of this rank, and return the result for the caller of the pipeline.
 
-        On the rank of the last stage, the result is the output, or the loss if `request` is given.
-        On other ranks, the result is a tensor with the value of the loss, or zero if `request` is
-        `None` (`NoOutput`). If this tensor requires grad, its backward runs this rank's backwards.
+        If `request` (the arguments of `loss()`) is given, the result is the loss on all ranks.
+        Otherwise it is the output on the rank of the last stage, and zero (`NoOutput`) on other
+        ranks. If the result requires grad, its backward runs this rank's backwards.
         """
         outputs = run_forward(self, self.inputs)
         if self.last:
@@ -214,7 +215,7 @@ class RankBatch(Batch):
     def _result(self, outputs: list[TensorOrTensors], request: LossRequest | None) -> Any:
         """Send the loss to other ranks; return the loss, or the output if `request` is `None`.
 
-        This method is called on the rank of the last stage only.
+        Only the rank of the last stage calls this method.
         """
         before = torch.get_rng_state()
         output = gather(outputs)
@@ -247,10 +248,10 @@ class RankBatch(Batch):
 
 
 def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the loss with extra graph edges to all outputs of the pipeline (`ends`).
+    """Return the loss with an extra graph edge to each output of the pipeline (`ends`).
 
     Other ranks wait for gradients from this rank. Without these edges, the backward of a loss that
-    uses no output would not reach the pipeline, and the other ranks would wait in vain.
+    does not use the outputs would not reach the pipeline, and other ranks would wait for ever.
     """
 
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:

@@ -45,10 +45,11 @@ class TiedParameter(NamedTuple):
     """A parameter that layers on several ranks share.
 
     Attributes:
-        names: For each rank that has a copy, the parameter's first name on this rank. The ranks are
+        names: For each rank that has a copy, the parameter's first name on that rank. The ranks are
             in the order of their first layer that uses the parameter.
         last: The rank of the last layer that uses the parameter.
-        module, attribute: A module on this rank that has the parameter, and the attribute's name.
+        module, attribute: A module on this rank that has the parameter as an attribute, and the
+            name of this attribute.
     """
 
     names: dict[int, str]
@@ -61,23 +62,24 @@ class TiedParameter(NamedTuple):
         return f"{', '.join(found[:-1])} and {found[-1]}"
 
     def parameter(self) -> nn.Parameter:
-        """Return this rank's copy.
+        """Return this rank's copy of the parameter.
 
         Raises:
             RuntimeError: If the layer does not have the parameter any more.
-            TypeError: If the parameter is sharded over further ranks.
+            TypeError: If the parameter is a `DTensor`, which `fully_shard`, for example, makes.
         """
         p = self.module._parameters.get(self.attribute)
         if p is None:
             raise RuntimeError(
-                f"{self} were one parameter when the pipeline was made, but this rank's layer no "
-                "longer has it; change the layers first, then wrap them in a DistributedGPipe"
+                f"the copies {self} were one parameter when the pipeline was made, but this rank's "
+                "layer no longer has its copy; change the layers first, then wrap them in a "
+                "DistributedGPipe"
             )
         if hasattr(p, "device_mesh"):
             raise TypeError(
-                f"{self} are one parameter, and it is a DTensor (fully_shard or parallelize_module "
-                "made it), whose gradients a pipeline cannot add up over its ranks; replicate "
-                "these layers, or give each layer a parameter of its own"
+                f"the copies {self} are one parameter, and it is a DTensor (made by fully_shard or "
+                "parallelize_module), whose gradients a pipeline cannot add up over its ranks; "
+                "replicate these layers, or give each layer a parameter of its own"
             )
         return p
 
@@ -103,10 +105,10 @@ class TiedParameters:
             self.peers |= each.names.keys() - {own}
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return this rank's copies of parameters whose first use is on another rank.
+        """Return this rank's copies of shared parameters whose first layer is on another rank.
 
-        In this dictionary, the value of a copy is the parameter's name on that other rank. A model
-        without a pipeline lists the parameter under this name, too.
+        The dictionary maps each copy to the parameter's name on that other rank. A model without a
+        pipeline lists the parameter under the same name.
         """
         found = {}
         for tied in self._tied:
@@ -145,7 +147,8 @@ class TiedParameters:
         Args:
             connections: The connections of this rank.
             guards: The guards of this rank's stages, which have the gradients of the stages.
-            io: In a `step`, it has the gradients that the criterion gives to parameters.
+            io: The object that has the gradients which the criterion gives to parameters in a
+                `step`.
 
         Raises:
             RuntimeError: If the copies of a parameter differ, or only some of them require grad.
@@ -180,7 +183,7 @@ class TiedParameters:
     def refuse_in(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
         """Raise `RuntimeError` if the criterion of `loss()` uses a tied parameter of this rank.
 
-        The gradients of a criterion reach the copies on other ranks only in a `step`.
+        Only a `step` adds the gradients of a criterion to the copies on other ranks.
 
         Args:
             loss: The loss.
@@ -192,16 +195,17 @@ class TiedParameters:
         for tied in self._tied:
             if any(leaf is tied.parameter() for leaf in leaves):
                 raise RuntimeError(
-                    f"the criterion of loss() uses a parameter that ranks share: {tied}; call "
-                    "step(), which adds the criterion's gradient to all copies"
+                    f"the criterion of loss() uses a parameter that several ranks share: {tied}; "
+                    "call step() instead, which adds the criterion's gradient to all copies"
                 )
 
     def _told(
         self, tied: TiedParameter, guards: Sequence[StageGuards], io: BatchIO, *, compares: bool
     ) -> Flat:
-        """Return what this rank tells the others about a tied parameter.
+        """Return what this rank tells other ranks about a parameter that they share.
 
-        These are: whether it requires grad, its gradient, and its values if they are compared.
+        The three tensors are: whether the parameter requires grad; its gradient; and its values, or
+        `None` if the copies' values are not compared in this backward.
         """
         p = tied.parameter()
         needs = torch.tensor(p.requires_grad, device="cpu")
@@ -236,18 +240,23 @@ def _found(
 
 
 def _stand_ins(p: nn.Parameter, guards: Sequence[StageGuards]) -> list[Tensor]:
-    """Return the tensors that replace a parameter in this rank's stages while they run."""
+    """Return a parameter's stand-ins: the tensors that replace it while this rank's stages run."""
     by_stage = [each.parameters.by_parameter for each in guards]
     return [stand_ins[p] for stand_ins in by_stage if p in stand_ins]
 
 
 def _put(tied: TiedParameter, total: Tensor | None, guards: Sequence[StageGuards]) -> None:
-    """Replace the gradients of a parameter's stand-ins: one of them gets `total`, others none."""
+    """Give the gradient `total` to one of a parameter's stand-ins, and none to the others.
+
+    Stand-ins replace the parameter while this rank's stages run. Their gradients are added up
+    later, so only one of them may have `total`.
+    """
     stand_ins = _stand_ins(tied.parameter(), guards)
     if not stand_ins:
         raise RuntimeError(
-            f"{tied} are one parameter, but during the mini-batch, it was replaced, frozen or "
-            "unfrozen, or its layer was replaced; change parameters between mini-batches only"
+            f"the copies {tied} are one parameter, but during the mini-batch, a copy or its layer "
+            "was replaced, or a copy was frozen or unfrozen; change parameters only between "
+            "mini-batches"
         )
     for stand_in in stand_ins:
         stand_in.grad = None
@@ -259,8 +268,8 @@ def _check_alike(tied: TiedParameter, heard: Mapping[int, Flat]) -> None:
     needs = {bool(each[0]) for each in heard.values()}
     if len(needs) > 1:
         raise RuntimeError(
-            f"{tied} are one parameter, but only some of them require grad; freeze all of them, or "
-            "none"
+            f"the copies {tied} are one parameter, but only some of them require grad; freeze all "
+            "copies, or none"
         )
 
 
@@ -268,7 +277,7 @@ def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
     """Return the values of a tied parameter on the first rank that has a copy.
 
     Raises:
-        RuntimeError: If the values of another rank differ by more than a sum of rounding errors.
+        RuntimeError: If the values of another rank differ by more than rounding can explain.
     """
     first, *others = [heard[rank][2] for rank in tied.names]
     assert first is not None
@@ -277,15 +286,15 @@ def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
         most = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
         if not (other - first).abs().max() <= most:
             raise RuntimeError(
-                f"{tied} are one parameter, but their values differ; load the same state on all "
-                "ranks, and give each of their optimizers the same options, such as the learning "
-                "rate and the weight decay"
+                f"the copies {tied} are one parameter, but their values differ; load the same "
+                "state on all ranks, and give the optimizers of these ranks the same options, such "
+                "as the learning rate and the weight decay"
             )
     return first
 
 
 def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """Return the sum of tensors, or `None` if there is none. `None` counts as zero."""
+    """Return the sum of the parts that are tensors; return `None` if no part is a tensor."""
     total: Tensor | None = None
     for part in parts:
         if part is None:

@@ -14,9 +14,9 @@ from torchgpipe.task.stage import Stage
 
 
 class Orders(NamedTuple):
-    """Lists of actions (forwards, backwards and so on): for each program, its actions in order.
+    """The actions (forwards, backwards and so on) of each program, in order.
 
-    A program runs the actions of one device, or of all devices.
+    A program runs the actions of one device, or of all devices, one after another.
 
     Attributes:
         placement: For each stage, the index of the program that runs it.
@@ -37,8 +37,8 @@ class Arrangement(NamedTuple):
     Attributes:
         schedule: The name of the schedule, or the user's own `Schedule`.
         n: The number of devices.
-        v: The number of stages on each device; `None` for a `Schedule`, which may place stages
-            differently.
+        v: The number of stages on each device; `None` for the user's own `Schedule`, which may give
+            devices different numbers of stages.
         placement: For each stage, the index of its device.
     """
 
@@ -82,9 +82,9 @@ def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arr
     n = max(1, stages // usual if usual == 1 or devices is None else devices)
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
-            f"{known.name} needs the same number of stages, at least {usual}, on each device, but "
-            f"there are {stages} partitions for {n} devices; give a balance of {usual * n} "
-            "partitions"
+            f"the schedule {known.name} needs the same number of stages, at least {usual}, on each "
+            f"device, but there are {stages} partitions for {n} devices; give a balance of "
+            f"{usual * n} partitions"
         )
     v = max(1, stages // n)
     return Arrangement(schedule, n, v, make(schedule, n, 1, v).placement[:stages])
@@ -101,8 +101,8 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
         apart: Whether each device has its own program. Otherwise one program serves all devices.
 
     Raises:
-        ValueError: If the programs would deadlock. They can, because only one item (the tensors of
-            a task) at a time can wait between two stages.
+        ValueError: If the programs would wait for each other for ever. This can happen, because
+            there is room for only one item (the tensors of a task) between two stages.
     """
     schedule, n, v, _ = arrangement
     once = make(schedule, n, m, v)
@@ -159,7 +159,7 @@ def _by_start(schedule: Schedule) -> list[Action]:
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether tasks can overlap: with several micro-batches (m) on several devices (n)."""
+    """Return whether tasks can run at once, which takes m > 1 micro-batches and n > 1 devices."""
     return m > 1 and n > 1
 
 
@@ -204,7 +204,7 @@ class ScheduleView:
         """Return a line for each stage of this process: how its backward is split, or why not.
 
         Some schedules split a backward into two halves: the gradients of inputs, and later those of
-        weights. The answer can change when the pipeline has run a step.
+        weights. The lines can change after the first step.
         """
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []

@@ -75,9 +75,9 @@ class WorkersEngine:
     def in_turn(self, run: Callable[[], T]) -> T:
         """Wait until no other thread computes gradients with these layers, and call `run`.
 
-        A run replaces the layers' parameters by others (stand-ins). If `run` fails, put the
-        original ones back. After an interrupt (Ctrl-C), worker threads may still run, or stand-ins
-        may be left. So before `run`, wait for these threads, and put the parameters back.
+        A run replaces the layers' parameters by other tensors (stand-ins). If `run` fails, put the
+        parameters back. After an interrupt (Ctrl-C), worker threads may still run, or stand-ins may
+        be left. So before `run`, wait for these threads, and put the parameters back.
         """
 
         def run_in_turn() -> T:
@@ -111,7 +111,7 @@ class Batch:
         m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
         observer: A function that is called with each task.
-        base: The number from which seeds are made, if another process has drawn it.
+        base: The number from which random seeds are made, if another process has drawn it.
 
     Attributes:
         last: Whether the last stage is in this process.
@@ -119,7 +119,7 @@ class Batch:
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
         elsewhere: The names of parameters of other ranks' layers.
-        seeding: The context to call `forward` in: `Seeds`, or `NOTHING` if tasks need no seeds.
+        seeding: The context in which to call `forward`: `Seeds`, or a context that does nothing.
     """
 
     loss: Tensor
@@ -152,9 +152,9 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # Tasks need seeds only if they overlap: otherwise they draw from the default generator in
-        # the same order as without a pipeline. On a GPU they need none, because the GPU has its
-        # own generator, which only this rank uses.
+        # Tasks need seeds only if they run at the same time. Otherwise they draw from the default
+        # generator in the same order as without a pipeline. On a GPU, tasks need no seeds, because
+        # each GPU has its own generator, which only this rank uses.
         on_gpu = any(device.type == accelerator.KIND for device in self.devices)
         seeded = self._overlaps and not on_gpu
         self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
@@ -183,7 +183,7 @@ class Batch:
         Args:
             lists: The actions of each program.
             io: The inputs and outputs of the pipeline, and the gradients of both.
-            modes: Returns a context with the caller's modes, such as autocast, for one thread.
+            modes: Returns a context manager that sets the caller's modes (autocast) in a thread.
             keep: Whether to keep the graphs, so that another backward is possible later.
 
         Raises:
@@ -253,7 +253,7 @@ class Batch:
     def _backward(self, output_grads: list[Flat], keep: bool) -> list[Flat]:
         if any(turn not in self._outer for turn in outer_turns()):
             raise RuntimeError(
-                "a hook, layer or criterion calls backward() through the pipeline that runs it, in "
+                "a hook, layer or criterion calls backward() on an output of its own pipeline, in "
                 "the middle of another mini-batch; call backward() between mini-batches"
             )
         ambient, io = AmbientModes(self.devices), BatchIO(output_grads=output_grads)
@@ -265,8 +265,8 @@ class Batch:
 def run_forward(batch: Batch, inputs: Sequence[TensorOrTensors]) -> list[TensorOrTensors]:
     """Run the forwards of a mini-batch; return the outputs of its micro-batches.
 
-    Only the process with the last stage has outputs; in others, the list is empty. If an output
-    requires grad, all outputs come from one node of the caller's graph.
+    Only the process with the last stage has outputs; in other processes, the list is empty. If an
+    output requires grad, all outputs come from one node of the caller's graph.
     """
     io = BatchIO(inputs)
     with batch.seeding:
@@ -298,7 +298,7 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make one node of the caller's graph, whose inputs are the micro-batches and the parameters.
+    """Make one node of the caller's autograd graph, with micro-batches and parameters as inputs.
 
     Args:
         stages: The guards of the stages, which have the parameters and the sums of their gradients.

@@ -14,9 +14,9 @@ tensor, called its tie. Other nodes take the tie as an input:
     task (i, j) ─ tie ─▶ recomputation ─▶ task (i + 1, j)
                                ╰────────▶ copy to j + 1
 
-Autograd runs a node after all nodes that took its output. So the backward of task (i, j) comes
-after the backward of task (i + 1, j), and task (i, j) is recomputed while its gradient is copied
-from the next device.
+In backward, autograd runs a node after all nodes that took the node's output. So the backward of
+task (i, j) comes after the backward of task (i + 1, j), and task (i, j) is recomputed while its
+gradient is copied from the next device.
 
 Ties are CPU tensors, and their gradients are `None`, so that a tie only orders the nodes. For a
 gradient on a GPU, autograd would also make a stream wait.
@@ -125,7 +125,7 @@ class _MiniBatch:
         self._streams = [accelerator.current_stream(stage.device) for stage in held]
         # Without ties, one thread runs the whole backward.
         self._inside = InPartitions() if engine.tied else NOTHING
-        # The backward of a stage's gate hands the summed gradients to the stage's parameters. All
+        # A stage's gate is a node whose backward hands the summed gradients to the parameters. All
         # tasks of the stage take the gate's output, so its backward comes after theirs. All gates
         # are made before all tasks, because a thread of autograd runs the oldest nodes last. So if
         # a task's backward fails, no gate in the same thread has run and changed a gradient.
@@ -152,14 +152,14 @@ class _MiniBatch:
 
     def task(self, i: int, j: int) -> None:
         """Run the forward of micro-batch i on stage j."""
-        # Do not copy the task's skips before this point. If they were copied earlier, earlier tasks
-        # of this stage would wait for them.
+        # Copy the task's skips now, and not when they are made. Otherwise, earlier tasks of this
+        # stage would wait for these copies.
         item = self._take(i, j)
         run = self._run_apart if self._apart else self._run_within
         self._hand_over(i, j, run(i, j, item))
 
     def _run_within(self, i: int, j: int, item: Item) -> Item:
-        """Run a task whose layers record their operations in the caller's graph."""
+        """Run a forward whose layers record their operations in the caller's graph."""
         stage, departure = self._stages[j], self._fence(j)
         randomness = in_turn(i, stage, False)
         item.fence.arrive(item.flat)
@@ -169,15 +169,15 @@ class _MiniBatch:
         if not self._one_graph:
             shared = shared_by(outputs, item.flat, item.shared)
             return Item(outputs, form, shared, departure)
-        # With one graph, autograd itself finds forbidden in-place changes. So a task may change a
-        # skip that waits for a later partition. Record the skip's new version, so that the later
-        # partition does not raise an error.
+        # If all tasks share one graph, autograd itself finds forbidden in-place changes. So a task
+        # may change a skip that waits for a later partition. Record the skip's new version (its
+        # count of in-place changes), so that the later partition does not raise an error.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
         return Item(outputs, form, (False,) * len(outputs), departure)
 
     def _run_apart(self, i: int, j: int, item: Item) -> Item:
-        """Run a task as one node of the caller's graph; the task has its own graph."""
+        """Run a forward as one node of the caller's graph; the task has its own graph."""
         stage, guards = self._stages[j], self._guards[j]
         recomputed = i < self._checkpointed
         task = NodeTask(
@@ -192,9 +192,9 @@ class _MiniBatch:
             departure=self._fence(j),
             inside=self._inside,
         )
-        # The node takes two ties (empty tensors that make edges): of the previous task on this
-        # stage, and of the task that has computed its inputs. So the backwards of these two tasks
-        # come after this backward.
+        # The node takes two ties (empty tensors that make graph edges): the tie of the previous
+        # task on this stage, and the tie of the task that has computed this task's inputs. So the
+        # backwards of these two tasks come after the backward of this task.
         ties = self._latest[j], item.tie
         tied = self._engine.tied
         outputs = TaskNode.apply(task, item, tied, self._gates[j], *ties, *item.flat)
@@ -207,7 +207,7 @@ class _MiniBatch:
         return Item(tuple(outputs), task.output_form, shared, task.departure, tie)
 
     def end(self) -> list[TensorOrTensors]:
-        """Check the layers and modes after all forwards, and return the outputs."""
+        """After all forwards, check that layers and modes are unchanged; return the outputs."""
         self._ambient.all_have_run()
         for guards in self._guards:
             guards.after_all_forwards()
@@ -237,7 +237,7 @@ class _MiniBatch:
         return item
 
     def _waiting(self, i: int) -> list[Item]:
-        """Return the skips of micro-batch i that wait for their partition."""
+        """Return the skips of micro-batch i that a later partition has not taken yet."""
         return [skip for (k, _), skip in self._portals.items() if k == i]
 
     def _hand_over(self, i: int, j: int, item: Item) -> None:

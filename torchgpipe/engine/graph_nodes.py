@@ -1,6 +1,6 @@
 """The nodes of the caller's autograd graph that the graph engine makes: tasks and recomputations.
 
-graph.py draws how the nodes are tied to each other.
+The docstring of graph.py has a picture of how the nodes are connected.
 """
 
 from contextlib import AbstractContextManager
@@ -27,9 +27,9 @@ class NodeTask(TaskGraph):
 
     Attributes:
         stream: The stream of the task; `None` on devices without streams.
-        arrival: Makes streams wait for each other when the task's inputs are copied.
-        departure: Makes streams wait for each other when the task's outputs are copied.
-        inside: The context in which a backward runs. It counts the threads that run a partition.
+        arrival: The fence that makes streams wait for each other when inputs are copied here.
+        departure: The fence that makes streams wait for each other when outputs are copied.
+        inside: The context in which a backward runs; it counts the threads that run partitions.
         output_form: The class of the output: `Tensor`, or a tuple class.
     """
 
@@ -43,8 +43,8 @@ class NodeTask(TaskGraph):
         """Recompute this task during the current backward, if it is checkpointed."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
-            # The node of a recomputation only has CPU tensors (ties), so autograd does not choose
-            # the task's stream for it. Choose the stream here.
+            # The node of a recomputation has only CPU tensors (ties) as inputs, so autograd does
+            # not choose the task's GPU stream for the node. Choose the stream here.
             with accelerator.using(self.stream), SetBackOnFailure(), self.inside:
                 try:
                     self.recompute(keep=keeps_graph())
@@ -74,7 +74,7 @@ class TaskNode(torch.autograd.Function):
     ) -> Flat:
         """Run the task's forward. `gate`, `before` and `source` only make edges of the graph.
 
-        A tie is an empty tensor that makes such an edge, to force an order of the backwards.
+        The edges force an order of the backwards. A tie is an empty tensor that makes such an edge.
 
         Args:
             ctx: The node.
@@ -89,7 +89,8 @@ class TaskNode(torch.autograd.Function):
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
         task.arrival.arrive(inputs)
-        let_gradients_go_forward(True)  # until this function ends
+        # The setting lasts until this function ends.
+        let_gradients_go_forward(True)
         outputs, task.output_form = task.forward(item)  # the tensors of `item` are `inputs`
         task.departure.leave()
         mark(ctx, outputs)
@@ -97,7 +98,7 @@ class TaskNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the task's backward, after its recomputation if that has not run yet."""
+        """Run the task's backward. If the task still has to be recomputed, do this first."""
         refuse_unusual_backward(grads)
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
         task.check_unspent()
@@ -124,7 +125,7 @@ class Recomputation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: NodeTask, tie: Tensor) -> Tensor:
-        """Pass on the tie.
+        """Return the tie, because this node only acts in its backward.
 
         Args:
             ctx: The node.

@@ -1,4 +1,4 @@
-"""Hand on the error of a backward only when no thread is inside a partition any more.
+"""Raise the error of a backward only when no thread runs a partition any more.
 
 On several GPUs, autograd has a thread for each GPU. If a node raises an error in one thread,
 `backward()` raises this error in the caller's thread at once:
@@ -7,9 +7,10 @@ On several GPUs, autograd has a thread for each GPU. If a node raises an error i
     thread of GPU 0    backward of micro-batch 2 on stage 0 … … … … still runs
     caller             gets the error, and calls the model again
 
-The layers of stage 0 have stand-ins in place of their parameters until the thread of GPU 0 leaves
-them. So a caller who catches the error would find other parameters in the layers. Therefore the
-thread that has failed waits before it raises its error, and no thread begins another task.
+While the thread of GPU 0 runs stage 0, the layers have other tensors (stand-ins) in place of their
+parameters. A caller who catches the error would find these tensors in the layers. Therefore the
+thread that has failed waits until no thread runs a partition, and only then raises its error. In
+the meantime, no thread begins another task.
 """
 
 import copy
@@ -30,7 +31,8 @@ needs the thread of that GPU, which waits here.
 class InPartitions:
     """A context that a thread enters while it runs a partition in a backward of a mini-batch.
 
-    If another thread of the same backward has failed, entering raises an error like that thread's.
+    If another thread has failed in the same backward, entering the context raises an error with the
+    same text.
     """
 
     def __init__(self) -> None:

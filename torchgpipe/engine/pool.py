@@ -43,11 +43,12 @@ class Workers:
         self._threads: list[threading.Thread | None] = [None] * count
         self._lock = threading.Lock()
         self._closed = False
-        self._relay: Relay | None = None  # of the current run, or of an interrupted run
+        # The relay of the current run, or of an interrupted run.
+        self._relay: Relay | None = None
         self._by = 0  # the thread that has started this run
 
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run each program in a thread, the last one in the calling thread; wait for their ends.
+        """Run each program in a thread, the last one in the calling thread; wait for all of them.
 
         If a program raises an exception, all programs stop, and the first exception is raised
         again. After an interrupt, each program stops after its current task. After a second
@@ -61,8 +62,8 @@ class Workers:
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
         try:
-            # Set `RUNNING` in a copy of the caller's context variables. So even an interrupt
-            # cannot leave it set for the caller.
+            # Set the variable `RUNNING` in a copy of the caller's context variables. So even after
+            # an interrupt, the variable is not set for the caller.
             context = contextvars.copy_context()
             context.run(RUNNING.set, (*RUNNING.get(), self))
             self._relay, self._by = relay, threading.get_ident()
@@ -83,8 +84,8 @@ class Workers:
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
-            # Two user threads can run two mini-batches at the same time. The lock makes all worker
-            # threads get them in the same order.
+            # Two user threads can run two mini-batches at the same time. With the lock, all worker
+            # threads get the programs of the two mini-batches in the same order.
             with self._lock:
                 self._start()
                 for inbox, program in zip(self._inboxes, others, strict=True):
@@ -113,12 +114,12 @@ class Workers:
     def close(self) -> None:
         """End the threads after their current programs.
 
-        An output can outlive the pipeline. If its backward runs later, it starts the threads again,
-        and ends them afterwards.
+        The user can keep an output for longer than the pipeline. If the output's backward runs
+        later, it starts the threads again, and ends them afterwards.
         """
         self._closed = True
-        # The garbage collector may call this method in the middle of a run, when the lock is held.
-        # It must not wait for the lock then: the run will end the threads.
+        # The garbage collector may call this method in the middle of a run, when the lock is taken.
+        # Do not wait for the lock in this case, because the run itself will end the threads.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -176,9 +177,9 @@ def _wait(ends: list[threading.Lock]) -> None:
 
 
 def _serve(inbox: Inbox) -> None:
-    """Run the programs that come in the inbox, until `None` comes.
+    """Run the programs that are put into a worker thread's inbox, until `None` is put into it.
 
-    While the thread waits, it refers to its inbox only, so it keeps no other object alive.
+    A waiting thread refers only to its inbox, so that it keeps no other object alive.
     """
     while (program := inbox.get()) is not None:
         program()

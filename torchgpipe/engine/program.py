@@ -12,9 +12,9 @@ One program can also run the actions of all devices. These are the actions:
     backward_inputs    like backward, but without the gradients of most weights
     backward_weights   compute the gradients of these weights
 
-To take an item, a program waits until it is there. To give an item, a program waits until the item
-before it was taken: between two stages, one item can lie in each direction. More items would only
-fill memory before they are needed.
+To take an item (the tensors of a micro-batch), a program waits until the item has arrived. To give
+an item, a program waits until the previous item has been taken: between two stages, there is room
+for one item in each direction. More items would only fill memory before they are needed.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Links(Protocol):
     """
 
     def check(self) -> None:
-        """Raise `Stopped` if a program has failed; this is called before each action."""
+        """Raise `Stopped` if a program has failed. Programs call this before each action."""
 
     def take(self, action: Action) -> Any:
         """Wait for the tensors that the action needs, and return them.
@@ -56,7 +56,7 @@ class Links(Protocol):
     def give(self, action: Action, item: Any) -> None:
         """Send `item` to the next stage, or in backward to the previous stage.
 
-        If the item before it was not taken yet, wait for this first.
+        First wait until the receiving stage has taken the previous item.
         """
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
@@ -89,13 +89,14 @@ class BatchIO:
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of the outputs of micro-batch i. This is called only once."""
+        """Return the gradients of the outputs of micro-batch i, for which this is called once."""
         return self._output_grads[i]
 
     def take_sum(self, p: Tensor) -> Tensor | None:
-        """Return the gradient that the criterion gives a parameter, and forget this gradient.
+        """Return the gradient that the criterion gives to the parameter `p`, or `None`.
 
-        There is such a gradient only in a `step`, because only a `step` runs the criterion.
+        There is such a gradient only in a `step`, because only a `step` runs the criterion. The
+        gradient can be taken only once.
         """
         return None
 
@@ -111,8 +112,8 @@ class Common(NamedTuple):
         n: The number of stages of the pipeline.
         recomputed: The number of checkpointed micro-batches; these are the first ones.
         ambient: The caller's modes, such as autocast.
-        draws: Decides how a task draws random numbers.
-        observer: A function that is called with each task.
+        draws: A function that decides how a task draws random numbers.
+        observer: A function that is called with each task; `None` for no calls.
     """
 
     n: int
@@ -123,14 +124,14 @@ class Common(NamedTuple):
 
 
 class Program:
-    """Run actions on the `stages` of one device.
+    """Run actions on the `stages` of one device, or of all devices.
 
     Attributes:
         stages: The stages, by their indices.
         guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
             empty if gradients are off.
         doing: The current or the last action, as text for error messages.
-        computing: The same text while the program computes, and `None` while it waits.
+        computing: The text of `doing` while the program computes; `None` while it waits.
     """
 
     def __init__(self, stages: Sequence[Stage], common: Common) -> None:

@@ -25,16 +25,16 @@ class Relay(Links):
 
     Args:
         placement: For each stage, the index of the program that runs it.
-        forward: The directions that are needed: `True` for items that go forward, `False` for
-            gradients that go back.
+        forward: The directions in which this run passes items on: `True` for activations, which
+            go forward, and `False` for gradients, which go back.
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:
-        # Between two programs, each direction has room for one item. So it has two queues: one for
-        # the item, and one for a ticket. To put an item into the first queue, a program must take
+        # Between two stages, each direction has room for one item. So each direction has two
+        # queues: one for the item, and one for a ticket. To put in an item, a program must take
         # the only ticket. The program that takes the item puts the ticket back. (Two `SimpleQueue`s
-        # are much faster than one `Queue` with a limit.) The key is the direction and the later one
-        # of the two stages.
+        # are much faster than one `Queue` with a limit.) A key of the dictionary has the direction
+        # and the later one of the two stages.
         between = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self._ends: dict[tuple[bool, int], tuple[SimpleQueue[Any], SimpleQueue[Any]]] = {}
         for way, s in product(forward, between):
@@ -57,7 +57,7 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Record that a program starts; return `False` if it must not, because of an error.
+        """Record that a program starts; return `False` if, after an error, it must not start.
 
         `end` is a lock that will be released when the program has ended.
         """

@@ -26,10 +26,10 @@ A layer can restore the default generator's state in backward and draw again, as
 functions do. With a private generator, the layer would draw other numbers than in forward. So if
 the first task has drawn in forward, its backward is watched, too, and raises an error if it draws.
 
-The mode that watches operators also finds collective operations. All processes must call them in
-the same order, but worker threads have no fixed order. So if a layer is about to call a collective
-operation, an error is raised. Calls that are only made in backward, or only in later micro-batches,
-are not found.
+A private generator, which watches all operators, also finds collective operations. All processes
+must call these in the same order, but worker threads have no fixed order. So if a layer is about to
+call a collective operation, an error is raised. Calls that are only made in backward, or only in
+later micro-batches, are not found.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,8 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     The task draws from the same generators as without a pipeline.
 
     Args:
-        i: The index of the task's micro-batch, which only `Seeds.of` needs.
+        i: The index of the task's micro-batch. Only `Seeds.of`, which has the same arguments,
+            uses the index.
         stage: The stage of the task.
         recomputed: Whether the task's forward will run again in backward.
     """
@@ -83,7 +84,8 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
         return Randomness([*default_generators(stage.device), *stage.generators])
     # This pipeline is a layer of an outer pipeline, in a task of a worker thread. The outer task's
     # private generator does not exist in backward, so each inner task has its own. Its seed is
-    # drawn from the outer task's generator, so a recomputation of the outer task draws it again.
+    # drawn from the outer task's generator, so a recomputation of the outer task draws the same
+    # seed again.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
@@ -92,8 +94,9 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
 class Seeds:
     """The seeds of the tasks of one mini-batch, for tasks that run at the same time.
 
-    The forwards run within this object as a context. On leaving, the default generator advances by
-    one number if any task has drawn random numbers.
+    Enter this object as a context while the forwards run. If any task has drawn random numbers, one
+    number is drawn from the default generator at the end of the context, so that the next
+    mini-batch gets other seeds.
 
     Args:
         n: The number of partitions.
@@ -101,7 +104,7 @@ class Seeds:
         grad: Whether gradients are on.
         distributed: Whether this process is a rank, which runs one task at a time.
         base: The number from which the seeds of tasks are made. By default, it is drawn from a copy
-            of the default generator on entering.
+            of the default generator when the context is entered.
 
     Attributes:
         base: The argument `base`, or the number that was drawn.
@@ -183,8 +186,8 @@ class Seeds:
         if self._grad and not self._distributed and within_plain_checkpoint():
             raise RuntimeError(
                 f"partition {j} draws random numbers within torch.utils.checkpoint, which cannot "
-                "draw them again in a worker thread; use engine='graph', or let the pipeline "
-                "checkpoint instead"
+                "draw the same numbers again in a worker thread; use engine='graph', or let the "
+                "pipeline checkpoint instead"
             )
 
     def _note_exchange(self, j: int) -> None:
@@ -214,14 +217,14 @@ class Seeds:
 def _refuse_in_backward() -> None:
     raise RuntimeError(
         "a layer draws random numbers in backward (perhaps in its own checkpoint function); in a "
-        "worker thread, these are other numbers than in its forward; use engine='graph', or let "
-        "the pipeline checkpoint instead"
+        "worker thread, these numbers would differ from those of its forward; use engine='graph', "
+        "or let the pipeline checkpoint instead"
     )
 
 
 def _refuse() -> None:
     raise RuntimeError(
         "a layer drew random numbers in a later micro-batch, but not in the first one, so its "
-        "recomputation would draw other numbers; draw in every micro-batch, or use GPipe with "
-        "engine='graph'"
+        "recomputation would draw other numbers than its forward; draw in every micro-batch, or "
+        "use GPipe with engine='graph'"
     )

@@ -1,1 +1,1 @@
-"""Split the layers of a pipeline into partitions, check them, and place them on devices."""
+"""Check the layers of a pipeline, split them into partitions, and move these to their devices."""

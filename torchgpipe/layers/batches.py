@@ -25,13 +25,13 @@ Divided = tuple[list[TensorOrTensors], torch.Event | None]
 
 
 def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None) -> Divided:
-    """Return the micro-batches of a mini-batch, on the device of the first stage.
+    """Divide a mini-batch into micro-batches, and move them to the device of the first stage.
 
-    A copy from pinned memory still runs when this function returns. The caller of the pipeline may
-    refill the pinned tensors as soon as the pipeline returns. So the pipeline has to wait for the
-    copy before it returns. It waits as late as possible, at its own end: the copy starts only when
-    the GPU has done the work of the previous step, and meanwhile the calling thread can already
-    submit tasks.
+    Tensors in pinned memory are copied to the device asynchronously, so the copy can still run when
+    this function returns. The caller of the pipeline may refill the pinned tensors as soon as the
+    pipeline returns, so the pipeline has to wait for the copy before that. It waits at its end, for
+    the returned event. If it waited here, the calling thread could not submit tasks while the GPU
+    still does the previous step's work, behind which the copy is queued.
 
     Args:
         input: The mini-batch, or the micro-batches that the caller has made.
@@ -41,7 +41,7 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
 
     Returns:
         The micro-batches, and an event that occurs when the copies from pinned memory have ended;
-        `None` if there are no such copies.
+        `None` in place of the event if there are no such copies.
     """
     device = stage.device
     # A copy to the host must be waited for: the host could read it before it has arrived.
@@ -54,16 +54,17 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
     copied = record_copies(input, device) if stage.runs_later else None
     one_tensor = len(micro_batches) > 1 and isinstance(micro_batches[0], Tensor)
     if one_tensor and begins_in_place(stage.partition):
-        # Micro-batches are views of one tensor, and share its version counter. If a layer changed
-        # one of them in place, this would look like a change of all. So clone them.
+        # The micro-batches are views of one tensor, so they share one version counter. If a layer
+        # changed one micro-batch in place, autograd would take all of them as changed. So clone
+        # them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches, copied
 
 
 def record_copies(input: Input, device: torch.device) -> torch.Event | None:
-    """Record an event behind the copies of an input's pinned tensors to a GPU.
+    """Return a CUDA event that occurs when the input's pinned tensors have been copied to the GPU.
 
-    Return `None` if no tensor of the input is pinned.
+    Return `None` if no tensor of the input is in pinned memory.
     """
     given = input if isinstance(input, MicroBatches) else [input]
     for each in given:
@@ -76,7 +77,7 @@ def record_copies(input: Input, device: torch.device) -> torch.Event | None:
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the only argument of a call; raise `TypeError` if there is another number of them."""
+    """Return the only argument of a call; raise `TypeError` unless it is exactly one."""
     if len(args) != 1 or kwargs:
         given = ", ".join([f"{len(args)} by place", *kwargs])
         raise TypeError(
@@ -89,8 +90,9 @@ def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def samples(micro_batch: TensorOrTensors, signature: Signature | None) -> int:
     """Return how many samples a micro-batch has, or 1 if no tensor has a batch dimension.
 
-    If its tensors differ in dimension 0, such as one of tokens and one of sequence lengths, return
-    `UNCOUNTED`.
+    Return `UNCOUNTED` if tensors of the micro-batch differ in dimension 0, because then it is
+    unclear how many samples there are. An example is a micro-batch with a tensor of tokens and a
+    tensor of sequence lengths.
     """
     tensors = tensors_of(micro_batch)
     batched = [True] * len(tensors) if signature is None else signature.batched

@@ -1,4 +1,4 @@
-"""Check the layers and the settings that a pipeline is made with."""
+"""Check the layers and the settings from which a pipeline is made."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,11 +39,11 @@ REPLACED = (
 
 
 def check_module(module: object) -> None:
-    """Check that a module is a plain sequence of distinct layers.
+    """Check that a module only runs a sequence of distinct layers, as a pipeline does.
 
     Raises:
-        TypeError: The module is not an `nn.Sequential`, or does more than run its layers.
-        ValueError: A layer occurs twice in the sequence.
+        TypeError: If the module is not an `nn.Sequential`, or does more than run its layers.
+        ValueError: If a layer occurs twice in the sequence.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -53,9 +53,9 @@ def check_module(module: object) -> None:
     own = _beside_layers(module)
     if own and type(module) is not Layers:
         raise TypeError(
-            f"GPipe runs the layers of {type(module).__name__} one after another, but it has "
-            f"{' and '.join(own)} of its own, which would be left out; put them into layers, and "
-            "wrap an nn.Sequential of these"
+            f"GPipe runs only the layers of {type(module).__name__} one after another, but it has "
+            f"{' and '.join(own)} of its own, which would be left out; put these into layers, and "
+            "wrap an nn.Sequential of the layers"
         )
     seen: dict[nn.Module, str] = {}
     # Not `named_children`: it leaves out a layer's second place.
@@ -65,13 +65,16 @@ def check_module(module: object) -> None:
         other = seen.setdefault(layer, name)
         if other != name:
             raise ValueError(
-                f"layers {other!r} and {name!r} are the same module; a layer can be in one place "
-                "only, so give each place a layer of its own"
+                f"layers {other!r} and {name!r} are the same module, but a layer can be in only "
+                "one place of a pipeline; make a separate layer for each place"
             )
 
 
 def _beside_layers(module: nn.Sequential) -> list[str]:
-    """Return names of what a sequence has besides its layers, such as "parameters" or "hooks"."""
+    """Return what a sequence has besides its layers, as a list of words such as "parameters".
+
+    A pipeline would ignore these things, because it only runs the layers.
+    """
     found = []
     for name in _overridden(module):
         # A class may override methods that only show the module.
@@ -125,9 +128,15 @@ def shared_parameters(partitions: Iterable[nn.Module]) -> set[Tensor]:
 def shared_buffers(
     partitions: Iterable[nn.Module], own: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, str]]:
-    """Return the buffers of the partitions `own` that share memory with another partition's buffer.
+    """Return the buffers in partitions of this process that another partition has, too.
 
-    For each of these buffers, return the module that has the buffer, and its name there.
+    Args:
+        partitions: All partitions of the pipeline.
+        own: The partitions of this process.
+
+    Returns:
+        A pair for each of these buffers: the module that has the buffer, and its name there. Two
+        buffers count as the same if they share memory.
     """
     times = Counter[int]()
     for partition in partitions:
@@ -149,16 +158,17 @@ def _memory(x: Tensor) -> int:
 def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
     """Check that buffers that two partitions share do not change within this context.
 
-    A pipeline runs layers of two partitions in another order than a plain sequence, so such a
-    change would lead to other values.
+    A pipeline does not run the layers of two partitions in the order in which a plain sequence runs
+    them. So if both change a buffer, the results would differ from those of a plain sequence.
 
     Args:
         shared: The module and the name of each shared buffer.
-        copy: Whether to compare the buffers' values, and not only their version counters. Some
-            kernels write to a buffer without increasing its version counter.
+        copy: Whether to compare the buffers' values, too. If not, only the buffers' version
+            counters are compared, but some kernels write to a buffer without increasing its
+            counter.
 
     Raises:
-        RuntimeError: A buffer was changed.
+        RuntimeError: If a buffer was changed.
     """
     buffers = []
     for module, name in shared:

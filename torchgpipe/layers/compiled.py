@@ -14,15 +14,16 @@ _CALL = "def call(self, *args, **kwargs):\n    return self._call_impl(*args, **k
 
 
 def compile_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Compile a layer by `torch.compile`, as `layer.compile()` does.
+    """Compile a layer by `torch.compile`, with a recompilation limit of its own.
 
-    PyTorch keeps at most 8 compiled versions of a Python function (`recompile_limit`), and then
-    runs the function uncompiled. `layer.compile()` compiles a function of `nn.Module`, so all
-    layers would share these 8 versions. Here, a new function is made and compiled for each layer.
+    PyTorch keeps at most 8 compiled versions of a Python function (`recompile_limit`). After that,
+    it runs the function uncompiled. `layer.compile()` compiles a function of `nn.Module`, so all
+    layers would share these 8 versions. Here, a new Python function is made for each layer, and
+    compiled.
 
     Args:
-        layer: The layer. If its forward is already compiled, as by `torch.compile(layer)`, it stays
-            as it is.
+        layer: The layer. If its forward is already compiled, for example by `torch.compile(layer)`,
+            the layer stays as it is.
         *args: As for `torch.compile`.
         **kwargs: As for `torch.compile`.
     """
@@ -34,15 +35,15 @@ def compile_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 class CompilesLayers(nn.Module):
-    """A module with partitions, whose `compile` compiles each of their layers."""
+    """A base class of pipelines: its method `compile` compiles each layer of the partitions."""
 
     _partitions: nn.ModuleList
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each layer of this process by `torch.compile`.
+        """Compile each layer of this process's partitions by `torch.compile`.
 
-        The layers are compiled when they first run. A layer is compiled anew where it would be
-        without a pipeline, too: for evaluation, for another batch size, and so on.
+        A layer is compiled when it first runs. As without a pipeline, it is compiled again when its
+        inputs or its mode change: for evaluation, for another batch size, and so on.
 
         Args:
             *args: As for `torch.compile`.

@@ -24,7 +24,7 @@ _DEVICES = "devices must be a list of devices, one per partition, such as ['cuda
 
 
 def check_list(devices: object) -> None:
-    """Raise `TypeError` if `devices` is a single device, or a number."""
+    """Raise `TypeError` if the argument `devices` of a pipeline is one device, and not a list."""
     if isinstance(devices, str | torch.device | int):
         raise TypeError(f"{_DEVICES}, but got {devices!r}")
 
@@ -47,7 +47,7 @@ def choose_devices(
 
     Raises:
         IndexError: If there are fewer than `n` devices.
-        TypeError: If `devices` is a single device, or has something else than devices.
+        TypeError: If `devices` is a single device, or if one of its items is not a device.
     """
     check_list(devices)
     if devices is not None:
@@ -71,22 +71,29 @@ def choose_devices(
 
 
 class FixedDevices(nn.Module):
-    """A module that cannot be moved to other devices."""
+    """A base class of pipelines, whose partitions cannot be moved to other devices."""
 
     def cuda(self: M, device: int | str | torch.device | None = None) -> M:
-        """Return this pipeline if all of it is on the given CUDA device; else raise `TypeError`."""
+        """Return the pipeline if all of it is on the given CUDA device; else raise `TypeError`.
+
+        A pipeline cannot be moved, because each partition has its own device.
+        """
         kind = accelerator.KIND
         return self.to(torch.device(kind, device) if isinstance(device, int) else device or kind)
 
     def cpu(self: M) -> M:
-        """Return this pipeline if all of it is on the CPU; else raise `TypeError`."""
+        """Return the pipeline if all of it is on the CPU; else raise `TypeError`.
+
+        A pipeline cannot be moved, because each partition has its own device.
+        """
         return self.to("cpu")
 
     def to(self: M, *args: Any, **kwargs: Any) -> M:
         """Change the dtype of parameters and buffers; raise `TypeError` if they would move.
 
-        Training scripts often call `model.to(device)`. This is allowed if all parameters and
-        buffers are already on this device.
+        A pipeline cannot be moved, because each partition has its own device. But training scripts
+        often call `model.to(device)`. This is allowed if all parameters and buffers are already on
+        `device`.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and not self._is_on(torch.device(device)):

@@ -1,4 +1,4 @@
-"""A pipeline keeps the balance that it was made with."""
+"""Refuse to change the balance of a pipeline after the pipeline was made."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class FixedBalance(nn.Module):
-    """A module whose `balance` can be read, and raises an error if it is set."""
+    """A base class of pipelines: `balance` can be read, but setting it raises an error."""
 
     _balance: list[int]
 
@@ -17,8 +17,8 @@ class FixedBalance(nn.Module):
 
     @balance.setter
     def balance(self, balance: object) -> NoReturn:
-        """Raise `AttributeError`, because the layers are on their devices already."""
+        """Raise `AttributeError`, because the layers are on the devices of the old balance."""
         raise AttributeError(
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
-            f"{balance}, make a new pipeline from the layers, and a new optimizer"
+            f"{balance}, make a new pipeline of the layers with this balance, and a new optimizer"
         )

@@ -1,4 +1,9 @@
-"""The names in a pipeline's `state_dict()`: the same names as in the model without a pipeline."""
+"""Load a `state_dict` whose keys differ from those of a pipeline.
+
+A pipeline's `state_dict()` has the same keys as that of the model without a pipeline. The hooks in
+this module let a pipeline load two other kinds: a state with the keys of torchgpipe 0.0.7, and a
+state with layers that are in other processes.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,16 +13,16 @@ from torch import nn
 
 
 def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename, in place, the keys of a `state_dict` that torchgpipe 0.0.7 has saved.
+    """Rename the keys of a `state_dict` that torchgpipe 0.0.7 has saved, so that it can be loaded.
 
-    For example, `partitions.1.conv.weight` becomes `conv.weight`, as in the model. This is a hook
-    for `load_state_dict`.
+    For example, `partitions.1.conv.weight` becomes `conv.weight`, the key in the model without a
+    pipeline. The function is a hook for `load_state_dict`, and changes `state` in place.
 
     Args:
         module: The pipeline.
         state: The state to load, with the keys of all modules.
         prefix: What the keys of the pipeline begin with, such as `pipeline.`.
-        *_: The other arguments of such a hook, which are not used.
+        *_: The other arguments that PyTorch passes to such a hook. They are not used.
     """
     if any(name == "partitions" for name, _ in module.named_children()):
         return
@@ -28,7 +33,11 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 class Elsewhere:
-    """A hook for `load_state_dict` that ignores the entries of other processes' partitions.
+    """Let a pipeline load a whole model's `state_dict`, of which this process has only some layers.
+
+    An object of this class is a hook for `load_state_dict`. It removes the entries for the
+    partitions of other processes, which `load_state_dict` would otherwise report as unexpected
+    keys.
 
     Args:
         partitions: All partitions of the pipeline.

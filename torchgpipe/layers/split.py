@@ -36,7 +36,7 @@ class Partition(nn.Sequential):
 
 
 def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Sequential]:
-    """Split `module` into partitions: partition j has the next `balance[j]` layers.
+    """Split the layers of `module` into partitions: the next `balance[j]` layers form partition j.
 
     Raises:
         TypeError: If the balance is not a list of whole numbers.
@@ -59,7 +59,7 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
     if sum(balance) != len(module):
         raise ValueError(
             f"the balance {shortened(balance)} sums up to {sum(balance)} layers, but the module "
-            f"has {len(module)}" + _ADVICE
+            f"has {len(module)} layers" + _ADVICE
         )
     layers = iter(module.named_children())
     partitions: list[nn.Sequential] = []
@@ -75,18 +75,20 @@ def split(module: nn.Sequential, balance: Iterable[int] | None) -> list[nn.Seque
 def place(
     partitions: Sequence[nn.Sequential], devices: Sequence[torch.device | None], init: Init | None
 ) -> None:
-    """Move the partitions to their devices, and call `init` to fill their layers.
+    """Move the partitions to their devices, and call `init` on each layer to set its parameters.
 
-    Layers on device `meta` get memory on their partition's device. The random numbers that `init`
-    draws for layer k depend only on k and on the default generator's seed.
+    Layers on device `meta` get memory on their partition's device. Before `init` is called for
+    layer k, the random generators are seeded with a number that depends only on k and on the
+    default generator's seed. So the random numbers do not depend on the balance.
 
     Args:
         partitions: All partitions of the model, in order.
         devices: The device of each partition. A partition whose device is `None` is not changed.
-        init: A function that fills each layer, given its index in the model, or `None`.
+        init: A function that takes the index of a layer in the model and the layer, and sets the
+            values of the layer's parameters and buffers. With `None`, the layers keep their values.
 
     Raises:
-        ValueError: If a layer is on device `meta`, and there is no `init` that fills it.
+        ValueError: If a layer is on device `meta`, and `init` is `None`.
     """
     held = []
     first = 0
@@ -98,8 +100,8 @@ def place(
     for _, partition, device in held:
         if device.type != "meta":
             _give_memory(partition, device, init, made)
-    # Move the partitions in reverse order. Then a parameter that several partitions share ends up
-    # on the device of the first of them, which is moved last.
+    # Move the partitions in reverse order. If several partitions share a parameter, it ends up on
+    # the device of the partition that is moved last, and this should be the first of them.
     for _, partition, device in reversed(held):
         partition.to(device)
     if init is not None:
@@ -115,16 +117,16 @@ def _give_memory(
 ) -> None:
     """Replace the tensors on device `meta` by empty tensors on `device`.
 
-    `made` has all replacements so far, so layers that share a tensor also share its replacement. A
-    buffer has one replacement on each device, and a parameter only one.
+    If layers share a tensor, they also share its replacement, which is looked up in `made`. For a
+    parameter, there is only one replacement. For a buffer, there is one on each device.
     """
     for path, tensors, name, x in _tensors_of(partition):
         if not x.is_meta:
             continue
         if init is None:
             raise ValueError(
-                f"'{path}.{name}' is on device 'meta' and has no values: give init=..., which "
-                "fills a layer, or build the layers on a real device"
+                f"'{path}.{name}' is on device 'meta' and has no values: give init=..., a function "
+                "that sets the values of a layer, or build the layers on a real device"
             )
         is_parameter = isinstance(x, nn.Parameter)
         key = x, None if is_parameter else device
@@ -137,7 +139,11 @@ def _give_memory(
 def _tensors_of(
     partition: nn.Module,
 ) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
-    """Yield each parameter and buffer, with its module's path, its dictionary, and its name."""
+    """Yield a tuple for each parameter and buffer of a partition.
+
+    The items are the path of the module that has the tensor, the module's dictionary (`_parameters`
+    or `_buffers`), the tensor's name in the dictionary, and the tensor.
+    """
     for path, module in partition.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, x in tensors.items():
@@ -146,7 +152,10 @@ def _tensors_of(
 
 
 def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init) -> None:
-    """Call `init` for each layer of a partition, whose first layer has the number `first`."""
+    """Call `init` for each layer of a partition; `first` is the first layer's index in the model.
+
+    Random generators are seeded before each call, with a number that depends on the layer's index.
+    """
     seed = torch.initial_seed()
     for k, layer in enumerate(partition, first):
         # A parameter that partitions share can be on another device.

@@ -1,8 +1,8 @@
-"""Plan a pipeline without running it.
+"""Predict which pipeline trains a model fastest, without running the pipeline.
 
-`plan` counts the operators and bytes of a model's layers, predicts the seconds and bytes of a
-training step, and searches for the fastest setup that fits the memory. A setup is a balance, a
-number of micro-batches, a checkpoint mode and a schedule.
+A setup is a balance, a number of micro-batches, a checkpoint mode and a schedule. The function
+`plan` finds the setup with the shortest predicted training step, among the setups that fit the
+devices' memory. For the prediction, it counts the operators and bytes of each layer.
 
     from torchgpipe.plan import plan
     found = plan(
@@ -17,14 +17,14 @@ number of micro-batches, a checkpoint mode and a schedule.
     print(found)
     model = found.gpipe()
 
-These are the parts:
+This package has these parts:
 
 - `planner` has the function `plan`;
 - `count` counts each layer's operators and bytes;
-- `hardware` tells how long a device takes for an operator;
-- `predict` predicts the seconds and the bytes of a step, from counted operators or from the
-  layers' measured seconds;
-- `search` finds the best setup.
+- `hardware` describes devices, and tells how many seconds a device takes for an operator;
+- `predict` predicts the seconds and the bytes of a step, from counted operators or from the layers'
+  measured seconds;
+- `search` finds the fastest setup that fits the memory.
 """
 
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names, load_hardware

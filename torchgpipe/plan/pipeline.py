@@ -1,4 +1,4 @@
-"""Make a pipeline from any module, with a setup that a plan chooses."""
+"""Make a pipeline from any module; its balance and other settings are chosen by prediction."""
 
 import sys
 import warnings
@@ -38,11 +38,12 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     shared: Iterable[str] | None = None,
     dynamic_shapes: Any = None,
 ) -> GPipe:
-    """Make a pipeline of any module.
+    """Make a pipeline from any module, with the settings that are predicted to be fastest.
 
     1. `sequential` traces the module into layers.
-    2. `plan` finds the fastest setup for the layers. One line on standard error names the setup.
-    3. `GPipe` makes the pipeline. Its attribute `plan` is the plan.
+    2. `plan` predicts which setup (balance, chunks, checkpoint mode and schedule) is the fastest
+       that fits the memory. One line on standard error names this setup.
+    3. `GPipe` makes the pipeline. The pipeline's attribute `plan` is the plan.
 
         model = pipeline(module, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
         loss(model(input), target).backward()
@@ -50,14 +51,16 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
 
     Args:
         module: Any module, with its parameters on one device.
-        sample: The module's arguments, as for `sequential`: a tensor, a tuple of arguments, or a
-            dictionary of arguments by name. It has as many samples as a large micro-batch.
-        devices: The devices to use. The plan may use fewer devices, with a warning.
+        sample: Arguments for the module's forward, as for `sequential`: a tensor, a tuple of
+            arguments, or a dictionary of arguments by name. They should have as many samples as the
+            largest micro-batch that the plan may choose.
+        devices: The devices to use. If fewer of them are predicted to be faster, the pipeline uses
+            fewer, with a warning.
         batch_size: The number of samples in a mini-batch.
         memory: The memory of each device, in bytes or as text such as "24GiB".
-        headroom: The memory that is left to the allocator, as for `plan`.
+        headroom: The memory to leave free for PyTorch's allocator, as for `plan`.
         hardware: The hardware to predict for: a hardware description, its name or its file. By
-            default, the plan profiles the layers on the sample's device.
+            default, the layers are timed on the sample's device.
         optimizer: The name of the optimizer, as for `plan`.
         chunks: The numbers of micro-batches to choose from, or a single number.
         checkpoint: The checkpoint modes to choose from, or a single mode.
@@ -65,10 +68,11 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         schedules: The schedules to choose from, in place of `schedule`.
         autocast: The dtype of autocast in training, as for `plan`. The training itself has to
             enable autocast.
-        whole: Submodules, or classes of submodules, that are not cut into layers.
+        whole: Submodules, or classes of submodules, that `sequential` must not split into several
+            layers.
         shared: The names of arguments without a batch dimension, as for `sequential`.
-        dynamic_shapes: Which lengths may change, as for `sequential`. The plan is for the lengths
-            of the sample.
+        dynamic_shapes: Which dimensions of the arguments may change in length, as for `sequential`.
+            The plan is for the lengths in the sample.
 
     Raises:
         TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
@@ -110,16 +114,19 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
 def schedules_of(
     schedule: str | Schedule | None, schedules: Sequence[str | Schedule] | None
 ) -> str | Schedule | Sequence[str | Schedule]:
-    """Return the schedules to choose from; raise `ValueError` if both arguments are given.
+    """Return the schedules that the plan may choose from: "GPipe" if neither argument is given.
 
     Args:
-        schedule: The argument of `pipeline`.
-        schedules: The argument of `pipeline`.
+        schedule: The argument of `pipeline`: the only schedule to use, or `None`.
+        schedules: The argument of `pipeline`: the schedules to choose from, or `None`.
+
+    Raises:
+        ValueError: If both arguments are given.
     """
     if schedule is not None and schedules is not None:
         raise ValueError(
-            "schedule is the schedule to use, and schedules are those to choose from: "
-            "give only one of the two"
+            "schedule= names the schedule to use, and schedules= names several to choose from: "
+            "give only one of these two arguments"
         )
     if schedules is not None:
         return schedules

@@ -50,16 +50,17 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     master_weights: bool = False,
     progress: Callable[[str], object] = unheard,
 ) -> Plan:
-    """Plan a pipeline for `module`: find the fastest setup that fits the memory.
+    """Find the pipeline for `module` with the shortest predicted step that fits the memory.
 
-    The plan predicts the seconds of a step in one of two ways:
+    The seconds of a step are predicted in one of two ways:
 
     - From a hardware description. Each layer's operators are counted on the `meta` device, which
       needs no GPU, and no memory for the model.
-    - From a profile. The layers are timed on the sample's device, in steps of the whole model if
-      such a step fits the memory. This takes about as long as fifteen steps on the sample.
+    - From a profile. The layers are timed on the sample's device. If the device has enough memory,
+      they are timed in training steps of the whole model, without a pipeline. This takes about as
+      long as fifteen training steps with the sample.
 
-    The bytes are always counted on the `meta` device.
+    The bytes of memory are counted on the `meta` device in both cases.
 
     Args:
         module: The layers, on any device, also on `meta`.
@@ -70,25 +71,27 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         devices: The largest number of devices to use; by default all devices of the node.
         memory: The memory of each device, in bytes or as text such as "24GiB"; by default the
             memory that the node's devices have.
-        headroom: The memory that is left to the allocator, as a share of the tensors' bytes. The
-            default is 0.15 on a GPU, whose caching allocator reserves more than tensors take, and 0
-            on a CPU. See `Hardware.room`.
-        hardware: A hardware description, its name such as "h100x8", or its file; `hardware_names`
-            lists the names. The default "here" profiles on the sample's device, and predicts for
-            several devices like the sample's. A CPU device then has as many cores as PyTorch has
-            threads, and an equal share of the memory.
+        headroom: The memory to leave free for PyTorch's allocator, as a share of the tensors'
+            bytes. The default is 0.15 on a GPU, because its caching allocator reserves more memory
+            than the tensors take, and 0 on a CPU. See `Hardware.room`.
+        hardware: The hardware to predict for: a hardware description, its name such as "h100x8", or
+            its file; `hardware_names` lists the names. With the default "here", the layers are
+            timed on the sample's device, and the prediction is for several such devices. If this is
+            a CPU, a device has as many cores as PyTorch has threads, and all devices have equal
+            shares of the memory.
         optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", with
-            PyTorch's defaults. It decides how large the optimizer's state is and what its step
-            allocates. On a GPU, the step updates all parameters at once.
+            PyTorch's defaults. The optimizer decides how much memory its state takes and its step
+            allocates. On a GPU, the step is taken to update all parameters at once (`foreach`).
         chunks: The numbers of micro-batches to choose from, or a single number. By default, the
             plan tries all numbers that give different micro-batch sizes.
         checkpoint: The checkpoint modes to choose from, or a single mode.
         schedules: The schedules to choose from, or a single schedule, as in `GPipe(schedule=…)`.
             Interleaved1F1B has two stages on each device.
-        autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is
-            the dtype of the autocast that is enabled when `plan` is called.
+        autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is the
+            dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
-        progress: Called again and again with a line that says what the planner does now.
+        progress: A function that is called again and again with one line of text, which says what
+            the planner is doing.
 
     Returns:
         The plan: the best setup, its prediction, and other setups to compare it with.
@@ -96,7 +99,7 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     Raises:
         TypeError: If an argument has a wrong type, or a skip is not stashed once and popped once.
         ValueError: If a value is out of range.
-        Impossible: If no setup fits (a ValueError). The message says why.
+        Impossible: A `ValueError`, raised if no setup fits the memory. The message says why.
     """
     sample = checked_sample(module, sample, "planned")
     node = None
@@ -166,7 +169,16 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
 
 @contextmanager
 def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float) -> Iterator[None]:
-    """If no pipeline fits the memory, add to the error which other way of training fits it."""
+    """Name another way of training in the error that is raised if no pipeline fits the memory.
+
+    Args:
+        beside: The predictions of data parallel training and FSDP, for each number of devices.
+        room: How many bytes tensors may take on each device.
+
+    Raises:
+        Impossible: The error that was raised in the context. Its message also names the fastest way
+            of training that fits the memory, if there is one.
+    """
     try:
         yield
     except Impossible as error:
@@ -180,7 +192,12 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
 def _by_schedule(
     schedules: Sequence[str | Schedule], found: Sequence[Mapping[int, Found]]
 ) -> list[tuple[str, Candidate | None]]:
-    """Return each schedule's name and its best setup."""
+    """Return pairs of a schedule's name and its best setup; `None` if no setup fits.
+
+    Args:
+        schedules: The schedules.
+        found: For each of these schedules, the best setup for each number of devices.
+    """
     best = []
     for schedule, own in zip(schedules, found, strict=True):
         fastest = min(own.values(), key=lambda setups: setups.limit)
@@ -190,10 +207,10 @@ def _by_schedule(
 
 
 def _numbers(most: int) -> list[int]:
-    """Return the numbers of partitions to choose from.
+    """Return the numbers of partitions that the search tries, for at most `most` partitions.
 
-    The list has `most` and these smaller numbers: all up to 16, then powers of two, and three times
-    powers of two.
+    To save time, not all numbers above 16 are tried. The list has `most`, and of the smaller
+    numbers all up to 16, powers of two, and three times powers of two.
     """
     numbers = {*range(1, min(most, 16) + 1), most}
     for power in range(3, 12):
@@ -204,7 +221,10 @@ def _numbers(most: int) -> list[int]:
 
 
 def _check_number(name: str, given: Any, most: int | None = None) -> None:
-    """Raise an error unless `given` is an int, at least 1 and at most `most` (the batch size)."""
+    """Raise `ValueError` unless the argument called `name` is a whole number of at least 1.
+
+    If `most` (the batch size) is given, the number must also be at most `most`.
+    """
     whole = isinstance(given, int) and not isinstance(given, bool)
     if not whole or not 1 <= given <= (most or given):
         allowed = f"from 1 to the batch size {most}" if most else "of at least 1"
@@ -217,7 +237,7 @@ def _check_mode(mode: object) -> None:
 
 
 def _check_schedule(schedule: str | Schedule) -> None:
-    """Raise an error if no pipeline can run the schedule."""
+    """Raise an error if a schedule is not valid, so that no pipeline can run it."""
     if isinstance(schedule, Schedule):
         schedule.replay(buffered=1)
     else:
@@ -228,13 +248,20 @@ def _check_headroom(headroom: Any) -> None:
     number = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
     if headroom is not None and not (number and 0 <= headroom < inf):
         raise ValueError(
-            "headroom must be a share of the tensors' bytes, 0 or more, such as 0.15 for 15 %; "
-            f"got {headroom!r}"
+            "headroom must be a share of the tensors' bytes, 0 or more, such as 0.15 for 15 %, "
+            f"but got {headroom!r}"
         )
 
 
 def _several(name: str, given: Any, what: str, check: Callable[[Any], None]) -> list[Any]:
-    """Check one item, or each item of a sequence; return the items as a list."""
+    """Return an argument that is one item, or a sequence of items, as a list of items.
+
+    Args:
+        name: The name of the argument, for error messages.
+        given: The argument.
+        what: What one item is, such as "schedule", for error messages.
+        check: A function that raises an error if an item is not valid. It is called on each item.
+    """
     if isinstance(given, (str, int, Schedule)):
         items = [given]
     elif isinstance(given, Iterable):

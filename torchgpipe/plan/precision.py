@@ -1,4 +1,4 @@
-"""Say in which precision a plan's model trains, and check the options for it."""
+"""Describe the precision in which a planned model trains, and check the arguments that set it."""
 
 import torch
 from torch.nn import Module
@@ -10,12 +10,12 @@ from torchgpipe.plan.hardware.hardware import Hardware
 def precision_of(
     counts: Counts, hardware: Hardware, autocast: torch.dtype | None, *, master_weights: bool
 ) -> str:
-    """Return text such as "float32 and TF32": the types in which matrix products are computed.
+    """Return the dtypes in which matrix products are computed, as text such as "float32 and TF32".
 
     Args:
-        counts: The model's layers, with the types of their operators.
-        hardware: The node. If its devices are CPUs, or if it has peak rates but none for TF32, it
-            computes such products in float32.
+        counts: The model's layers, with the dtypes of their operators.
+        hardware: The node. Products are in float32, and not in TF32, if the node's devices are
+            CPUs, or if it has peak rates for other dtypes but none for TF32.
         autocast: The dtype of autocast, if it is enabled.
         master_weights: Whether the optimizer keeps a float32 copy of the parameters.
     """
@@ -34,7 +34,7 @@ def precision_of(
 
 
 def check_precision(module: Module, autocast: torch.dtype | None, *, master_weights: bool) -> None:
-    """Raise `ValueError` if an option has a wrong value or does not fit the module.
+    """Raise `ValueError` if `autocast` or `master_weights` is wrong, or does not fit the module.
 
     Args:
         module: The layers.
@@ -48,6 +48,6 @@ def check_precision(module: Module, autocast: torch.dtype | None, *, master_weig
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.element_size() != 2:
             raise ValueError(
-                "master_weights is for parameters in 16 bits: "
-                "leave it out, because other parameters need no float32 copy"
+                "master_weights is for parameters in 16 bits, but the module has others: "
+                "leave out master_weights, because those need no float32 copy"
             )

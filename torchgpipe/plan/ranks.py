@@ -1,4 +1,4 @@
-"""Make a pipeline over ranks from any module, with a setup that a plan chooses."""
+"""Make a pipeline over ranks from any module; its settings are chosen by prediction."""
 
 import sys
 import warnings
@@ -46,10 +46,11 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     dynamic_shapes: Any = None,
     init: Init | None = None,
 ) -> DistributedGPipe:
-    """Make a pipeline over ranks of any module.
+    """Make a pipeline over ranks from any module, with the settings predicted to be fastest.
 
-    All ranks call this function, with the same arguments except `device`. The first rank plans, as
-    `torchgpipe.pipeline` does, and sends the plan to all other ranks. One line on the first rank's
+    Each rank runs one partition or more. All ranks must call this function, with the same arguments
+    except `device`. The first rank chooses the balance and the other settings as
+    `torchgpipe.pipeline` does, and sends this plan to the other ranks. One line on the first rank's
     standard error describes the plan.
 
         model = distributed_pipeline(module, sample, batch_size=64)    # on every rank
@@ -73,17 +74,17 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
         whole: See `torchgpipe.pipeline`.
         shared: See `torchgpipe.pipeline`.
         dynamic_shapes: See `torchgpipe.pipeline`.
-        init: Fills each layer of this rank, as for `DistributedGPipe`. It is required if the module
-            is on device `meta`.
+        init: A function that sets the parameters and buffers of each layer of this rank, as for
+            `DistributedGPipe`. It is required if the module is on device `meta`.
 
     Returns:
         The pipeline. Its attribute `plan` is the plan, without the layers.
 
     Raises:
-        RuntimeError: If there is no process group.
-        TypeError: If a function that makes the layers, the plan or the pipeline refuses the type of
-            an argument.
-        ValueError: If one of these functions refuses a value, or if no setup on all ranks fits.
+        RuntimeError: If `torch.distributed` has no process group.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument has a wrong value, or if no setup that uses all ranks fits the
+            memory.
 
     Warns:
         UserWarning: If a pipeline over fewer ranks is predicted to be faster.
@@ -137,7 +138,12 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
 
 
 def _say(fastest: Plan, found: Plan) -> None:
-    """Print the plan in a line; warn if a pipeline over fewer ranks is predicted to be faster."""
+    """Print one line about the plan; warn if a pipeline over fewer ranks is predicted to be faster.
+
+    Args:
+        fastest: The fastest plan, over any number of ranks.
+        found: The plan for all ranks, which is used.
+    """
     print(found.summary, file=sys.stderr)
     used, given = len(fastest.best.devices), len(found.best.devices)
     if used < given:

@@ -1,4 +1,8 @@
-"""Say in words what limits a plan: the slowest layer, the bubble, the memory, or the pipeline."""
+"""Write sentences that say why a planned pipeline is not faster.
+
+The reasons are the slowest layer, the bubble, too little memory, or that training without a
+pipeline is faster.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,13 +24,13 @@ TAKE = {"data parallel": "DistributedDataParallel", "FSDP": "fully_shard"}
 
 
 class Bottleneck(NamedTuple):
-    """The layer that takes longest on the device that works longest.
+    """The slowest layer of the device that works longest.
 
     Attributes:
         device: The number of the device.
         layer: The number of the layer.
         name: The name of the layer.
-        share: The share of the device's work that is for this layer.
+        share: The share of the device's working time that this layer takes, from 0 to 1.
     """
 
     device: int
@@ -36,7 +40,7 @@ class Bottleneck(NamedTuple):
 
 
 def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
-    """Find the layer that takes longest on the device that works longest."""
+    """Return the slowest layer of the device that works longest."""
     setup = best.setup
     timed = predictor.layers(setup.sizes[0])
     seconds = list(map(add, timed.graph, timed.backward))
@@ -62,12 +66,14 @@ def about_bottleneck(found: Bottleneck, devices: int) -> str:
 
 
 def about_memory(best: Candidate, unlimited: float) -> str:
-    """Say how much faster the setup would be with more memory; "" if hardly faster.
+    """Return a sentence that says how much faster a step would be with more memory.
+
+    The sentence is "" if a step would be faster by 10 % or less.
 
     Args:
         best: The best setup.
-        unlimited: The seconds of the fastest setup that is balanced by seconds, even if it does not
-            fit the memory.
+        unlimited: The seconds of the fastest setup whose partitions take equal time, even if that
+            setup does not fit the memory.
     """
     if best.seconds <= unlimited * (1 + MUCH):
         return ""
@@ -79,7 +85,7 @@ def about_memory(best: Candidate, unlimited: float) -> str:
 def fastest_alternative(
     found: Mapping[int, Sequence[Alternative]], room: float
 ) -> Alternative | None:
-    """Return the fastest training without a pipeline that fits the memory, or `None`.
+    """Return the fastest way to train without a pipeline that fits the memory, or `None`.
 
     Args:
         found: The predictions without a pipeline, for each number of devices.
@@ -99,7 +105,9 @@ def has_room(alternative: Alternative) -> str:
 def about_alternatives(
     best: Candidate, found: Mapping[int, Sequence[Alternative]], room: float
 ) -> str:
-    """Say which training without a pipeline fits the memory and is faster; "" if none is.
+    """Return a sentence that names a faster way to train, without a pipeline.
+
+    The sentence is "" if no other way is faster and fits the memory.
 
     Args:
         best: The best setup.
@@ -121,13 +129,17 @@ def about_bubble(
     candidates: Iterable[Candidate],
     room: float,
 ) -> str:
-    """Say how much time the bubble takes, and what a larger batch or another device gains.
+    """Return a sentence about the bubble, and the gain of a larger batch or one more device.
+
+    The sentence says what share of the time the bubble takes. It compares how many more samples per
+    second twice the batch and the last device bring.
 
     Args:
         predictor: The predictor of the model.
         best: The best setup.
-        by_devices: The search's result for each number of devices, whether a setup fits or not.
-        candidates: The best setup for each number of devices for which a setup fits.
+        by_devices: The search's result for each number of devices, also for those where no setup
+            fits.
+        candidates: The best setup for each number of devices, only for those where a setup fits.
         room: How many bytes tensors may take on each device.
     """
     setup = best.setup

@@ -1,4 +1,4 @@
-"""`Plan`: the best setup, its prediction, and other setups to compare it with."""
+"""The result of planning: `Plan`, which has the best setup and prints as a report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +33,12 @@ INDENT = " " * 12
 
 @dataclass(frozen=True)
 class Plan:
-    """The best setup that was found, its prediction, and other setups to compare it with.
+    """The fastest setup of a pipeline that was found, and others to compare it with.
 
-    `print(plan)` writes the plan as text, and `plan.summary` is one line.
+    A setup is a balance, a number of micro-batches, a checkpoint mode and a schedule. Each has a
+    prediction of the seconds and of the memory of a training step.
+
+    `print(plan)` writes a report with tables. `plan.summary` is one line of text.
     """
 
     candidates: Sequence[Candidate]
@@ -97,27 +100,27 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster than this plan another setup could be at most: 0.05 means 5 %."""
+        """How much faster than this plan any setup could be, at most; 0.05 means 5 %."""
         return self.seconds / self.bound - 1
 
     @property
     def bubble(self) -> float:
-        """The predicted share of the devices' time in which the devices wait."""
+        """The predicted share of the devices' time in which they wait, from 0 to 1."""
         return self.best.bubble
 
     @property
     def peaks(self) -> list[float]:
-        """The predicted peak memory of each device, in bytes that tensors take."""
+        """The predicted peak of the bytes that tensors take on each device."""
         return [device.peak for device in self.best.devices]
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """The layer that takes longest on the device that works longest."""
+        """The slowest layer of the device that works longest."""
         return find_bottleneck(self.predictor, self.best)
 
     @property
     def summary(self) -> str:
-        """The setup, its step and its memory in one line."""
+        """One line of text: the setup, and the predicted seconds and memory of a step."""
         setup = self.best.setup
         n = len(self.best.devices)
         devices = "1 device" if n == 1 else f"{n} devices"
@@ -130,27 +133,30 @@ class Plan:
         )
 
     def on(self, devices: int) -> "Plan":
-        """Return the plan for exactly so many devices, although fewer may be faster.
+        """Return the plan for exactly this number of devices, even if fewer devices are faster.
 
         Raises:
-            Impossible: If no setup for so many devices was found.
+            Impossible: If no setup for this number of devices was found.
         """
         found = self.by_devices.get(devices, Found())
         if found.best is None:
             numbers = ", ".join([str(len(each.devices)) for each in self.candidates])
             raise Impossible(
-                f"no setup for {devices} devices fits; setups were found for {numbers}: "
-                "use so many devices, more layers, or another batch size"
+                f"no setup for {devices} devices was found, but there are setups for these numbers "
+                f"of devices: {numbers}; use one of these, or more layers, or another batch size"
             )
         others = [each for each in self.candidates if each is not found.best]
         return replace(self, candidates=[found.best, *others], bound=found.bound)
 
     def gpipe(self, *, devices: Iterable[int | str | torch.device] | None = None) -> GPipe:
-        """Return the `GPipe` that the plan describes. It moves the model's layers to the devices.
+        """Make the planned pipeline. This moves the model's layers to the devices.
 
         Args:
-            devices: The devices to use. If there are more than the plan needs, only the first are
-                used. By default, `GPipe` chooses them.
+            devices: The devices to use. If there are more than the plan needs, only the first ones
+                are used. By default, `GPipe` chooses the devices.
+
+        Returns:
+            The pipeline.
 
         Raises:
             ValueError: If the model is on `meta` and the devices are not, or if `GPipe` refuses the
@@ -193,7 +199,7 @@ class Plan:
         return "\n\n".join(parts)
 
     def _setup(self) -> str:
-        """Return lines about the setup, its seconds, the gap to the lower bound, and its memory."""
+        """Return the report's first lines: the setup, its predicted seconds, and its memory."""
         best, setup = self.best, self.best.setup
         rate = figure(setup.batch_size / best.seconds)
         faster = "faster"
@@ -220,11 +226,11 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """What limits the plan's speed, in a few sentences.
+        """A few sentences that say what limits the speed of the planned pipeline.
 
-        The sentences name the slowest layer. They say how much time the bubble takes, whether a
+        They name the slowest layer, and say how much time the bubble takes. They say whether a
         larger batch, more devices or more memory would help, and whether training without a
-        pipeline fits the memory and is faster.
+        pipeline would be faster.
         """
         best, n = self.best, len(self.best.devices)
         sentences = [

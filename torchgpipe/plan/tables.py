@@ -1,4 +1,4 @@
-"""Write the tables of a plan as text."""
+"""Format the tables of a plan's report as text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
@@ -15,19 +15,19 @@ RECOMPUTED = "*"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text, such as `1.23 s`, or `45.6 ms` if they are less than one."""
+    """Format seconds as text such as `1.23 s`, or as milliseconds if less than one: `45.6 ms`."""
     if seconds >= 1:
         return f"{figure(seconds, 3)} s"
     return f"{figure(seconds * 1e3, 3)} ms"
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Format a number: as an integer from 1,000 on, otherwise with `digits` significant digits."""
+    """Format a number: below 1,000 with `digits` significant digits, otherwise as an integer."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
 
 
 def of_devices(best: Candidate) -> str:
-    """Return a table of the layers and the memory of each device."""
+    """Return a table with a row for each device: how many layers it has, and its memory in GiB."""
     setup = best.setup
     placement = setup.lists.placement
     lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
@@ -49,7 +49,10 @@ def of_devices(best: Candidate) -> str:
 
 
 def by_schedule(found: Iterable[tuple[str, Candidate | None]]) -> str:
-    """Return a table of schedules with the best setup of each; `found` has names and setups."""
+    """Return a table with a row for each schedule: the schedule's best setup.
+
+    `found` has pairs of a schedule's name and its best setup, which is `None` if no setup fits.
+    """
     lines = [f"{'schedule':<18}  devices  {COLUMNS}"]
     for name, best in found:
         devices = f"{'':>7}" if best is None else f"{len(best.devices):>7}"
@@ -58,7 +61,7 @@ def by_schedule(found: Iterable[tuple[str, Candidate | None]]) -> str:
 
 
 def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
-    """Return a table with the best setup for each number of devices.
+    """Return a table with a row for each number of devices: the best setup for this number.
 
     Args:
         found: The result of the search for each number of devices.
@@ -79,10 +82,11 @@ def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
 def without_pipeline(
     found: Mapping[int, Sequence[Alternative]], batch_size: int, room: float
 ) -> str:
-    """Return a table of training without a pipeline, for each number of devices.
+    """Return a table that predicts training without a pipeline, a row for each number of devices.
 
     Args:
-        found: For each number of devices, data parallel training and, on several devices, FSDP.
+        found: For each number of devices, the predictions of data parallel training and, on several
+            devices, of FSDP.
         batch_size: The number of samples in a batch, over all devices.
         room: How many bytes tensors may take on each device.
     """
@@ -122,7 +126,7 @@ def _alternative(each: Alternative, batch_size: int, room: float) -> str:
 
 
 def listed(balance: Iterable[int], width: int) -> str:
-    """Return a balance as text of at most `width` characters, without its middle if it is long."""
+    """Return a balance as text of at most `width` characters; a long one loses its middle."""
     text = str(list(balance))
     if len(text) <= width:
         return text

@@ -30,7 +30,7 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    """Return the `torch.Generator`s that are attributes of the modules."""
+    """Return all `torch.Generator` objects that are attributes of the given modules."""
     found: list[torch.Generator] = []
     for module in modules:
         found += [value for value in module.__dict__.values() if type(value) is torch.Generator]
@@ -61,7 +61,7 @@ def state_of(g: torch.Generator) -> State:
 def same(a: State, b: State) -> bool:
     """Return whether two states of a generator are equal.
 
-    No tensor operator is called, because modes and profilers would see it as a part of the task.
+    This function calls no tensor operator, as modes and profilers would count it as part of a task.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)

@@ -46,12 +46,12 @@ HIGHER_ORDER = (
 class SeededDefault:
     """A context in which the default generator has the seed of one task.
 
-    The task's forward and its recomputation enter the same object. At the end, the generator gets
-    its old state back.
+    The task's forward and its recomputation enter the same object. When the context ends, the
+    default generator gets back the state that it had before.
 
     Args:
-        seed: The seed.
-        drew: Called at the end if the task has drawn random numbers.
+        seed: The seed of the task.
+        drew: A function that is called at the end if the task has drawn random numbers.
     """
 
     def __init__(self, seed: int, drew: Callable[[], None]) -> None:
@@ -94,9 +94,10 @@ class PrivateGenerator(TorchDispatchMode):
     thread at a time.
 
     Args:
-        seed: The seed.
-        drew: Called each time an operator draws.
-        exchanged: Called before each collective operation (of `torch.distributed`).
+        seed: The seed of the private generator.
+        drew: A function that is called each time an operator draws.
+        exchanged: A function that is called before each collective operation (of
+            `torch.distributed`).
     """
 
     supports_higher_order_operators = True  # to refuse them in a line of its own
@@ -117,7 +118,7 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Allow `torch.compile` in this mode: compiled layers use the private generator, too."""
+        """Let `torch.compile` work in this mode: compiled layers use the private generator, too."""
         return True
 
     @staticmethod
@@ -197,9 +198,9 @@ def _kind(func: Any) -> str:
 
 
 class _OfThisThread:
-    """A proxy of the current thread's private generator.
+    """An object that acts as the private generator of the thread that uses the object.
 
-    In a thread that has no private generator, it is a proxy of the default generator.
+    In a thread without a private generator, the object acts as the default generator.
     """
 
     def __getattr__(self, name: str) -> Any:

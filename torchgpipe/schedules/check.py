@@ -18,15 +18,15 @@ Room = Mapping[Action, Action]
 def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
     """Return all actions in an order in which a single thread can do them.
 
-    The order keeps the order of each device's list. Every action comes after the actions that it
+    The result keeps the order of each device's list. Every action comes after the actions that it
     needs. A recomputation also comes after the action that computes the gradient for its backward.
     Results are used as soon as possible. In GPipe, for example, a micro-batch goes through all
     stages before the next micro-batch starts.
 
     Args:
         lists: The actions of each device.
-        room: If buffers between devices are limited: maps an action to the action that has to start
-            before the buffer has room for the first action's result.
+        room: Maps an action to another action, which has to start before a limited buffer between
+            devices has room for the former action's result. By default, no buffer is limited.
 
     Raises:
         ValueError: If no order is possible. The message names a buffer that has no room, or a
@@ -90,12 +90,13 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
 def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], room: Room) -> None:
     """Raise `ValueError` if actions wait for each other because a buffer between stages is full.
 
-    The error names a buffer that is part of this circle. Other buffers can be full because of it.
+    Actions that wait for each other form a circle. The error names a full buffer in this circle,
+    because other buffers may be full only as a result of it.
 
     Args:
         pairs: All pairs (earlier, later), as `_pairs` returns them.
         done: The actions that do not wait for ever.
-        room: As for `in_turn`.
+        room: Maps an action to the action that makes room for its result, as for `in_turn`.
     """
     # The first reason of a later action counts. Want of room comes after all other reasons.
     waits: dict[Action, Action] = {}
@@ -110,15 +111,15 @@ def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], r
         other = waits[action]
         if room.get(action) == other:
             raise ValueError(
-                f"there is no room between stage {action.stage} and stage {other.stage}: {action} "
-                f"has to wait until {other} starts, which never happens; let stage {other.stage} "
-                f"take results in the order in which stage {action.stage} sends them"
+                f"there is no room between stage {action.stage} and stage {other.stage}: the "
+                f"{action} has to wait until the {other} starts, which never happens; let stage "
+                f"{other.stage} take results in the order in which stage {action.stage} sends them"
             )
         action = other
 
 
 def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action]) -> None:
-    """Raise `ValueError` for the first action that needs an action that is not in `done`."""
+    """Raise `ValueError` if an action waits for ever; `done` has all actions that do not."""
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:
@@ -137,7 +138,8 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
     devices = set(placement)
     if not placement or devices != set(range(len(lists))):
         raise ValueError(
-            f"stages are on devices {sorted(devices)}, but lists are for {len(lists)} devices"
+            f"stages are on devices {sorted(devices)}, but lists are for {len(lists)} devices; "
+            "give one list of actions for each device"
         )
     places = _places(placement, lists)
     _check_complete(placement, places)
@@ -146,7 +148,7 @@ def check(placement: Sequence[int], lists: Lists) -> list[Action]:
 
 
 def _places(placement: Sequence[int], lists: Lists) -> dict[Action, int]:
-    """Return the index of each action in its device's list; raise an error for a wrong action.
+    """Return the index of each action in its device's list; raise `ValueError` for a wrong action.
 
     An action is wrong if it has an unknown kind, is listed twice, or is on a device that does not
     have its stage.

@@ -18,7 +18,7 @@ from torchgpipe.schedules.schedule import Schedule, with_recomputations
 def looped(
     n: int, m: int, v: int, ahead: Callable[[int], int], backward: Kind = "backward"
 ) -> list[list[Action]]:
-    """Return lists in which each device begins with some forwards, then alternates with backwards.
+    """Return lists in which devices do some forwards, and then alternate forwards and backwards.
 
     1. Micro-batches form groups of n. A device does the forwards of a group on its first stage,
        then on its second stage, and so on; then the forwards of the next group. It does the
@@ -34,7 +34,7 @@ def looped(
         n: How many devices there are.
         m: How many micro-batches there are.
         v: How many stages each device has. Device d has the stages d, d + n, d + 2n and so on.
-        ahead: Returns how many forwards device d does before it begins to alternate.
+        ahead: A function that returns how many forwards device d does before it alternates.
         backward: The kind of the backward actions.
     """
     lists = []
@@ -209,8 +209,8 @@ def zb_v(n: int, m: int, v: int) -> Lists:
     steady = m >= last
     lists: list[list[Action]] = []
     for d in range(n):
-        # A letter is an action for the next micro-batch; `LETTERS` tells its kind. An upper-case
-        # letter is for the device's first stage, and a lower-case letter for its second stage.
+        # Each letter stands for an action on the next micro-batch; `LETTERS` lists the kinds. An
+        # upper-case letter is for the device's first stage, a lower-case letter for its second.
         rest = n - d
         letters = "F" * (2 * rest - 1)
         letters += "fF" * d
@@ -237,8 +237,8 @@ def zb_v(n: int, m: int, v: int) -> Lists:
 Maker = Callable[[int, int, int], Lists]
 """A function that returns each device's list, given n devices, m micro-batches and v stages."""
 
-# Maps a name to the function that makes the lists, and to the number of stages on each device.
-# The number is `None` if any number is possible.
+# Maps each schedule's name to the function that makes its lists of actions, and to the number of
+# stages on each device. The number is `None` if the schedule supports any number of stages.
 NAMED: dict[str, tuple[Maker, int | None]] = {
     "GPipe": (gpipe, 1),
     "1F1B": (interleaved, 1),
@@ -289,8 +289,8 @@ def make(
     if only not in (None, v) or min(n, m, v) < 1:
         some = ">= 1" if only is None else f"= {only}"
         raise ValueError(
-            f"{name} needs n >= 1 devices, m >= 1 micro-batches and v {some} stages on each "
-            f"device, but got n = {n}, m = {m} and v = {v}"
+            f"the schedule {name} needs n >= 1 devices, m >= 1 micro-batches and v {some} stages "
+            f"on each device, but got n = {n}, m = {m} and v = {v}"
         )
     devices = list(range(n))
     placement = devices * v

@@ -102,7 +102,7 @@ class Timeline:
     def bubble(self) -> float:
         """The fraction of the devices' time, from 0 to 1, in which they wait.
 
-        The time is that between the start of the first task and the end of the last task.
+        The time counts from the start of the first task to the end of the last task.
         """
         start, end = self.window
         if end <= start:

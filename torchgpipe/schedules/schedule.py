@@ -120,7 +120,7 @@ class Schedule:
         leaves out recomputations that take no time.
 
         Args:
-            seconds: Returns how many seconds an action takes.
+            seconds: A function that returns how many seconds an action takes.
             copies: The copies that take time, each as a source stage, a target stage, and
                 seconds. A skip's target may be any later stage. Other copies take no time.
             buffered: How many items the buffer between two stages on different devices holds, in
@@ -131,11 +131,11 @@ class Schedule:
             ahead: Whether a recomputation may start before the gradient of its task arrives.
             loss: For how many seconds one loss is computed after all forwards, while all devices
                 wait; `None` for no such loss. The schedule must begin with all forwards.
-            issue: Returns for how many seconds the host issues an action (on a GPU, launches its
-                kernels). `None` if issuing takes no time. One thread issues the actions of all
-                devices, one after another, in the order in which they would start if each took
-                its `units`. A device starts an action after the thread has begun to issue it, and
-                ends the action after the thread has issued it.
+            issue: A function that returns for how many seconds the host issues an action (on a GPU,
+                launches its kernels); `None` if issuing takes no time. One thread issues the
+                actions of all devices, one after another, in the order in which they would start
+                if each took its `units`. A device starts an action after the thread has begun to
+                issue it, and ends the action after the thread has issued it.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.
@@ -211,11 +211,11 @@ class Schedule:
         return later, earlier
 
     def _room(self, buffered: int) -> dict[Action, Action]:
-        """For each action that may have to wait for a full buffer, return what makes room in it.
+        """Map each action that may have to wait for a full buffer to the action that makes room.
 
         A buffer between two devices holds `buffered` results. So there is room for result k as soon
-        as an action takes result k - `buffered`. The dictionary maps the action that sends result k
-        to this action.
+        as another action takes result k - `buffered` out of the buffer. The dictionary maps the
+        action that sends result k to this other action.
         """
         at = self.placement
         takers: dict[Action, Action] = {}
@@ -246,7 +246,7 @@ def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
         checkpoint: Which micro-batches are recomputed: 'always', 'except_last' or 'never'.
 
     Raises:
-        ValueError: If `checkpoint` is another text.
+        ValueError: If `checkpoint` is none of these three texts.
     """
     checkpointed = {"always": m, "except_last": m - 1, "never": 0}
     if checkpoint not in checkpointed:

@@ -8,16 +8,17 @@ The entries of a picture are:
 - 1: the forward of micro-batch 1;
 - R1: the recomputation of micro-batch 1;
 - B1: the whole backward of micro-batch 1;
-- I1 and W1: the two halves of its backward, if it is split. I1 computes the gradients of the
-  inputs, and W1 later those of the weights;
+- I1 and W1: the two halves of the backward of micro-batch 1, if the schedule splits backwards. I1
+  computes the gradients of the inputs, and W1 later those of the weights;
 - a dot: a unit in which the device waits.
 
 If a device has several stages, a letter after the number names the stage: a is the device's first
 stage, and b the second.
 
-A file has a row for each device. An entry such as 0F1 has a stage, a kind and a micro-batch. The
-kinds are F for a forward, B for a whole backward, I for a backward of the inputs, and W for a
-backward of the weights. Files have no recomputations. An empty entry means that the device waits.
+A file is a table in CSV format, with a row for each device. The entry 0F1, for example, means stage
+0, kind F and micro-batch 1. The kinds are F for a forward, B for a whole backward, I for a backward
+of the inputs, and W for a backward of the weights. Files have no recomputations. An empty entry
+means that the device waits.
 """
 
 import csv
@@ -30,14 +31,15 @@ from torchgpipe.schedules.replay import Event, Timeline
 
 File = str | PathLike[str]
 
-_ENTRY = re.compile(r"(\d{1,18})([FIWB])(\d{1,18})")  # Python does not read thousands of digits
+# The numbers have at most 18 digits, because Python does not read thousands of digits.
+_ENTRY = re.compile(r"(\d{1,18})([FIWB])(\d{1,18})")
 # Matches entries of PyTorch's files for which this library has no action.
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 
 def drawn(units: Timeline) -> str:
-    """Return a text picture with a row for each device and a column for each unit of time."""
+    """Draw a timeline as text, with a row for each device and a column for each unit of time."""
     rows = list(map(_entries, units.devices))
     width = 0
     for row in rows:
@@ -57,7 +59,7 @@ def drawn(units: Timeline) -> str:
 
 
 def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
-    """Return each event of one device as (text with a space at its end, start, end)."""
+    """Return a tuple for each event of one device: a text that ends in a space, start, and end."""
     stages = sorted({event.partition for event in events})
     entries = []
     for kind, micro_batch, stage, start, end in events:
@@ -84,8 +86,8 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
     """Read a schedule file, and return each stage's device and each device's actions.
 
     Raises:
-        ValueError: If the file is empty or no text in UTF-8, if an entry is not an action, or if a
-            stage has no entries.
+        ValueError: If the file is empty or is not a text in UTF-8, if an entry is not an action, or
+            if a stage has no entries.
     """
     placement: dict[int, int] = {}
     lists: list[list[Action]] = []
@@ -105,12 +107,16 @@ def read(file: File) -> tuple[list[int], list[list[Action]]]:
                     placement.setdefault(int(stage), d)
                 elif entry and not _DERIVED.fullmatch(entry):
                     raise ValueError(
-                        f"{file}, device {d}: {entry[:100]!r} is not an entry such as 0F1: a "
-                        "stage, a kind (F, I, W or B) and a micro-batch"
+                        f"the schedule file {file}, device {d}: {entry[:100]!r} is not an entry "
+                        "such as 0F1, which means stage 0, kind F and micro-batch 1; the kinds are "
+                        "F, I, W and B"
                     )
             lists.append(actions)
     if not placement:
-        raise ValueError(f"{file} has no entry such as 0F1: a stage, a kind and a micro-batch")
+        raise ValueError(
+            f"the schedule file {file} has no entry such as 0F1, which means stage 0, kind F "
+            "(forward) and micro-batch 1"
+        )
     stages = range(len(placement))
     for stage in stages:
         if stage not in placement:

@@ -54,7 +54,7 @@ def current_scope() -> Scope:
 
 @contextmanager
 def skip_scope(scope: Scope) -> Iterator[Scope]:
-    """Make `scope` the current scope of this thread within the context."""
+    """Return a context manager in which this thread stashes tensors into `scope`, and pops them."""
     outer = current_scope()
     _local.scope = scope
     try:

@@ -73,7 +73,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             "skippable needs at least one name to stash or pop: @skippable(stash=['name'])"
         )
     if both := stashes & pops:
-        raise TypeError(f"a layer cannot stash and pop one name; got {sorted(both)} in both")
+        raise TypeError(
+            f"a layer cannot both stash and pop a skip, but the names {sorted(both)} are in stash "
+            "and in pop"
+        )
 
     def decorate(layer: Layer) -> Layer:
         plain_forward = layer.forward
@@ -86,7 +89,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
                 result = _drive(self, result, used)
             if missing := (stashes | pops) - used:
                 raise RuntimeError(
-                    f"{type(self).__name__} declares skips {sorted(missing)}, "
+                    f"the class {type(self).__name__} declares skips {sorted(missing)}, "
                     "but its forward did not stash or pop them"
                 )
             return result
@@ -172,8 +175,9 @@ def _drive(layer: Module, steps: Generator[object, Tensor | None, Any], used: se
         declared = _declared(layer)[verb]
         if name not in declared:
             raise RuntimeError(
-                f"{kind} tried to {verb} {name!r}, but is declared to {verb} {sorted(declared)}; "
-                f"add it to @skippable({verb}=[…])"
+                f"the forward of {kind} tried to {verb} the skip {name!r}, but the class is "
+                f"declared to {verb} only {sorted(declared)}; add the name to "
+                f"@skippable({verb}=[…])"
             )
         key = _key(layer, name)
         if isinstance(step, pop) and key not in scope:

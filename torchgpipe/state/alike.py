@@ -22,10 +22,10 @@ class of the optimizer of each optimized parameter."""
 
 
 def form_of(x: Any) -> str:
-    """Return a tensor's dtype and shape as text, such as "float32 [2, 3]".
+    """Return a tensor's dtype and shape as text such as "float32 [2, 3]", to compare tensors.
 
-    `x` can also be the metadata of a saved tensor. For all other values, and for sparse tensors,
-    the text is "".
+    `x` can also be the metadata of a saved tensor. For sparse tensors, and for values that are not
+    tensors, the text is "".
     """
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
@@ -42,10 +42,10 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
     Args:
         path: The folder of the saved state, for messages.
         saved: The metadata of the saved state.
-        training: The saved dictionary. It has the classes of the optimizers, and the options of
-            each parameter.
-        held: For each rank: the dtypes and shapes of its tensors, the classes of its optimizers,
-            and the class of the optimizer of each optimized parameter.
+        training: A dictionary in the saved state with the classes of the optimizers, and with the
+            optimizer's options for each parameter.
+        held: What each rank has: the dtypes and shapes of its tensors, the classes of its
+            optimizers, and for each optimized parameter the class of its optimizer.
     """
     there: Forms = {}
     for key, x in saved.state_dict_metadata.items():
@@ -69,7 +69,7 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
     if kinds and sorted(kinds) != of_saved:
         raise ValueError(
             f"the state in {path} was saved with the optimizer {', '.join(of_saved)}, not with "
-            f"{', '.join(sorted(kinds))}"
+            f"{', '.join(sorted(kinds))}; load it with an optimizer of the saved class"
         )
     # States of older versions do not have this entry: they have only one class of optimizer.
     saved_kind_of = training.get("kind_of", {})
@@ -78,14 +78,14 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
         if kind != saved_kind:
             raise ValueError(
                 f"the state in {path} was saved with the optimizer {saved_kind} for {name}, not "
-                f"with {kind}"
+                f"with {kind}; give each parameter an optimizer of the saved class"
             )
 
 
 def _trained(names: Iterable[str]) -> Forms:
-    """Return a dictionary with a key "optimizer of NAME" for each parameter name.
+    """Return a dictionary with a key "optimizer of NAME" for the name of each optimized parameter.
 
-    All values are empty, because only the keys are compared.
+    All values are "", because only the keys of two such dictionaries are compared.
     """
     return {f"optimizer of {name}": "" for name in names}
 
@@ -93,8 +93,9 @@ def _trained(names: Iterable[str]) -> Forms:
 def _differences(there: Forms, here: Forms) -> list[str]:
     """Describe how a saved state (`there`) differs from the state of the ranks (`here`).
 
-    The list has at most three texts. They name the keys that the saved state lacks, the keys that
-    only the saved state has, and the keys whose tensors differ in dtype or shape.
+    The list has at most three texts for an error message. They name the keys that the saved state
+    lacks, the keys that only the saved state has, and the keys whose tensors differ in dtype or
+    shape.
     """
     unlike = []
     for key, form in here.items():

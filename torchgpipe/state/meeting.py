@@ -1,6 +1,6 @@
 """Exchange values between ranks while they save or load a state: `Meeting`.
 
-A pipeline in a single process counts as one rank, which exchanges values only with itself.
+A pipeline in a single process counts as one rank, which only gets its own values back.
 """
 
 import re
@@ -20,9 +20,10 @@ _FOLDER_NAME = re.compile(r"[\w-]+")
 
 
 class Meeting:
-    """An exchange of values between the ranks of a pipeline.
+    """An object by which the ranks of a pipeline send values to each other.
 
-    All ranks have to call the methods, in the same order.
+    All ranks have to call its methods, in the same order. A call returns when all ranks have
+    called.
 
     Attributes:
         own: The index of this rank.
@@ -36,18 +37,18 @@ class Meeting:
         self.n = len(self.all(None))
 
     def all(self, own: Any) -> list[Any]:
-        """Send the value `own` to all ranks; return the values of all ranks, in the order of ranks.
+        """Send a value to all ranks; return a list of the values of all ranks, in their order.
 
-        The value has to consist of plain Python values, such as numbers, strings and lists.
+        The value `own` has to be made of plain Python values, such as numbers, strings and lists.
         """
         given = self._exchange(packed(own))
         return list(map(unpacked, given))
 
     def through(self, folder: Path, own: Any) -> list[Any]:
-        """Give a value of any type to all ranks through files; return the values of all ranks.
+        """Send a value of any type to all ranks through files; return the values of all ranks.
 
-        Ranks pickle their values into files `told-*` in `folder`. Values do not go over the
-        network, because this library unpickles nothing that comes from the network.
+        Each rank pickles its value into a file `told-*` in `folder`, and the others read this file.
+        The value is not sent over the network, because unpickling data from a network is not safe.
         """
         if self.n == 1:
             return [own]
@@ -58,12 +59,15 @@ class Meeting:
         return [torch.load(file, weights_only=False) for file in files]
 
     def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
-        """Return the path of the subfolder that rank 0 chooses, or `None` if rank 0 chooses none.
+        """Let rank 0 choose a subfolder for all ranks, and return its path.
 
         Args:
             folder: The folder that contains the subfolder.
-            name: A function that returns the subfolder's name, or `None`. It is called on rank 0
-                only.
+            name: A function that returns the name of the chosen subfolder, or `None` to choose
+                none. It is called on rank 0 only.
+
+        Returns:
+            The path, or `None` if rank 0 chooses none.
 
         Raises:
             RuntimeError: If this rank does not see the subfolder in its filesystem.

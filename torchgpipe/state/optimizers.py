@@ -1,4 +1,8 @@
-"""The state of one optimizer, by the names of the parameters: `OptimizerState`."""
+"""Read the state of an optimizer by the names of its parameters, and write it back.
+
+An optimizer itself numbers its parameters, and these numbers depend on the balance. The names do
+not.
+"""
 
 import dataclasses
 import pickle
@@ -29,7 +33,9 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class OptimizerState:
-    """The state of one optimizer: values for each parameter, and options for each group.
+    """The state of one optimizer, by the names of its parameters.
+
+    It has values for each parameter, such as momentum, and options, such as the learning rate.
 
     Args:
         optimizer: The optimizer.
@@ -37,10 +43,10 @@ class OptimizerState:
 
     Attributes:
         kind: The name of the optimizer's class.
-        names: The names of its parameters. The optimizer numbers its parameters in this order.
+        names: The names of the optimizer's parameters, in the order in which it numbers them.
 
     Raises:
-        ValueError: If the optimizer has a parameter that the layers do not have, or state that does
+        ValueError: If the optimizer has a parameter that is not in the layers, or state that does
             not belong to a parameter.
     """
 
@@ -60,7 +66,7 @@ class OptimizerState:
             self.names += group
 
     def content(self) -> Content:
-        """Return a dictionary of what the optimizer holds for each parameter, such as momentum.
+        """Return what the optimizer keeps for each parameter, such as momentum, as a dictionary.
 
         The keys have the form `optimizer.state.NAME.KEY`, where NAME is the parameter's name.
         """
@@ -72,9 +78,10 @@ class OptimizerState:
         return content
 
     def options(self) -> Options:
-        """Return the optimizer's options for each parameter.
+        """Return the optimizer's options, such as the learning rate, by the name of each parameter.
 
-        The parameters of one group share a single dictionary, so that pickle writes it only once.
+        The parameters of one group share one dictionary of options, so that pickle writes it only
+        once.
         """
         options: Options = {}
         for names, group in zip(self._groups, self._group_states, strict=True):
@@ -86,7 +93,7 @@ class OptimizerState:
         return options
 
     def packed(self, content: Mapping[str, Any], options: Options) -> Content:
-        """Return the optimizer's saved state as a dictionary for its `load_state_dict`.
+        """Convert the saved state to a dictionary that the optimizer's `load_state_dict` takes.
 
         Args:
             content: The values that were read from the saved state, by their keys.
@@ -111,9 +118,10 @@ class OptimizerState:
         return {"state": numbered, "param_groups": groups}
 
     def _states_by_name(self, content: Mapping[str, Any]) -> dict[str, Content]:
-        """Return the saved values for each parameter, by the parameter's name.
+        """Return the saved values of each parameter of this optimizer, by the parameter's name.
 
-        A tensor that has the shape of its parameter gets the parameter's strides, too.
+        A saved tensor with the shape of its parameter is copied so that it has the parameter's
+        strides.
         """
         own = {*self.names}
         states: dict[str, Content] = defaultdict(dict)
@@ -130,10 +138,10 @@ class OptimizerState:
         return states
 
     def put(self, packed: Content) -> None:
-        """Load the state that the method `packed` has returned into the optimizer."""
+        """Load a state into the optimizer: a dictionary that the method `packed` has returned."""
         self._optimizer.load_state_dict(packed)
-        # `load_state_dict` has converted tensors to the dtypes of their parameters. Restore the
-        # saved dtypes.
+        # `load_state_dict` has converted the tensors of the state to the dtypes of their
+        # parameters. Convert them back to the dtypes in which they were saved.
         for number, values in packed["state"].items():
             p = self._parameters[self.names[number]]
             state = self._optimizer.state[p]
@@ -143,7 +151,9 @@ class OptimizerState:
 
 
 def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> list[OptimizerState]:
-    """Return the state of each optimizer.
+    """Return an `OptimizerState` for each optimizer that is given.
+
+    `optimizers` can be an optimizer, a list of optimizers, or `None`.
 
     Raises:
         TypeError: If `optimizers` is neither an optimizer, nor a list of optimizers, nor `None`.
@@ -154,7 +164,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
     listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     if not isinstance(listed, list | tuple) or not all(isinstance(x, Optimizer) for x in listed):
         raise TypeError(
-            "the optimizer must be an optimizer, a list of optimizers, or None, but got "
+            "optimizer must be a torch.optim.Optimizer, a list of these, or None, but got "
             f"{type(optimizers).__name__}"
         )
     states = [OptimizerState(optimizer, parameters) for optimizer in listed]
@@ -162,14 +172,18 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
     for state in states:
         if both := taken.intersection(state.names):
             raise ValueError(
-                f"two optimizers have the parameter {min(both)}; only one can have its state"
+                f"two optimizers have the parameter {min(both)}, but only the state of one can be "
+                "saved; give each parameter to one optimizer"
             )
         taken.update(state.names)
     return states
 
 
 def parameter(key: str) -> str | None:
-    """Return NAME if a key has the form `optimizer.state.NAME.KEY`, or `None` for other keys."""
+    """Return the parameter's name NAME from a key `optimizer.state.NAME.KEY`.
+
+    For all other keys, return `None`.
+    """
     if not key.startswith(_STATE):
         return None
     name, _, _ = key.removeprefix(_STATE).rpartition(".")
@@ -177,7 +191,7 @@ def parameter(key: str) -> str | None:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values, such as tensors or nested dictionaries and lists, are equal.
+    """Return whether two values are equal: tensors, numbers, or dictionaries and lists of them.
 
     NaN counts as equal to NaN.
     """
@@ -216,7 +230,7 @@ def _check_nothing_else(held: list[Any]) -> None:
     """Raise `ValueError` if an optimizer has state that does not belong to a parameter.
 
     Args:
-        held: The keys of such state; empty if there is none.
+        held: The keys of state that does not belong to a parameter; empty if there is none.
     """
     if held:
         other = held[0]
@@ -224,14 +238,14 @@ def _check_nothing_else(held: list[Any]) -> None:
         if isinstance(other, Tensor):
             what = f"a tensor of shape {list(other.shape)}"
         raise ValueError(
-            f"the optimizer holds {what}, which belongs to no parameter and would not be saved; "
+            f"the optimizer's state has {what}, which belongs to no parameter and would be lost; "
             "call save() with optimizer=None, and pass the optimizer's state_dict() to save() as "
             "one more keyword argument"
         )
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return, for each parameter group of an optimizer, the names of its parameters."""
+    """Return for each parameter group of an optimizer a list of its parameters' names."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -246,7 +260,10 @@ def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[
 
 
 def _check_one_group(names: list[str], options: Options) -> None:
-    """Raise `ValueError` if the parameters of one group (`names`) have different saved options."""
+    """Raise `ValueError` if the saved options of a group's parameters differ.
+
+    An optimizer has the same options, such as the learning rate, for all parameters of a group.
+    """
     for name in names:
         for option, first in options[names[0]].items():
             other = options[name].get(option)
@@ -259,9 +276,9 @@ def _check_one_group(names: list[str], options: Options) -> None:
 
 
 def _placed(saved: Any, now: Any) -> Any:
-    """Return the saved value of an option.
+    """Return the saved value of an optimizer's option, such as the learning rate.
 
-    A saved tensor is moved to the device of the option's current value (`now`).
+    If it is a tensor, it is moved to the device of the option's current value (`now`).
     """
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)

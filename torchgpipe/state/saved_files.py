@@ -1,8 +1,8 @@
-"""Read and write the files of a saved state.
+"""Read and write the files of a saved training state.
 
 The files are a checkpoint of `torch.distributed.checkpoint`, and one more file with the checksums
-of all other files. While ranks write a state together, they use a `Meeting` to tell each other what
-they write, and the checksums.
+of the others. All ranks write a state together. They use a `Meeting`, which exchanges values
+between ranks, to tell each other what they write.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _BLOCK = 2**20
 def marked(path: Path) -> bool:
     """Return whether a folder holds a state that this library has saved.
 
-    Such a folder has the file `MARK`. Older versions of this library did not write this file, so
-    their folders are identified by the content of `.metadata`.
+    Such a folder has the file `MARK`. Older versions of this library did not write this file. The
+    folders of these versions are recognized by the content of their file `.metadata`.
 
-    A broken link (for example, to a disk that is not mounted) counts as a state. So loading it
-    fails with an error, and an older state is not loaded silently.
+    A broken link (for example, to a disk that is not mounted) counts as a state, too. Then loading
+    it fails with an error. Otherwise, an older state would be loaded without notice.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -53,7 +53,7 @@ def marked(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to a folder, and ignore errors."""
+    """Remove a folder with its files, or only the link if `path` is a link; ignore errors."""
     with suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -62,13 +62,13 @@ def remove(path: Path) -> None:
 
 
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
-    """Compare some of a state's files with their checksums, and return the checksums of all files.
+    """Check that a state's files are as they were written; return the checksums of all files.
 
-    Each rank compares a different part of the files. A state of an older version has no checksums.
-    Then nothing is compared, and the result is empty.
+    Each rank compares a different part of the files with their saved checksums. A state of an older
+    version of this library has no checksums. Then nothing is compared, and the result is empty.
 
     Raises:
-        ValueError: If a file has changed since it was written.
+        ValueError: If the checksum of a file differs from the saved one.
     """
     mark = path / MARK
     if not mark.exists():
@@ -90,10 +90,10 @@ def _checksum(path: Path) -> int:
 
 
 def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
-    """Write a checkpoint together with all other ranks, and flush it to the disk.
+    """Write a checkpoint to the disk, together with all other ranks.
 
     Args:
-        content: The values that this rank writes.
+        content: The values that this rank writes, by their keys.
         path: The folder of the checkpoint.
         ranks: An object through which this rank exchanges values with the other ranks.
     """
@@ -119,7 +119,7 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
 
 
 def _mark(path: Path, sums: list[dict[str, int]]) -> None:
-    """Write and flush the file `MARK`, which has the checksums of all other files of a state.
+    """Write the file `MARK` to the disk, with the checksums of all other files of a state.
 
     Args:
         path: The folder of the state.
@@ -135,15 +135,15 @@ def _mark(path: Path, sums: list[dict[str, int]]) -> None:
 
 
 def is_sparse(x: object) -> bool:
-    """Return whether a value is a sparse tensor, which has several parts in memory."""
+    """Return whether a value is a sparse tensor, so that its memory is not one block."""
     return isinstance(x, Tensor) and x.layout is not torch.strided
 
 
 class _Box:
-    """A sparse tensor in a saved state.
+    """A container for a sparse tensor, so that PyTorch's checkpoint writer pickles the tensor.
 
-    PyTorch's checkpoint writer writes the memory of a tensor, which a sparse tensor does not have.
-    It pickles a box with the tensor.
+    The writer would write the memory of a tensor as one block, but a sparse tensor has no such
+    block. It pickles all values that are not tensors.
     """
 
     def __init__(self, sparse: Tensor) -> None:
@@ -151,7 +151,7 @@ class _Box:
 
 
 class _Files(FileSystem):
-    """A filesystem for PyTorch's checkpoint writer. It computes the checksum of each new file."""
+    """A filesystem for PyTorch's checkpoint writer, which computes a checksum of each new file."""
 
     def __init__(self) -> None:
         self._made: dict[str, _File] = {}
@@ -164,16 +164,16 @@ class _Files(FileSystem):
         return file
 
     def sums(self) -> dict[str, int]:
-        """Return a dictionary from the final name of each file to the file's checksum."""
+        """Return the checksum of each written file, by the file's final name."""
         # PyTorch writes `.metadata` under a name that ends with `.tmp`, and renames it.
         return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}
 
 
 class _File(io.BufferedWriter):
-    """A file that computes the checksum of its content.
+    """A file that computes a checksum of its content while it is written.
 
-    If PyTorch's writer cannot write an item, it closes the file and flushes it afterwards. So
-    `flush` does nothing if the file is closed.
+    If PyTorch's writer fails, it flushes the file after it has closed it. So `flush` does nothing
+    for a closed file: an error here would hide why the writer failed.
     """
 
     sum = 0
@@ -188,7 +188,7 @@ class _File(io.BufferedWriter):
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
-    """Read values from a checkpoint; return a dictionary of the values by their keys.
+    """Read some values from a checkpoint, and return a dictionary of these values by their keys.
 
     Args:
         path: The folder of the checkpoint.
@@ -208,9 +208,9 @@ def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
 
 
 def _blank(saved: Any) -> Tensor | None:
-    """Return an uninitialized tensor, into which PyTorch will read a saved tensor.
+    """Return an uninitialized tensor, into which PyTorch reads a saved tensor.
 
-    `saved` is the metadata of the saved value. If this value is not a tensor, return `None`.
+    `saved` is the metadata of a saved value. If the value is not a tensor, return `None`.
     """
     if not isinstance(saved, TensorStorageMetadata):
         return None
@@ -218,7 +218,7 @@ def _blank(saved: Any) -> Tensor | None:
 
 
 def flush(path: Path) -> None:
-    """Flush the content of a file, or the list of names in a folder, to the disk."""
+    """Make sure that a file's content is on the disk, or for a folder its list of file names."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -228,33 +228,33 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Return a context that converts an error in reading a state into a clearer one.
+    """Convert any error within this context into one that says which state cannot be read.
 
     Raises:
-        RuntimeError: If anything fails in the context. The message names `path`, the folder of the
-            state, and says what to do.
+        RuntimeError: If anything fails within the context. The message names `path`, which is the
+            folder of the state, and says what to do.
     """
     try:
         yield
     except Exception as error:
         raise RuntimeError(
             f"the state in {path} cannot be read ({in_one_line(error)}); if it is damaged, remove "
-            "the folder, so that the previous state is loaded next time"
+            "this folder, so that the state before it is loaded next time"
         ) from caught(error)
 
 
 class FileLock:
-    """An exclusive lock on a file, which is held as long as this object exists.
+    """An exclusive lock on a file, which this process has as long as this object exists.
 
     The lock is a `flock`, which belongs to the open file. A POSIX lock (`lockf`) would end too
-    early: as soon as this process closes any descriptor of the file, for example after copying the
+    early: as soon as this process closes any descriptor of the file, as it does when it copies the
     folder.
 
-    A process cannot take the same `flock` twice. So the whole process shares one object for each
-    file (`FileLock.all`).
+    A process that opens the file twice cannot lock it twice. So the whole process shares one object
+    for each file, which is found in `FileLock.all`.
 
-    A forked process inherits the open file, and closes it at once. Otherwise the file would stay
-    locked after the end of the parent process, until the forked process ends.
+    A forked process inherits the open file, but closes it at once. Otherwise, the file would still
+    be locked after the parent process has ended, until the forked process ends, too.
 
     Raises:
         RuntimeError: If another process holds the lock.

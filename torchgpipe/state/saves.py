@@ -8,11 +8,12 @@ A state is saved in three steps:
    counts as complete.
 3. Rank 0 removes older states.
 
-If a rank or a machine fails before step 2, the next save removes the incomplete folder.
+If a rank or a machine fails before the folder has its final name, the state is incomplete, and the
+next save removes the folder.
 
-A state is a checkpoint of `torch.distributed.checkpoint`. During a save, ranks exchange values
-through the connections of the pipeline. So if a rank fails or dies during a save, the pipeline
-raises an error on all other ranks.
+The files of a state are a checkpoint of `torch.distributed.checkpoint`. During a save, ranks
+exchange values through the connections of the pipeline. If a rank fails or dies then, the pipeline
+raises an error on all other ranks, as during training.
 """
 
 import os
@@ -54,7 +55,7 @@ _PART = re.compile(r"part-[0-9a-f]{32}")
 
 
 class Saves:
-    """A folder of saved states of a training.
+    """A folder to which the states of a training are saved, and from which they are loaded.
 
         saves = Saves("states")
         found = saves.load(model, optimizer)                  # None if there is no state
@@ -62,16 +63,16 @@ class Saves:
             ...
             saves.save(step, model, optimizer, data=generator.get_state())
 
-    A state holds the layers, the optimizer, the states of random generators, and the values that
-    the caller adds. All ranks have to call `load` and `save`, between mini-batches.
+    A state has the values of the layers, of the optimizer and of random generators, and values that
+    the caller adds. All ranks have to call `load` and `save`, and only between two mini-batches.
 
-    A state can be loaded with another balance, and on another number of ranks. If the number of
-    ranks is the same as before, each rank loads its own state of PyTorch's default generator.
-    Otherwise, all ranks load the generator state of rank 0.
+    A state can be loaded into a pipeline with another balance or another number of ranks. If the
+    number of ranks is the same, each rank loads its own state of PyTorch's default random
+    generator. Otherwise, all ranks load the generator state of rank 0.
 
     Args:
-        folder: A folder that all ranks see. Each pipeline needs a separate folder. On filesystems
-            that have locks, `save` raises an error if another job saves into the same folder.
+        folder: A folder that all ranks can read and write. Each pipeline needs a separate folder.
+            On filesystems with locks, `save` raises an error if another job saves into the folder.
         keep: How many complete states to keep; older states are removed. Each state is a folder
             `NUMBER-step-STEP`, where NUMBER increases with each save, and STEP is the step that was
             saved.
@@ -85,9 +86,9 @@ class Saves:
         self._locked: FileLock | None = None
 
     def save(self, step: int, model: Partitioned, optimizer: Optimizers, **others: Any) -> None:
-        """Save the state after a step; gradients are not saved.
+        """Save the state of the training after a step; gradients are not saved.
 
-        When this method returns, the complete state is on the disk.
+        When this method returns, the whole state is on the disk.
 
         Args:
             step: The number of the step that the training has just completed.
@@ -112,15 +113,15 @@ class Saves:
             raise TypeError(f"step must be a whole number, but got {shortened(step)}")
         if not isinstance(model, Partitioned):
             raise TypeError(
-                f"save takes a step, a pipeline and its optimizer, but got {type(model).__name__} "
-                "as the pipeline"
+                f"save(step, model, optimizer) takes a pipeline as its model, but got "
+                f"{type(model).__name__}"
             )
         with model._together("save") as exchange, self._reported(step, others):
             ranks = Meeting(model.rank, exchange)
             if dist.is_initialized() and dist.get_world_size() > ranks.n:
                 raise ValueError(
                     f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
-                    "pipeline over all ranks can be saved; if other ranks hold replicas, use "
+                    "pipeline over all ranks can be saved; if other ranks have replicas of it, use "
                     "torch.distributed.checkpoint directly (see docs/processes.md)"
                 )
             state = State(model, optimizer, ranks.own)
@@ -129,14 +130,17 @@ class Saves:
             try:
                 self._write(part, ranks, state, training)
             except BaseException:
-                # With several ranks, the folder stays, because other ranks may still write into it.
+                # With several ranks, leave the folder, because other ranks may still write into it.
                 # The next save removes it.
                 if ranks.n == 1:
                     remove(part)
                 raise
 
     def _write(self, part: Path, ranks: Meeting, state: State, training: Content) -> None:
-        """Write a state into the folder `part`; rank 0 then gives the folder its final name."""
+        """Write a state into a folder, together with all ranks; rank 0 then renames the folder.
+
+        `part` is the path of this folder, which has a preliminary name until the state is complete.
+        """
         given = {"step": training["step"], **training["others"]}
         told = ranks.through(part, (given, state.kinds(), state.kind_of(), state.options()))
         kinds: set[str] = set()
@@ -158,7 +162,7 @@ class Saves:
         ranks.all(None)  # all ranks wait here until the state is complete
 
     def _complete(self, part: Path, step: int) -> None:
-        """Rename the folder of a complete state to its final name, and remove old states."""
+        """Give the folder of a complete state its final name, and remove old states."""
         number = max(self._whole(), default=0) + 1
         # A folder with this name can exist that this library has not made.
         while os.path.lexists(path := self.folder / f"{number:06}-step-{step}"):
@@ -173,11 +177,11 @@ class Saves:
             remove(old)
 
     def load(self, model: nn.Module, optimizer: Optimizers) -> dict[str, Any] | None:
-        """Load the newest state into the pipeline, the optimizer and the random generators.
+        """Load the newest state into the layers, the optimizer and the random generators.
 
-        Nothing is changed before every rank has read its part of the state. All gradients are
-        deleted. Otherwise, gradients that a failed mini-batch has left would be added to those of
-        the next mini-batch.
+        Nothing is changed before every rank has read its part of the state, so an error in reading
+        leaves all as it was. All gradients are deleted. Otherwise, gradients of a mini-batch that
+        failed would be added to those of the next mini-batch.
 
         Args:
             model: The pipeline, or the whole model without a pipeline, for example for inference.
@@ -240,7 +244,7 @@ class Saves:
         return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return a dictionary from the number of each complete state to the name of its folder."""
+        """Return the folder names of all complete states, by the number in each name."""
         whole: dict[int, str] = {}
         if not self.folder.is_dir():
             return whole
@@ -251,10 +255,10 @@ class Saves:
         return whole
 
     def _newest(self) -> str | None:
-        """Return the name of the newest state's folder, or `None` if there is no state.
+        """Return the folder name of the newest state, or `None` if there is no state.
 
-        If there is no state, check that states can be written into the folder; raise an error if
-        not. So this error comes before the training, and not only at the first save.
+        If there is no state, raise an error unless states can be written. The error should come
+        before the training, and not at the first save.
         """
         whole = self._whole()
         if whole:
@@ -271,8 +275,8 @@ class Saves:
     def _begin(self) -> str:
         """Lock the folder, remove incomplete states, and make a subfolder for a new state.
 
-        Return the subfolder's preliminary name. The name is random, so no rank has looked it up
-        before. If a rank had, its network filesystem could remember that there is no such folder.
+        Return the subfolder's preliminary name. It is random, so that no rank has looked it up
+        before: a network filesystem can remember for a while that there is no such folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
@@ -287,11 +291,12 @@ class Saves:
 
     @contextmanager
     def _reported(self, step: int, others: Content) -> Iterator[None]:
-        """Convert a failed write into an error that says why the state cannot be saved.
+        """Convert an error within this context into one that says why the state cannot be saved.
 
         Raises:
-            OSError: If a file cannot be written. The message says whether older states are kept.
-            TypeError: If one of the values `others` cannot be pickled.
+            OSError: If a file cannot be written. The message says whether earlier states exist,
+                which stay.
+            TypeError: If one of the values that the caller adds (`others`) cannot be pickled.
         """
         try:
             yield
@@ -308,7 +313,7 @@ class Saves:
 
 
 def _check_pickles(others: Content) -> None:
-    """Raise `TypeError` if one of the values to save cannot be pickled."""
+    """Raise `TypeError` if one of the values that the caller adds to a state cannot be pickled."""
     for name, value in others.items():
         try:
             pickle.dumps(value)
@@ -324,7 +329,7 @@ def _new_part() -> str:
 
 
 def _os_error(error: BaseException) -> OSError | None:
-    """Return the first `OSError` in the chain of an error and its causes, or `None`."""
+    """Return the first `OSError` among an error and its causes; `None` if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         if cause.__cause__ is not None or cause.__suppress_context__:
@@ -335,7 +340,7 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def _check_same(own: int, given: Content, rank: int, theirs: Content) -> None:
-    """Raise `ValueError` if this rank and another rank give different values to save."""
+    """Raise `ValueError` if this rank (`own`) and another (`rank`) give different values."""
     names = {**given, **theirs}
     unlike = [name for name in names if not same(given.get(name, ...), theirs.get(name, ...))]
     if unlike:

@@ -1,4 +1,4 @@
-"""The part of a training's state that one process saves and loads: `State`."""
+"""Collect and restore the part of a training's state that belongs to one process."""
 
 from collections.abc import Collection
 
@@ -11,9 +11,10 @@ from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter,
 
 
 class State:
-    """The state of this process's layers, of their optimizers, and of random generators.
+    """The state of this process's layers, optimizers and random generators, by keys.
 
-    Each value has a key. The keys of layers and optimizers do not depend on the balance.
+    In a saved state, each value has a key of one of these forms. The keys of layers and optimizers
+    do not depend on the balance, so a state can be loaded with another balance.
 
         model.NAME                  a parameter or buffer
         optimizer.state.NAME.KEY    a value that the optimizer holds for a parameter
@@ -29,8 +30,8 @@ class State:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, rank: int) -> None:
         self._model = model
-        # The model without a pipeline lists a parameter that layers share only once, under its
-        # first name. Its optimizer's state has this name, too.
+        # If layers share a parameter, the model without a pipeline lists it only once, under its
+        # first name. So the state of the parameter's optimizer is saved under this name, too.
         copies = model.copies() if isinstance(model, Partitioned) else {}
         self._parameters = {copies.get(p, name): p for name, p in model.named_parameters()}
         self._elsewhere = {*copies.values()}
@@ -47,14 +48,17 @@ class State:
         return [optimizer.kind for optimizer in self._optimizers]
 
     def kind_of(self) -> dict[str, str]:
-        """Return, by the name of each optimized parameter, the name of its optimizer's class."""
+        """Return for the name of each optimized parameter the class name of its optimizer."""
         kind_of: dict[str, str] = {}
         for optimizer in self._optimizers:
             kind_of |= dict.fromkeys(optimizer.names, optimizer.kind)
         return kind_of
 
     def content(self) -> Content:
-        """Return a dictionary of all values to save, without those that another rank saves."""
+        """Return all values that this process saves, by their keys.
+
+        A parameter that several ranks share is saved by only one of them.
+        """
         content = self.fixed()
         for key, generator in self._defaults.items():
             content[key] = generator.get_state()
@@ -68,9 +72,10 @@ class State:
         return own
 
     def fixed(self) -> Content:
-        """Return the values to save of the layers: parameters, buffers and states of generators.
+        """Return the values of the layers to save: parameters, buffers and the layers' generators.
 
-        A saved state fits these layers only if it has the same keys, dtypes and shapes.
+        A saved state can be loaded into these layers only if it has the same keys, dtypes and
+        shapes.
         """
         fixed: Content = {}
         for name, x in self._model.state_dict().items():
@@ -87,7 +92,7 @@ class State:
         return options
 
     def wanted(self, keys: Collection[str], *, same_ranks: bool) -> list[str]:
-        """Return the keys of a saved state that this process reads.
+        """Return those keys of a saved state whose values this process needs.
 
         Args:
             keys: All keys of the saved state.
@@ -101,7 +106,7 @@ class State:
         return wanted
 
     def packed(self, content: Content, options: Options) -> list[Content]:
-        """Return the saved state of each optimizer as a dictionary for its `load_state_dict`.
+        """Convert the saved state to dictionaries, one for the `load_state_dict` of each optimizer.
 
         Args:
             content: The values that were read from the saved state.
@@ -113,9 +118,9 @@ class State:
         return [optimizer.packed(content, options) for optimizer in self._optimizers]
 
     def put(self, content: Content, packed: list[Content], *, same_ranks: bool) -> None:
-        """Load values into the layers, the optimizers and the generators; delete all gradients.
+        """Load saved values into the layers, the optimizers and the generators.
 
-        Gradients are deleted because they belong to earlier values of the parameters.
+        All gradients are deleted, because they were computed for other values of the parameters.
 
         Args:
             content: The values that were read from the saved state.
@@ -139,9 +144,10 @@ class State:
 
     @torch.no_grad()
     def _resize_sparse(self, saved: Content) -> None:
-        """Give compressed sparse tensors of the layers as many entries as the saved tensors have.
+        """Resize compressed sparse tensors of the layers to the saved number of entries.
 
-        `load_state_dict` can load such a tensor only if the two numbers of entries are equal.
+        `load_state_dict` can load a saved compressed sparse tensor only into one that has as many
+        entries.
         """
         for name, x in self._model.state_dict(keep_vars=True).items():
             compressed = isinstance(x, Tensor) and x.layout not in (strided, sparse_coo)
@@ -149,10 +155,12 @@ class State:
                 x.resize_as_sparse_(saved[name])
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
-        """Return pairs: a key of the saved state, and the default generator that loads its value.
+        """Return the default generators to load, each with its key in the saved state.
 
-        A generator loads the value of its own key, if the number of ranks is the same as before and
-        the saved state has this key. Otherwise, a CPU generator loads the value of rank 0, and a
+        The list has pairs of a key and a generator.
+
+        If the number of ranks is the same as before, and the saved state has the generator's own
+        key, the pair has this key. Otherwise, a CPU generator loads the value of rank 0, and a
         GPU's generator loads the value of partition 0.
         """
         drawing = []
@@ -165,7 +173,7 @@ class State:
 
 
 def _generators_of(model: nn.Module) -> dict[str, Generator]:
-    """Return the generators that are attributes of layers, by their keys."""
+    """Return the random generators that layers have as attributes, by their keys in a state."""
     generators = {}
     for name, module in model.named_modules():
         for attribute, value in module.__dict__.items():

@@ -1,1 +1,1 @@
-"""A training step: the losses of the micro-batches, and the loss of the mini-batch."""
+"""The training step of a pipeline: compute the micro-batches' losses, and run their backwards."""

@@ -1,13 +1,13 @@
-"""Run the forward hooks that are registered on the pipeline itself, in `model.step`.
+"""Run the forward hooks of a pipeline in `model.step`, which PyTorch does not do.
 
-`model(x)` calls the module, so PyTorch runs the hooks. `model.step` does not call the module, so it
-runs the hooks itself:
+PyTorch runs the hooks that are registered on a module when the module is called, as in `model(x)`.
+`model.step` does not call the pipeline, so it runs the pipeline's hooks itself:
 
 - Forward pre-hooks get the input of the mini-batch.
-- Forward hooks of the user get the output of each micro-batch, before the criterion gets it. (In a
-  step, there is no output of the whole mini-batch.)
-- Forward hooks that `torch.distributed` has registered, such as those of `replicate`, prepare the
-  backward. So they get the loss of the mini-batch.
+- Forward hooks that the user has registered get the output of each micro-batch, before the
+  criterion gets it. (In a step, there is no output of the whole mini-batch.)
+- Forward hooks that `torch.distributed` has registered get the loss of the mini-batch, because
+  these hooks prepare its backward. `replicate` has such a hook.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def run_with_hooks(
     model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
 ) -> Tensor:
-    """Run forward pre-hooks, then `run`, then forward hooks of `torch.distributed`.
+    """Run a training step, with the pipeline's forward pre-hooks before it and its hooks after it.
+
+    The hooks after it are only those of `torch.distributed`. The user's forward hooks run during
+    the step, on each output (see `seen_by_hooks`).
 
     Args:
         model: The pipeline, with its hooks.
-        given: The arguments of the call. A pre-hook can change them.
-        run: Runs the step with these arguments, and returns the loss.
+        given: The arguments of the step. A pre-hook can change them.
+        run: A function that runs the step with these arguments, and returns the loss.
 
     Returns:
         The loss, which a forward hook can have changed.
@@ -37,8 +40,8 @@ def run_with_hooks(
     """
     if model._backward_hooks or model._backward_pre_hooks:
         raise RuntimeError(
-            "a full backward hook on a pipeline does not see the outputs of step(); put it on the "
-            "first or last layer, or call loss.backward() on a loss of model(x)"
+            "a full backward hook on a pipeline does not see the outputs of step(); put the hook "
+            "on the first or last layer, or train with loss.backward() on a loss of model(x)"
         )
     args, kwargs = given
     for key, hook in model._forward_pre_hooks.items():
@@ -58,7 +61,10 @@ def run_with_hooks(
 
 
 def seen_by_hooks(model: nn.Module, output: Any) -> Any:
-    """Run the user's forward hooks on an output, and return what they have made of it."""
+    """Run the user's forward hooks on a micro-batch's output; return the output after them.
+
+    A hook can replace the output by another one.
+    """
     for key, hook in model._forward_hooks.items():
         if not _is_of_pytorch(hook):
             output = _seen_by(hook, key, model, output)

@@ -33,24 +33,24 @@ Shown = Callable[[Any], Any]
 class Losses(BatchIO):
     """Call the criterion on each micro-batch's output, and run the backward of each loss.
 
-    The criterion draws random numbers as if it were one more stage. After the last micro-batch,
-    `batch.tell` is called with the loss of the mini-batch.
+    The criterion draws random numbers as if it were one more stage after the last. After the last
+    micro-batch, `batch.tell` is called with the loss of the mini-batch.
 
     A criterion can also use other tensors that require grad: its own parameters, the layers'
-    parameters, or a tensor that it closes over. The gradients of these tensors are summed here,
-    and returned by `sums` when the step ends.
+    parameters, or a tensor that it closes over. The gradients of these tensors are summed over the
+    micro-batches, and `sums` returns the sums when the step ends.
 
     Args:
         batch: The mini-batch.
         inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`, such as the criterion and the target.
-        shown: Converts an output to the first argument of the criterion.
+        shown: A function that converts an output to the first argument of the criterion.
 
     Attributes:
         targets: The target of each micro-batch.
-        counted: For each micro-batch, what the criterion has counted, if it is a cross entropy and
-            this is the pipeline's first step.
+        counted: For each micro-batch, the targets over which a cross entropy has averaged (see
+            `means`). It is filled only in the pipeline's first step.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return the target, with tensors that have a graph replaced by detached leaves."""
+        """Return the target; its tensors that have an autograd graph become detached leaves."""
 
         def cut(x: Tensor) -> Tensor:
             if x.grad_fn is None or not torch.is_grad_enabled():
@@ -93,12 +93,12 @@ class Losses(BatchIO):
         return with_tensors(cut, target)
 
     def leave(self, i: int, output: Item) -> None:
-        """Compute the loss of micro-batch i.
+        """Compute the loss of micro-batch i from the last stage's output.
 
         After the last micro-batch, call `batch.tell` with the loss of the mini-batch.
 
         Raises:
-            RuntimeError: If gradients are on, and no loss of the mini-batch has a graph.
+            RuntimeError: If gradients are enabled, and no loss of the mini-batch has a graph.
         """
         since = sequence_number()
         result = self._loss_of(i, output)
@@ -116,9 +116,9 @@ class Losses(BatchIO):
             return
         if torch.is_grad_enabled() and not self._has_graph:
             raise RuntimeError(
-                "the criterion returned a loss without a graph for every micro-batch, so there is "
-                "nothing to go backward through; compute it from the output, without detach(), "
-                "item() or no_grad(), or call evaluate() if nothing is to be trained"
+                "the criterion returned a loss without a graph for every micro-batch, so no "
+                "backward can run; compute the loss from the output, without detach(), item() or "
+                "no_grad(), or call evaluate() if nothing is to be trained"
             )
         self._request.logs[:] = [self._logs[i] for i in sorted(self._logs)]
         losses = [loss for _, loss in sorted(self._losses.items())]
@@ -126,7 +126,7 @@ class Losses(BatchIO):
         self._batch.tell(torch.stack(losses) if apart else cast(Tensor, sum(losses)))
 
     def _loss_of(self, i: int, output: Item) -> object:
-        """Return what the criterion returns for the output of micro-batch i."""
+        """Call the criterion on the output of micro-batch i, and return its result."""
         with self._batch.draws(i, self._stage, False).around():
             try:
                 given = self._shown(together(output.form, handed(output.flat)))
@@ -136,7 +136,10 @@ class Losses(BatchIO):
                 raise
 
     def _hint(self, i: int) -> str:
-        """Return a hint for an error of the criterion, if its target can be the cause."""
+        """Return text about the target, to add to an error of the criterion.
+
+        The text is "" if nothing is known to be wrong with the target of micro-batch i.
+        """
         if self._request.target is None:
             return "; its target is None: give step(criterion, input, target)"
         here = self._batch.devices[-1]
@@ -146,11 +149,12 @@ class Losses(BatchIO):
         return ""
 
     def output_grads(self, i: int) -> Flat:
-        """Run the backward of micro-batch i's loss; return the gradients of its outputs.
+        """Run the backward of micro-batch i's loss; return the gradients of the stage's outputs.
 
-        If the criterion has used other leaf tensors (such as parameters), add their gradients to
-        the sums that `sums` returns. Several losses can share a graph, such as that of a tensor the
-        criterion closes over. Only the last backward frees this graph.
+        If the criterion has used other leaf tensors (such as parameters), their gradients are added
+        to the sums that `sums` returns. Several losses can share a part of their graphs, for
+        example if the criterion closes over a tensor that has a graph. Only the last backward frees
+        this part.
         """
         outputs, loss, since = self._under_way.pop(i)
         if not loss.requires_grad:
@@ -196,10 +200,10 @@ class Losses(BatchIO):
             self._sums[leaf] = before + grad
 
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
-        """Return the tensors that the criterion used, and the sum of each one's gradients.
+        """Return the tensors that the criterion has used, and the sum of each tensor's gradients.
 
-        These are parameters and other leaf tensors, but not the pipeline's outputs. A parameter or
-        a target can have been replaced by a detached leaf for the criterion. Then the original is
+        These tensors are parameters and other leaf tensors, but not the pipeline's outputs. Some of
+        them were replaced by detached leaves while the criterion ran. Then the originals are
         returned.
         """
         meant = self._originals()
@@ -209,7 +213,10 @@ class Losses(BatchIO):
         return originals, tuple([grad.to(x.device) for grad, x in sums])
 
     def take_sum(self, p: Tensor) -> Tensor | None:
-        """Return the sum of the gradients that the criterion gives a parameter, and forget it."""
+        """Return the sum of a parameter's gradients from the criterion, and remove the sum.
+
+        Return `None` if the criterion has not used the parameter.
+        """
         meant = self._originals()
         total: Tensor | None = None
         for leaf in [*self._sums]:
@@ -219,7 +226,7 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Return a dictionary from leaves to the tensors that they replace in the criterion."""
+        """Return the original tensors, by the leaves that replace them while the criterion runs."""
         meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter
@@ -228,7 +235,10 @@ class Losses(BatchIO):
 
 
 def handed(outputs: Flat) -> Flat:
-    """Return the outputs as non-leaf tensors, which a criterion may change in place."""
+    """Return a micro-batch's outputs as tensors that a criterion may change in place.
+
+    Autograd forbids this for leaf tensors that require grad, so the results are not leaves.
+    """
     taking = [y for y in outputs if y is not None and y.requires_grad]
     if not taking:
         return outputs
@@ -252,7 +262,7 @@ class _Handed(torch.autograd.Function):
 
 
 def _zeros(outputs: Iterable[Tensor | None]) -> Flat:
-    """Return zero gradients, for outputs that a loss does not depend on."""
+    """Return zeros as the gradients of outputs, for a loss that does not depend on any output."""
     return tuple(
         [None if y is None or not y.requires_grad else torch.zeros_like(y) for y in outputs]
     )
@@ -265,21 +275,21 @@ def run_step(
     request: StepRequest,
     shown: Shown,
 ) -> Tensor:
-    """Run all tasks of a mini-batch in the schedule's order, and return its loss.
+    """Run all tasks of a mini-batch in the schedule's order, and return the mini-batch's loss.
 
-    If gradients are on, this runs all backwards, too. The loss is the output of a node of the
-    caller's graph, and the backward of this node only returns the summed gradients.
+    If gradients are enabled, this runs all backwards, too. The returned loss has an autograd node,
+    but the backward of this node computes nothing: it only returns the gradients that were summed.
 
     Args:
         batch: The mini-batch.
         inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`.
-        shown: Converts an output to the first argument of the criterion.
+        shown: A function that converts an output to the first argument of the criterion.
 
     Raises:
-        RuntimeError: If the caller wants a backward, but gradients are off.
-        TypeError: If the criterion is not a function, or the scaler is not a scaler.
+        RuntimeError: If the caller wants a backward, but gradients are disabled.
+        TypeError: If the criterion is not a function, or the scaler is not a gradient scaler.
     """
     if batch.last:
         check_criterion(request.criterion)
@@ -287,7 +297,8 @@ def run_step(
         start_scaler(request.scaler, batch.devices[-1])
     if request.backward and not torch.is_grad_enabled():
         raise RuntimeError(
-            "step() runs a backward, but gradients are off here; call evaluate() instead"
+            "step() runs a backward, but gradients are disabled here, as by torch.no_grad(); call "
+            "evaluate() instead"
         )
     io = BatchIO(inputs)
     if batch.last:
@@ -316,10 +327,10 @@ def run_step(
 
 
 def scalar(loss: object, call: str = "step") -> Tensor:
-    """Return the loss that a criterion of `step` or `loss` has returned.
+    """Check that the result of a criterion is a loss, and return it.
 
     Raises:
-        TypeError: If the loss is not a scalar.
+        TypeError: If the result is not a scalar. `call` is the method that the message names.
     """
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

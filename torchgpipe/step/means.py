@@ -1,4 +1,8 @@
-"""Warn if a criterion averages over something else than the samples of a micro-batch."""
+"""Warn if a criterion's loss is not the mean over the samples of a micro-batch.
+
+The loss of a mini-batch is the mean of the micro-batches' losses, weighted by their samples. This
+is wrong if a criterion sums, ignores some targets, or weights classes.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,15 +24,17 @@ _SUM = 2
 
 
 class Counted(NamedTuple):
-    """What a cross entropy has counted. If the loss is a sum, only `is_sum` has a meaning.
+    """The targets over which a cross entropy has averaged, in one micro-batch.
+
+    If the loss is a sum, only `is_sum` has a meaning.
 
     Attributes:
-        total: The sum of the weights of all targets that are not ignored, a scalar tensor. Without
-            class weights, this is the number of these targets.
+        total: The sum of the class weights of all targets that are not ignored, as a scalar tensor.
+            Without class weights, this is the number of these targets.
         number: The number of all targets.
         ignored: The class index that is ignored.
-        classes: Whether there are class weights.
-        is_sum: Whether the loss is a sum, and no mean.
+        classes: Whether the cross entropy has class weights.
+        is_sum: Whether the loss is a sum, and not a mean.
     """
 
     total: Tensor
@@ -39,13 +45,14 @@ class Counted(NamedTuple):
 
 
 def counted(loss: Tensor) -> Counted | None:
-    """Find the cross entropy from which a loss is computed, and return what it has counted.
+    """Find a cross entropy in the graph of a loss; return the targets over which it has averaged.
 
-    A loss of PyTorch that is a sum need not be a cross entropy. For all other losses, and for a
-    loss without a graph, return `None`.
+    For a PyTorch loss that is a sum, the result only says so, also if the loss is no cross entropy.
+    For all other losses, and for a loss without a graph, return `None`.
 
-    This can cost time: to read what a node keeps, the host can have to wait for a GPU. Within
-    `torch.utils.checkpoint`, it also computes the loss again.
+    This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
+    host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
+    again.
     """
     node: Any = loss.grad_fn
     if getattr(node, "_saved_reduction", None) == _SUM:
@@ -71,14 +78,15 @@ def warn_of_other_means(
 ) -> None:
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
-    It can be a sum, or a mean over fewer targets (`ignore_index`), or a mean with class weights.
-    The first step of a pipeline finds this from the graphs of the losses. Later steps and
-    `evaluate` find it from the options of a criterion of PyTorch.
+    The loss can be a sum, a mean over fewer targets (`ignore_index`), or a mean with class weights.
+    In the first step of a pipeline, the graphs of the losses show which it is. In later steps and
+    in `evaluate`, the options of a PyTorch criterion show it.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
-        found: What the criterion has counted in each micro-batch, in the first step.
+        found: In the first step, the targets over which a cross entropy has averaged in each
+            micro-batch.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return
@@ -127,7 +135,7 @@ def warn_of_other_means(
 
 
 def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
-    """Return the sum of the weights of each target's class indices.
+    """Return for each micro-batch the sum of the class weights of its targets.
 
     Args:
         targets: The target of each micro-batch.
@@ -152,16 +160,23 @@ def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> lis
 
 
 def _is_index(target: object) -> bool:
-    """Return whether a target has class indices (some can be ignored), not probabilities."""
+    """Return whether a target is a tensor of class indices, and not of class probabilities."""
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str:
-    """Return the code of a function that counts the targets that the criterion does not ignore.
+    """Return code for the argument `weight`: a function that counts the targets of a micro-batch.
 
-    The targets are all tensors, or all tuples, or all mappings with tensors. A language model does
-    not predict the first token of a row. So the code also leaves out the first column, if only then
-    it counts as many targets as the criterion.
+    The function must count only targets that the criterion does not ignore. The code is text for a
+    warning, which a user can copy.
+
+    A language model does not predict the first token of a row. So if the number of targets agrees
+    with `totals` only without the first column, the code leaves this column out.
+
+    Args:
+        targets: The target of each micro-batch: all tensors, all tuples or all mappings.
+        totals: How many targets the criterion has counted in each micro-batch.
+        ignored: The class index that the criterion ignores.
     """
     first = targets[0]
     columns: dict[str, list[Any]] = {"target": [*targets]}
@@ -183,7 +198,11 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
 
 
 def _sum_of_weights(criterion: Criterion, ignored: int) -> str:
-    """Return the code of a function that adds up the class weights of a target."""
+    """Return code for the argument `weight`: a function that adds up class weights.
+
+    The function adds up the class weights of all targets of a micro-batch that are not ignored. The
+    code is text for a warning, which a user can copy.
+    """
     if options_of(criterion) is None:
         classes = "class_weights"
     elif isinstance(criterion, nn.Module):

@@ -1,4 +1,4 @@
-"""The arguments of a training step, except for its input."""
+"""The arguments of `step` and `evaluate` except for the input, and checks of them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,20 +14,28 @@ Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 
 
 class StepRequest(NamedTuple):
-    """The arguments of `step` and `evaluate`, except for the input."""
+    """The arguments of `step` or `evaluate`, except for the input."""
 
     criterion: Criterion
     target: Any
     reduction: str
     weight: Callable[[Any], Any] | None
-    logs: list[Any]  # filled with what the criterion logs of each micro-batch
+    logs: list[Any]
+    """A list to fill with what the criterion logs of each micro-batch."""
     scaler: torch.amp.GradScaler | None = None
-    backward: bool = True  # `step` runs a backward, and `evaluate` does not
-    first: bool = False  # whether this is the first step of the pipeline
+    backward: bool = True
+    """Whether to run backwards, as `step` does. `evaluate` runs only forwards."""
+    first: bool = False
+    """Whether this is the first step of the pipeline."""
 
 
 def check_criterion(given: object, call: str = "step") -> None:
-    """Raise `TypeError` if `step` or `loss` is given something else than a criterion."""
+    """Raise `TypeError` if the criterion that was given to `step` or `loss` is not a function.
+
+    Args:
+        given: What was given as the criterion.
+        call: The method that was called, `step` or `loss`, for the error message.
+    """
     if isinstance(given, type):
         name = given.__name__
         raise TypeError(
@@ -41,7 +49,7 @@ def check_criterion(given: object, call: str = "step") -> None:
 
 
 def options_of(criterion: Criterion) -> dict[str, Any] | None:
-    """Return the options of a PyTorch criterion, such as `ignore_index`, by their names.
+    """Return the options of a criterion from PyTorch, such as `ignore_index`, by their names.
 
     The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
     a function. For any other criterion, return `None`.
@@ -56,7 +64,7 @@ def options_of(criterion: Criterion) -> dict[str, Any] | None:
 
 
 def check_without_target(criterion: Criterion) -> None:
-    """Raise `TypeError` if a criterion is from PyTorch, so that it needs a target."""
+    """Raise `TypeError` if a criterion is from PyTorch, because it needs a target and has none."""
     if options_of(criterion) is not None:
         function = getattr(criterion, "func", criterion)
         name = getattr(function, "__name__", type(criterion).__name__)
@@ -64,10 +72,13 @@ def check_without_target(criterion: Criterion) -> None:
 
 
 def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Scale a zero, so that a gradient scaler creates its scale: each rank needs it after the step.
+    """Make a gradient scaler create its scale, which `scaler.step` needs on every rank.
+
+    A scaler creates its scale when it first scales a loss. Ranks without the last stage have no
+    loss, so here every rank scales a zero.
 
     Raises:
-        TypeError: `step` was given something else than a scaler.
+        TypeError: If `step` was given something else than a gradient scaler.
     """
     if isinstance(scaler, type) or not callable(getattr(scaler, "scale", None)):
         raise TypeError(

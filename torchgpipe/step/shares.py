@@ -1,4 +1,4 @@
-"""Weigh the losses of micro-batches, so that their sum is the loss of the mini-batch."""
+"""Scale the losses of micro-batches, so that their sum is the loss of the mini-batch."""
 
 from collections.abc import Callable, Sequence
 from math import nan
@@ -15,16 +15,17 @@ class Shares:
     """Scale each micro-batch's loss, so that the scaled losses add up to the mini-batch's loss.
 
     Args:
-        reduction: `"mean"` scales each loss by the micro-batch's number of samples, or by `weight`.
-            `"sum"` and `"none"` leave the losses as they are.
-        weight: A function that returns the weight of a micro-batch, given its target.
+        reduction: With `"mean"`, each loss is scaled by the micro-batch's share of all samples, or
+            of all weights. With `"sum"` and `"none"`, the losses stay as they are.
+        weight: A function that takes the target of a micro-batch and returns the weight of its
+            loss, such as the number of tokens. With `None`, the weight is the number of samples.
         sizes: The number of samples of each micro-batch.
         targets: The target of each micro-batch.
 
     Raises:
-        TypeError: The weight is not a function, or does not return a number.
-        ValueError: The reduction is unknown, or a weight is given for `"sum"` or `"none"`; or
-            samples cannot be counted, and there is no weight.
+        TypeError: If `weight` is not a function, or does not return a number.
+        ValueError: If the reduction is unknown, if a weight is given for `"sum"` or `"none"`, or if
+            samples cannot be counted and there is no weight.
     """
 
     def __init__(
@@ -40,28 +41,29 @@ class Shares:
         if reduction != "mean":
             given = shortened(reduction) if weight is None else f"{reduction!r} with a weight"
             raise ValueError(
-                "reduction must be 'mean', 'sum' or 'none' (with a weight, only 'mean'), but got "
+                "reduction must be 'mean', 'sum' or 'none', and with weight= only 'mean', but got "
                 + given
             )
         if weight is not None and not callable(weight):
             raise TypeError(
-                "weight must be a function that returns the weight of a micro-batch's loss, given "
-                f"its target, but got {shortened(weight)}"
+                "weight must be a function that takes the target of a micro-batch and returns the "
+                f"weight of its loss, but got {shortened(weight)}"
             )
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(
                 "the samples of a micro-batch cannot be counted, because its tensors differ in "
-                "dimension 0; give weight=, a function that returns the weight of a micro-batch's "
-                "loss, given its target, or reduction='sum'"
+                "dimension 0; give weight=, a function that takes the target of a micro-batch and "
+                "returns the weight of its loss, or give reduction='sum'"
             )
         self._counts = sizes if weight is None else [_number(weight(target)) for target in targets]
         self._total: Any = sum(self._counts)
 
     def of(self, loss: Tensor, i: int) -> Tensor:
-        """Return micro-batch i's loss, scaled by its weight divided by the sum of all weights.
+        """Return micro-batch i's loss, scaled by its share of the sum of all weights.
 
-        If the weight of micro-batch i is zero, return zero: its loss can be NaN, the mean of no
-        values, and would make the gradients NaN. But if all weights are zero, return NaN.
+        If the weight of micro-batch i is zero, return zero. The reason is that its loss can be the
+        mean of no values, which is NaN, and would make all gradients NaN. But if all weights are
+        zero, return NaN.
         """
         if self._counts is None:
             return loss
@@ -76,10 +78,11 @@ class Shares:
         return loss * share
 
     def masked(self, grad: Tensor | None, i: int) -> Tensor | None:
-        """Return a gradient of micro-batch i's loss, or zeros if the weight of i is zero.
+        """Return a gradient of micro-batch i's loss, or zeros if the weight of the loss is zero.
 
-        This is for weights that are tensors. The host does not wait for their values, so it cannot
-        skip the backward if a weight is zero. Instead, the gradients are made zero on the device.
+        This matters only for weights that are tensors. The host does not wait for their values, so
+        it cannot skip the backward if a weight is zero. Instead, the gradients are set to zero on
+        the device.
         """
         if grad is None or self._counts is None or not isinstance(self._total, Tensor):
             return grad
@@ -91,7 +94,10 @@ class Shares:
 
 
 def _number(weight: Any) -> Any:
-    """Return a micro-batch's weight. A tensor becomes double: small types overflow in a sum."""
+    """Check that a micro-batch's weight is a number or a scalar tensor, and return it.
+
+    A tensor is converted to float64, because a sum of weights could overflow a smaller dtype.
+    """
     if isinstance(weight, Tensor):
         if not weight.dim():
             return weight.double()
@@ -101,6 +107,6 @@ def _number(weight: Any) -> Any:
     else:
         given = type(weight).__name__
     raise TypeError(
-        "weight must return a number for each micro-batch, the weight of its loss, but it returned "
+        "weight must return the weight of a micro-batch's loss, which is a number, but it returned "
         + given
     )

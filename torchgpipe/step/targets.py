@@ -18,20 +18,21 @@ Values = Sequence[Any]
 
 
 def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the part of a target for each micro-batch.
+    """Split the target of a mini-batch; return the target of each micro-batch.
 
     Tensors and NumPy arrays are split along dimension 0, also if they are nested in mappings,
-    tuples, lists and dataclasses. A list or tuple with one entry for each sample, such as one
-    dictionary for each image, is split into shorter ones. Any other value is given to every
-    micro-batch. `MicroBatches` are taken as they are.
+    tuples, lists and dataclasses. A list or tuple that has an entry for each sample, such as a
+    dictionary for each image, is split into shorter lists or tuples. Any other value is given to
+    every micro-batch as it is. `MicroBatches` are not split, because they already have a target for
+    each micro-batch.
 
     Args:
         target: The target of the mini-batch, or the `MicroBatches` of targets.
         sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: Dimension 0 of a tensor is not the batch size, a tensor cannot be split, or
-            there is another number of targets than of micro-batches.
+        ValueError: If dimension 0 of a tensor is not the batch size, if a tensor cannot be split,
+            or if there is not one target for each micro-batch.
     """
     if isinstance(target, MicroBatches):
         if len(target) != len(sizes):
@@ -68,9 +69,10 @@ def whole(target: Any) -> Any:
 
 
 def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
-    """Return a copy of the target in which `function` has replaced each tensor.
+    """Return a copy of a target in which each tensor x is replaced by `function(x)`.
 
-    Arrays of numbers become tensors. If nothing in the target changes, return the target itself.
+    NumPy arrays of numbers become tensors, too. If nothing in the target changes, the function
+    returns the target itself.
     """
     target = _as_tensor(target)
     if isinstance(target, Tensor):
@@ -80,9 +82,10 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
 
 def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
-    """Return the values in `target`, and a function that puts other values into a copy of it.
+    """Return the values in a container `target`, and a function that makes a copy with others.
 
-    If `target` is no mapping, list, tuple or dataclass, there are no values.
+    A container is a mapping, list, tuple or dataclass. For anything else, there are no values. The
+    function takes the other values, and returns the copy.
     """
     values: Values = ()
     put: Callable[[Values], Any] = list
@@ -105,7 +108,11 @@ def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
 
 
 def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
-    """Return a copy of a mapping with other values: of its class, or a `dict` for rare classes."""
+    """Return a copy of a mapping with other values.
+
+    The copy of a `dict` or `UserDict` has the same class. The copy of any other mapping is a
+    `dict`.
+    """
     items = zip(mapping, values, strict=True)
     if not isinstance(mapping, dict | UserDict):
         return dict(items)
@@ -116,7 +123,10 @@ def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
 
 
 def _with_attributes(target: Any, names: Sequence[str], values: Values) -> Any:
-    """Return a copy of a dataclass with other values, without a call of its constructor."""
+    """Return a copy of a dataclass object with other values.
+
+    The constructor is not called, because it may check or change the values.
+    """
     copied = copy.copy(target)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(copied, name, value)
@@ -139,14 +149,14 @@ def _split(target: Tensor, sizes: Sequence[int]) -> list[Any]:
     if not target.dim() or len(target) != sum(sizes):
         raise ValueError(
             f"every tensor of the target needs the batch size, {sum(sizes)}, as its dimension 0, "
-            f"but one has the shape {tuple(target.shape)}; give what belongs to no sample as a "
-            "Python number, or let the criterion close over it"
+            f"but one has the shape {tuple(target.shape)}; a value that is the same for all "
+            "samples can be a Python number, or a variable that the criterion closes over"
         )
     return list(target.split([*sizes]))
 
 
 def _as_tensor(target: Any) -> Any:
-    """Return an array of numbers as a tensor, and anything else as it is."""
+    """Return a NumPy array of numbers as a tensor, and any other value as it is."""
     if isinstance(target, Tensor) or not _is_array(target) or target.dtype.kind not in "biufc":
         return target
     # PyTorch takes neither another byte order nor a negative stride, as of `array[::-1]`.
@@ -162,11 +172,12 @@ def _is_array(x: object) -> bool:
 
 
 def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
-    """Return whether each entry of a target, such as a list, belongs to one sample.
+    """Return whether a target is a list, tuple or array with an entry for each sample.
 
-    A list of numbers does not count: it can be a list of class weights that is as long as the batch
-    by chance. If all tensors among the entries have the batch size as dimension 0, each of them
-    belongs to the whole mini-batch.
+    It has to have as many entries as there are samples. But a list of numbers does not count,
+    because it can be a list of class weights that has this length by chance. A list of tensors does
+    not count either if dimension 0 of all of them is the batch size: each tensor then belongs to
+    the whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:

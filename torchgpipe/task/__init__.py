@@ -1,1 +1,1 @@
-"""One task (a micro-batch on a stage): its autograd graph, and guards that check its layers."""
+"""Run a task (a micro-batch on a stage): its autograd graph, and checks of what its layers do."""

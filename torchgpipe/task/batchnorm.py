@@ -1,11 +1,11 @@
 """Batch normalization that runs on micro-batches, but updates its statistics once per mini-batch.
 
 The layer keeps the number of values, the mean and the variance of each micro-batch. At the end of
-the mini-batch it combines them by the formula of Chan, Golub and LeVeque ("Algorithms for computing
-the sample variance", 1983). This formula does not compute the variance as a difference between sums
-of squares. So the variance stays precise even if the mean is far from zero.
+the mini-batch, it combines them by the formula of Chan, Golub and LeVeque ("Algorithms for
+computing the sample variance", 1983). The formula does not subtract large sums of squares from each
+other, so the variance stays precise even if the mean is far from zero.
 
-At the end of a mini-batch, a few operators update all layers of a model at once.
+All layers of a model are updated together, because this takes only a few operators.
 """
 
 from collections import Counter, defaultdict
@@ -107,8 +107,8 @@ class DeferredBatchNorm(_BatchNorm):
         chunks = _checked(chunks)
         # A pipeline among the layers has its own option `deferred_batch_norm`.
         inner = modules_of_pipelines(module.modules())
-        # Make all replacements before any layer is replaced. Then, if a layer cannot be converted,
-        # the module is unchanged.
+        # First make all new layers, and only then put them into the module. So if a layer cannot be
+        # converted, the module is unchanged.
         replacements: dict[nn.Module, nn.Module] = {}
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and layer not in inner and _can_defer(layer):
@@ -179,11 +179,11 @@ class DeferredBatchNorm(_BatchNorm):
         commit([self])
 
     def discard(self) -> None:
-        """Forget the tracked micro-batches without an update of the running statistics."""
+        """Forget the statistics of the micro-batches so far; update no running statistics."""
         self._tracked = []
 
     def extra_repr(self) -> str:
-        """Return the description of the layer as in `nn.BatchNorm`, followed by ``chunks``."""
+        """Return the settings of the layer for `print`: those of `nn.BatchNorm`, and ``chunks``."""
         return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -211,7 +211,10 @@ def _can_defer(layer: _BatchNorm) -> bool:
 
 
 def _own_methods(kind: type[_BatchNorm]) -> list[str]:
-    """Return which of the methods `forward`, `train` and `eval` a batch norm's class overrides."""
+    """Return the names of the methods `forward`, `train` and `eval` that a class overrides.
+
+    The class is a subclass of PyTorch's batch norms.
+    """
     methods = "forward", "train", "eval"
     return [name for name in methods if getattr(kind, name) is not getattr(_BatchNorm, name)]
 
@@ -221,7 +224,11 @@ _FORWARDS = {kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, DeferredBat
 
 
 def norms_in_training(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the batch norms in training mode: their output does not use running statistics."""
+    """Return those `modules` that are batch norms in training mode.
+
+    The outputs of these layers do not depend on their running statistics. Subclasses with a
+    `forward` or with buffers of their own are left out, because their outputs may depend on them.
+    """
     found = set()
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
@@ -237,9 +244,9 @@ _Tracked = tuple[DeferredBatchNorm, list[MicroBatchStatistics]]
 
 @torch.no_grad()
 def commit(layers: Iterable[DeferredBatchNorm]) -> None:
-    """End the mini-batch of several layers: update their running statistics together.
+    """End the mini-batch of several layers: update the running statistics of all of them together.
 
-    This function does not wait for the GPU.
+    This function submits work to the GPU, but does not wait for the results.
     """
     groups: dict[tuple[object, ...], list[_Tracked]] = defaultdict(list)
     sharing = Counter[Tensor]()
@@ -265,7 +272,7 @@ def _update(group: Sequence[_Tracked]) -> None:
     operators compute in float32, or in the dtype of the statistics if that is more precise.
 
     Args:
-        group: The layers, each with the statistics of its micro-batches.
+        group: Pairs of a layer and the statistics of its micro-batches.
     """
     layers = [layer for layer, _ in group]
     means_before = [cast(Tensor, layer.running_mean) for layer in layers]

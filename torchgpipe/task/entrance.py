@@ -1,4 +1,8 @@
-"""The ends of a task's autograd graph: a node for its inputs, and gradient edges of its outputs."""
+"""The two ends of a task's autograd graph: the node for its inputs, and the edges of its outputs.
+
+Each task (a micro-batch on a stage) has a graph of its own. A backward through this graph begins at
+the edges of the outputs, and ends at the node for the inputs.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,16 +17,16 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Return the inputs as outputs of a new autograd node.
+    """Begin a task's graph: return its inputs, detached, as outputs of a new autograd node.
 
     In backward, the node writes the gradients of the inputs into the list `input_grads`. The node
     refers to this list, and not to the task. Otherwise the node and the task would keep each other
     alive.
 
     Args:
-        inputs: The inputs.
-        needs: Whether each input requires grad. If none does, no node is made.
-        input_grads: The list for the gradients.
+        inputs: The inputs of the task.
+        needs: Whether each input requires grad. If no input does, no node is made.
+        input_grads: The list to which a backward writes the gradients.
     """
     if True not in needs:
         return leaves(inputs, needs)
@@ -54,7 +58,10 @@ class _Entrance(torch.autograd.Function):
 def refuse_unusual_backward(grads: Flat) -> None:
     """Raise `RuntimeError` if the backward in progress is of a kind that tasks do not support.
 
-    Unsupported are batched gradients (`is_grads_batched=True`) and `create_graph=True`.
+    These kinds are a backward with `is_grads_batched=True`, and one with `create_graph=True`.
+
+    Args:
+        grads: The gradients that the backward has given to a node.
     """
     if any(grad is not None and is_batched(grad) for grad in grads):
         raise RuntimeError(
@@ -70,13 +77,25 @@ def refuse_unusual_backward(grads: Flat) -> None:
 
 
 def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
-    """Mark those of a node's outputs that do not require grad as not differentiable."""
+    """Tell autograd that some outputs of a custom Function are not differentiable.
+
+    These are the outputs that do not require grad.
+
+    Args:
+        ctx: The context object of the custom Function.
+        outputs: The outputs of its forward.
+    """
     if others := [y for y in outputs if y is not None and not y.requires_grad]:
         ctx.mark_non_differentiable(*others)
 
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
-    """Return detached tensors; `needs` says which of them require grad."""
+    """Return the tensors detached, so that they are leaves.
+
+    Args:
+        tensors: The tensors. An entry that is `None` stays `None`.
+        needs: For each tensor, whether its leaf requires grad.
+    """
     found = [None if x is None else x.detach() for x in tensors]
     for x, leaf, n in zip(tensors, found, needs, strict=True):
         if x is not None and leaf is not None:
@@ -95,10 +114,13 @@ def all_none(grads: Flat) -> bool:
 def used(
     edges: Sequence[GradientEdge | None], grads: Flat
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the edges that have a gradient, and these gradients.
+    """Return the edges at which a backward begins, and the gradients for these edges.
 
-    `edges` can be empty: if there is no gradient at all, a checkpointed task is not recomputed, and
-    so it has no graph.
+    Args:
+        edges: For each output of a task, its gradient edge, or `None` if it has no graph. It is
+            empty if the task has no graph at all: a checkpointed task that gets no gradients is
+            not recomputed.
+        grads: For each output, its gradient, or `None`.
     """
     found, given = [], []
     for edge, grad in zip(edges, grads, strict=False):
@@ -115,10 +137,14 @@ SPENT = (
 
 
 def explain(error: BaseException, partition: int) -> None:
-    """Raise a clearer error in place of PyTorch's error that a graph is already freed.
+    """If an error says that a graph is already freed, raise a clearer error in its place.
 
-    PyTorch's error occurs if several micro-batches use the same tensor that has a graph. The
-    backward of the first of these micro-batches frees the tensor's graph.
+    PyTorch raises such an error if layers use a tensor that has a graph for several micro-batches.
+    The first backward of a micro-batch frees the graph, and the second backward needs it.
+
+    Args:
+        error: The error that the backward of a task has raised.
+        partition: The index of the task's partition.
     """
     if "through the graph a second time" in str(error):
         raise RuntimeError(

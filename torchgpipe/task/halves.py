@@ -1,8 +1,9 @@
-"""Split the backward of a task: gradients of inputs first, gradients of weights later.
+"""Split the backward of a task: compute gradients of inputs first, gradients of weights later.
 
-Zero bubble schedules need this (Qi et al., arXiv:2401.10241). In this file, a product is the matrix
-product of a linear layer, or a convolution. The part of the graph that leads from a weight to a
-product is called a side. The two halves are:
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241), because the device before waits only
+for the gradients of inputs. In this file, a product is a matrix product, such as that of a linear
+layer, or a convolution. The part of the graph that leads from a weight to a product is called a
+side. The two halves are:
 
     inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
                         ▲
@@ -10,12 +11,12 @@ product is called a side. The two halves are:
                                         then the backward of its sides
 
 The first half is one run of autograd, which frees the graph. For each product, its input and the
-gradient of its output are kept. From these tensors, the second half computes exactly the gradients
-that autograd would have computed.
+gradient of its output are kept. From these two tensors, the second half computes exactly the weight
+gradients that autograd would have computed.
 
 Only products are split, because about half of the work of their backward is for the weight. All
-other operators with parameters stay in the first half. In a norm, one kernel computes the gradients
-of inputs and parameters. In an embedding, a split would gain nothing.
+other operators with parameters stay in the first half: a norm computes the gradients of its input
+and of its parameters by one kernel, and an embedding has no gradient of its input.
 
 A side consists of nodes that nothing else uses: the parameter alone, or its transpose, its cast, or
 a weight norm. If a task uses a weight in two products, autograd adds the two gradients before it
@@ -65,12 +66,12 @@ SPLITS = 64
 
 @dataclass(slots=True)
 class _Later:
-    """The postponed work of one matrix product: to compute its weight gradients.
+    """The computation of the weight gradients of one matrix product, to be run later.
 
     Attributes:
-        formula: Computes the gradients from the saved tensors.
-        saved: The tensors that autograd has saved. `catch` puts the gradient of the product's
-            output before them.
+        formula: A function of the tensors in `saved` that returns the gradients.
+        saved: The gradient of the product's output, which `catch` adds, and then the tensors that
+            autograd has saved for the product.
         sides: The edges from the product to the parts of the graph that lead to its parameters.
     """
 
@@ -80,14 +81,21 @@ class _Later:
     _versions: list[int | None] = field(default_factory=list)
 
     def catch(self, grads: Flat) -> None:
-        """Keep the gradient of the product's output; this is a hook of the product's graph node."""
+        """Keep the gradient of the product's output.
+
+        Autograd calls this method, as a hook, before the backward of the product's node.
+        """
         self.saved = (grads[0], *self.saved)
         self._versions = versions(self.saved)
 
     def run(self, keep_graph: bool) -> None:
         """Compute the weight gradients, and run the backward from the product to its parameters.
 
-        Raise `RuntimeError` if a saved tensor has changed.
+        Args:
+            keep_graph: Whether this graph can be used for another backward.
+
+        Raises:
+            RuntimeError: If a tensor in `saved` was changed in place since it was kept.
         """
         if not self._versions or self.saved[0] is None:
             return
@@ -103,7 +111,7 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Compute all postponed weight gradients, and free the tensors that were kept for them."""
+    """Compute all weight gradients of `later`, and free the tensors that were kept for them."""
     while later:
         later.pop().run(keep_graph)
 
@@ -111,8 +119,9 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, gradients of weights later.
 
-    Tasks whose graphs have the same structure share a split, which says what is computed later.
-    `str()` says how many matrix products get their weight gradients later, and why others do not.
+    What is computed later is found out only once for all graphs with the same structure. For the
+    user, `str()` says how many matrix products get their weight gradients later, and why others do
+    not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -140,9 +149,10 @@ class Halves:
     def run_inputs(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], *, keep_graph: bool
     ) -> Callable[[], None] | None:
-        """Run a backward without weight gradients; return a function that computes them later.
+        """Run the first half of a task's backward; return a function that runs the second half.
 
-        If the backward cannot be split, compute all gradients at once, and return `None`.
+        The second half computes the weight gradients of matrix products. If the backward cannot be
+        split, all gradients are computed at once, and the result is `None`.
 
         Args:
             roots: The edges at which the backward starts.
@@ -176,12 +186,12 @@ class Halves:
     def _split_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Split:
-        """Return how the backward of a graph is split; find it out once for each structure.
+        """Return how the backward of a graph is split. It is the same for all equal `rows`.
 
         Args:
             roots: The edges at which the backward starts.
             nodes: The nodes of the graph.
-            rows: The structure of the graph: a description of each node.
+            rows: A description of each node: together, they are the structure of the graph.
         """
         if rows not in self._splits:
             if len(self._splits) == SPLITS:
@@ -196,11 +206,11 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Return the postponed work of one matrix product: to compute its weight gradients.
+    """Make the object that later computes the weight gradients of one matrix product.
 
     Args:
         node: The autograd node of the product.
-        places: The indices of the product's arguments that get their gradients later.
+        places: The indices of those arguments of the product whose gradients are computed later.
     """
     name = type(node).__name__
     first, *names = PRODUCTS[name]
@@ -226,7 +236,11 @@ def _taken_from(node: Any, places: list[int]) -> _Later:
 def _lies_by_columns(node: Any, name: str) -> bool:
     """Return whether a factor of a matrix product is stored in column-major order.
 
-    If it is, autograd stores its gradient in column-major order, too.
+    Autograd stores the gradient of such a factor in column-major order, too.
+
+    Args:
+        node: The autograd node of the product.
+        name: The name of the factor in PyTorch, such as "mat1".
     """
     rows, _ = saved_by(node, f"{name}_sym_sizes")
     return tuple(saved_by(node, f"{name}_sym_strides")) == (1, rows)

@@ -1,7 +1,8 @@
 """Find the matrix products in a task's graph whose weight gradients can be computed later.
 
-This is possible if a part of the graph connects the product with a parameter, and nothing else uses
-this part. Such a part is called a side (halves.py).
+A weight gradient can be computed later if nothing but the product uses the part of the graph from
+the parameter to the product. Such a part is called a side; it can be the parameter alone, or also
+its transpose or its cast. The file halves.py computes the gradients.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe.tensors._autograd import ONLY_WHOLE, reads_saved
 
-# For each node of a matrix product: the index of its first factor, and the names of its factors.
+# For each class of nodes of matrix products: the index of the first factor, and the names of both.
 PRODUCTS = {
     "MmBackward0": (0, "self", "mat2"),
     "AddmmBackward0": (1, "mat1", "mat2"),
@@ -39,15 +40,16 @@ PACKED = (
 
 
 class Split(NamedTuple):
-    """How the backward of all graphs with the same structure is split.
+    """How to split the backward of a graph into two halves: what is computed in which half.
 
-    Numbers stand for the nodes of a graph.
+    Nodes of the graph are given by their numbers. So one split is valid for all graphs with the
+    same structure.
 
     Attributes:
-        later: The matrix products whose weight gradients are computed later. Each has the indices
-            of its arguments that get their gradients later.
-        now: The nodes at which the first half of the backward ends.
-        reasons: Why the weight gradients of other matrix products are not computed later.
+        later: The nodes of the matrix products whose weight gradients are computed in the second
+            half. Each comes with the indices of the arguments whose gradients are computed then.
+        now: The nodes at which the first half ends: those leaves of the graph that are in no side.
+        reasons: Reasons why other matrix products get their weight gradients in the first half.
     """
 
     later: list[tuple[int, list[int]]]
@@ -59,7 +61,11 @@ NO_SPLIT = Split([], [], [])
 
 
 def numbered(roots: Iterable[GradientEdge]) -> tuple[list[Any], tuple[Row, ...]]:
-    """Return all nodes of the graph behind `roots`, and a `Row` that describes each node."""
+    """List the nodes of the graph behind `roots`; return the nodes, and a description of each.
+
+    The position of a node in the list is its number. The descriptions (`Row`) of two graphs are
+    equal if the graphs have the same structure.
+    """
     nodes: list[Any] = list(dict.fromkeys([edge.node for edge in roots]))
     numbers = {node: k for k, node in enumerate(nodes)}
     rows = []
@@ -80,10 +86,10 @@ def find_split(rows: Sequence[Row], begins: Iterable[int], named: Sequence[str])
     """Find the matrix products of a graph whose weight gradients can be computed later.
 
     Args:
-        rows: The structure of the graph.
+        rows: The structure of the graph: a description of each node, from `numbered`.
         begins: The numbers of the nodes at which backward begins.
         named: For each node that accumulates the gradient of a parameter or buffer, the name of
-            this tensor. For all other nodes "".
+            this tensor. For all other nodes, an empty text.
     """
     if any(kind.__name__ in ONLY_WHOLE for kind, _, _ in rows):
         return Split([], [], [REENTRANT])
@@ -129,10 +135,10 @@ class _Splitter:
         return Split(later, now, list(self._reasons))
 
     def _side(self, begin: int) -> set[int]:
-        """Return `begin` and all nodes behind it, if only one edge from other nodes leads to them.
+        """Return the node `begin` and all nodes behind it, if they are a side of a matrix product.
 
-        Return an empty set if there are more such edges, or if one of the nodes is a matrix product
-        or a custom Function.
+        They are a side if only one edge leads to them from the rest of the graph, and if none of
+        them is a matrix product or a custom Function. Otherwise, the result is an empty set.
         """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile
@@ -166,8 +172,9 @@ def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> b
 
     Args:
         name: The name of the class of the product's autograd node.
-        below: For each argument of the product, the number of the next node, or -1.
-        sides: Has a key for each argument whose gradient can be computed later.
+        below: For each argument of the product, the number of the graph node that takes the
+            argument's gradient. It is -1 if the argument requires no grad.
+        sides: The arguments whose gradients can be computed later are the keys of this dictionary.
     """
     # For a bias alone, adding up its gradient costs less than keeping the tensors for later.
     first = PRODUCTS[name][0]

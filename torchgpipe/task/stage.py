@@ -36,7 +36,7 @@ _making = threading.Lock()
 class Stage:
     """A partition on its device, which runs one micro-batch at a time.
 
-    A micro-batch holds `lock` while it runs through the layers. A run of the pipeline with
+    The thread that runs a micro-batch through the layers holds `lock`. A run of the pipeline with
     gradients (all forwards, all backwards, or a whole `step`) holds the locks in `turn` from its
     beginning to its end. If partitions or pipelines share layers, they share these locks, too.
 
@@ -46,9 +46,9 @@ class Stage:
         device: The device of the layers.
 
     Attributes:
-        away: The parameters that are on another device, because a partition there shares them, each
-            with the device of this partition.
-        runs_later: Whether the device is a GPU: it runs work after the host has submitted it.
+        away: Parameters that this partition uses, but that are on another device, because a
+            partition there uses them, too. The value of each is the device of this partition.
+        runs_later: Whether the device is a GPU, which runs work after the CPU has submitted it.
     """
 
     def __init__(self, index: int, partition: nn.Module, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Stage:
         return f"stage {self.index} on {self.device}: {layers} {noun}, {parameters:,} parameters"
 
     def look(self) -> bool:
-        """List the modules and buffers of the partition; return whether they have changed."""
+        """List the partition's modules and buffers; return whether this list has changed."""
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = []
@@ -90,14 +90,22 @@ class Stage:
         return True
 
     def find_away(self, shared: Collection[Tensor]) -> None:
-        """Find the parameters that are on another device, among those that partitions share."""
+        """Find this partition's parameters that are on another device.
+
+        Args:
+            shared: The parameters that several partitions use. Only these can be elsewhere.
+        """
         self.away = {}
         for p in self.partition.parameters():
             if p in shared and _is_away(p, self.device):
                 self.away[p] = self.device
 
     def connect(self, crossings: Sequence[Crossing]) -> None:
-        """Find the skip connections that enter and leave the partition."""
+        """Find those skip connections of the model that enter or leave this partition.
+
+        Args:
+            crossings: All skip connections from one partition to another.
+        """
         self.arrivals = [crossing for crossing in crossings if crossing.target == self.index]
         self.departures = [crossing for crossing in crossings if crossing.source == self.index]
         self._keys = tuple(arrival.key for arrival in self.arrivals)
@@ -107,10 +115,11 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return a dictionary that says whether all floating-point outputs of a task require grad.
+        """Return what earlier tasks have shown about the outputs that require grad.
 
-        A key of the dictionary says which inputs of the task require grad. Its value says whether
-        all floating-point outputs require grad then. `OutputGradients` fills the dictionary.
+        The result is a dictionary, which `OutputGradients` fills. A key says for each input of a
+        task whether it requires grad. The value says whether then all floating-point outputs of the
+        task require grad.
 
         Args:
             kind: The training modes of the layers, and the `requires_grad` of the parameters.
@@ -121,7 +130,7 @@ class Stage:
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on a micro-batch and on the skips that enter the partition.
 
-        The caller must hold the lock.
+        The caller must hold this stage's `lock`.
 
         Args:
             inputs: The tensors of the micro-batch, then the skips.
@@ -130,8 +139,8 @@ class Stage:
                 not change such an input in place.
 
         Returns:
-            First the tensors of the output, followed by the skips that leave the partition. Second
-            the form of the output.
+            A tuple of tensors (those of the output, then the skips that leave the partition), and
+            the form of the output: its class, or a function that makes the output of its tensors.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -158,10 +167,10 @@ class Stage:
         return y, tuple(skips)
 
     def _copies(self) -> list[Swap]:
-        """Return what replaces parameters that are on another device by copies on this device.
+        """Return the changes that put copies of parameters on this device into the layers.
 
-        If gradients are on, stand-ins (detached parameters) on this device are already in their
-        place, and the result is empty.
+        Only parameters on another device are copied. If gradients are on, the layers already have
+        stand-ins for them (detached copies on this device), and there is nothing to change.
         """
         swaps = []
         for module in self.modules if self.away else ():
@@ -188,7 +197,7 @@ class Stage:
 
 
 def _is_away(p: Tensor, device: torch.device) -> bool:
-    """Return whether a parameter is on another device than `device`."""
+    """Return whether the parameter `p` is on another device than `device`."""
     if p.device.type != device.type:
         return True
     # The number of a CPU has no meaning, and its tensors have none.
@@ -196,17 +205,19 @@ def _is_away(p: Tensor, device: torch.device) -> bool:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks of the modules, from the dictionary `known`.
+    """Return the locks that a thread has to hold while it uses the modules.
 
-    Modules without a lock get a common lock, which is added to `known`.
+    Modules of a pipeline within a pipeline need no lock here. The worker threads of the inner
+    pipeline take the locks of these modules, while a task of the outer pipeline waits for these
+    threads. If that task held the same locks, both would wait forever.
 
-    Modules of an inner pipeline are left out. The worker threads of the inner pipeline take the
-    locks of these modules, while the task of the outer pipeline waits for these threads. If the
-    outer task held the locks, both would wait forever.
+    Args:
+        modules: The modules. Those that have no lock yet get a common lock.
+        known: The lock of each module so far. New locks are added.
     """
     inner = modules_of_pipelines(modules)
-    # A module without parameters and buffers needs no lock. So several partitions can run one
-    # activation layer at the same time.
+    # A module without parameters and buffers needs no lock. So if several partitions use the same
+    # activation layer, they can run it at the same time.
     own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
     with _making:
         found = {known[m] for m in own if m in known} or {threading.RLock()}

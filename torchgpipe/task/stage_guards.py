@@ -1,6 +1,7 @@
 """The guards of one stage in one mini-batch, and the order in which they are called.
 
-A guard checks or restores one thing for the tasks of a stage, such as buffers (guards/guard.py).
+A task is a micro-batch on a stage. A guard makes sure of one thing for the tasks of a stage: for
+example, that a recomputation finds the same buffers as the forward (guards/guard.py).
 """
 
 from __future__ import annotations
@@ -36,16 +37,15 @@ from torchgpipe.tensors.observe import NOTHING
 class StageGuards:
     """The guards that a stage needs in one mini-batch.
 
-    If no task is recomputed, the stage only has the guard of its parameters, and each task has the
-    guard of its random numbers.
+    If no task is recomputed, the guard of the parameters is enough. The guard of the random numbers
+    is not here, because each task has its own.
 
     Args:
         stage: The stage.
         ambient: The modes (such as autocast) that are active in the caller's code.
         recomputed: Whether some tasks are recomputed, so that they run the layers twice.
-        outer: If a layer or hook has started this run of the pipeline, another run is still in
-            progress. Then these are the ids of the other run's stand-ins (detached parameters that
-            tasks use).
+        outer: The ids of stand-ins (detached parameters that tasks use) of an outer run. There is
+            an outer run if a layer or a hook of another mini-batch has called this pipeline.
 
     Attributes:
         index: The index of the stage.
@@ -53,7 +53,7 @@ class StageGuards:
         memory: The guard of the tasks' inputs; only if some tasks are recomputed.
         gradients: The guard that finds out which outputs require grad; only if some tasks are
             recomputed.
-        held: The storages of the parameters and buffers.
+        held: Numbers that identify the storages of the parameters and buffers.
     """
 
     memory: KeptInputs
@@ -83,8 +83,8 @@ class StageGuards:
 
     def _add_for_recomputations(self, stage: Stage) -> None:
         index, modules, ambient = stage.index, stage.modules, self.ambient
-        # Compiled code reads and updates the running statistics of batch norms in any case. So in
-        # a recomputation, they are treated as other buffers.
+        # Compiled code always reads and updates the running statistics of batch norms. So if layers
+        # are compiled, the guard `Buffers` restores these statistics like all other buffers.
         norms = set[nn.Module]() if stage.compiled else norms_in_training(modules)
         self.memory = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
@@ -111,18 +111,20 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard. It is called after the earlier guards; its contexts are inside theirs."""
+        """Add a guard, which is called after all guards that were added before.
+
+        The contexts that its methods return are entered inside of the contexts of earlier guards.
+        """
         kind: Any = type(guard)
         for moment in _moments_of(kind):
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
-        """Call all guards before a task's forward, recomputation or backward.
-
-        Return a context in which the layers have to run.
+        """Call one method of all guards; return a context in which the layers have to run.
 
         Args:
-            moment: The name of the guards' method to call, such as "before_first_pass".
+            moment: The name of the method, such as "before_first_pass". It says whether a forward,
+                a recomputation or a backward of the task comes next.
             task: The task.
         """
         contexts = []
@@ -135,13 +137,20 @@ class StageGuards:
         return contexts[0] if len(contexts) == 1 else Nested(contexts)
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards after a task's forward; they record values for its recomputation."""
+        """Call all guards after the forward of a checkpointed task.
+
+        They check what the layers did, and record values for the recomputation.
+
+        Args:
+            task: The task.
+            outputs: The outputs of the layers.
+        """
         for after in self._at["after_first_pass"]:
             after(task, outputs)
         task.randomness.after_first_pass(task, outputs)
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """Call all guards to check that a recomputation did the same as the task's forward."""
+        """Let all guards check that a task's recomputation did the same as its forward."""
         for after in self._at["after_recomputation"]:
             after(task, outputs)
 
@@ -152,12 +161,14 @@ class StageGuards:
                 check()
 
     def backward_begins(self, backward: int) -> None:
-        """Call all guards when a backward reaches the stage for the first time.
-
-        Raise `RuntimeError` if layers or gradients have changed since the forward.
+        """Let all guards check the stage when a backward begins; later calls do nothing.
 
         Args:
-            backward: The number of the backward.
+            backward: The number of the backward. Each task of the stage calls this method with it,
+                but only the first call checks anything.
+
+        Raises:
+            RuntimeError: If layers or gradients have changed since the forward.
         """
         if self.parameters.begin(backward) and self._recomputed:
             refuse_cached_parametrizations()
@@ -165,7 +176,7 @@ class StageGuards:
                 check()
 
     def ended(self) -> None:
-        """Call all guards at the end of a step; they raise `RuntimeError` if a check fails."""
+        """Let all guards check the stage at the end of a step; a failed check raises an error."""
         for check in self._at["ended"]:
             check()
 
@@ -175,12 +186,12 @@ _MOMENTS = [moment for moment in vars(Guard) if not moment.startswith("_")]
 
 @cache
 def _moments_of(kind: Any) -> list[str]:
-    """Return the names of those methods of `Guard` that a guard's class overrides."""
+    """Return the names of the methods that a guard's class overrides; only these are called."""
     return [moment for moment in _MOMENTS if getattr(kind, moment) is not getattr(Guard, moment)]
 
 
 def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
-    """Return the storages of the modules' parameters and buffers."""
+    """Return numbers that identify the storages of the modules' parameters and buffers."""
     found = set()
     for module in modules:
         for tensors in (module._parameters, module._buffers):
@@ -194,8 +205,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
     Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
-    has its own stand-ins for the layer's parameters. These are not put into the layer for the whole
-    run, but only while a task of their stage runs.
+    has its own stand-ins for the layer's parameters. So in this layer, each stage puts its
+    stand-ins in place only while one of its tasks runs.
     """
     times = Counter[int]()
     for guards in stages:

@@ -1,11 +1,14 @@
-"""A task: micro-batch i on a stage. It has its own autograd graph, apart from the caller's graph.
+"""A task: one micro-batch on one stage, with an autograd graph apart from the caller's graph.
 
     inputs ─▶ entrance ─▶ layers (with stand-ins: detached parameters) ─▶ edges of the outputs
 
-Backward starts at the edges of the outputs. It ends at the entrance, a node that keeps the inputs'
-gradients, and at the stand-ins, which sum up the gradients of all tasks of a mini-batch. A
-checkpointed task keeps its inputs, and builds its graph in a recomputation (GPipe paper, 2.3;
-torchgpipe paper, 3.2). Guards (`guards/`) make the recomputation do the same as the first pass.
+The backward of a task starts at the edges of the outputs. It ends at the entrance (a node that
+keeps the gradients of the inputs), and at the stand-ins, in which the gradients of all tasks of a
+mini-batch add up.
+
+A checkpointed task keeps only its inputs in its forward. It builds its graph in a recomputation
+(GPipe paper, 2.3; torchgpipe paper, 3.2). Guards (`guards/`) make sure that the recomputation does
+the same as the forward.
 """
 
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from torchgpipe.tensors.observe import NOTHING, Kind, Observer, observed
 
 @dataclass(slots=True, eq=False)
 class TaskGraph(GuardedTask):
-    """Forward, recomputation and backward of micro-batch `i` on `stage`."""
+    """The forward, recomputation and backward of one task: micro-batch `i` on `stage`."""
 
     stage: Stage
     guards: StageGuards
@@ -41,7 +44,13 @@ class TaskGraph(GuardedTask):
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, item: Item) -> tuple[Flat, Form]:
-        """Run the layers; return the detached outputs, which require grad like the real outputs."""
+        """Run the layers on a micro-batch; return the outputs, detached, and their form.
+
+        A detached output requires grad if the real output does.
+
+        Args:
+            item: The tensors from the previous task.
+        """
         self.form = item.form
         self.needs = tuple([x is not None and x.requires_grad for x in item.flat])
         if not (True in self.needs or self.guards.parameters.by_parameter):
@@ -73,7 +82,13 @@ class TaskGraph(GuardedTask):
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
-        """Run the layers of a checkpointed task again to build its graph, if there is none yet."""
+        """Run the layers of a checkpointed task again, which builds its graph.
+
+        Nothing happens if the task has its graph already.
+
+        Args:
+            keep: Whether to keep the inputs, so that the task can be recomputed once more.
+        """
         if self.inputs is not None and self.edges is None:
             with observed(self.observer, "recompute", self.i, self.stage.index):
                 self.guards.ambient.context().run(self._recompute, self.inputs, keep)
@@ -88,7 +103,16 @@ class TaskGraph(GuardedTask):
         self.inputs = self.inputs if keep else None
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
-        """Run the layers and build a graph; return inputs, outputs, and the form of the output."""
+        """Run the layers and build the task's graph.
+
+        Args:
+            inputs: The inputs of the task.
+            shared: For each input, whether it shares memory with another tensor.
+            around: The context in which the layers run.
+
+        Returns:
+            The inputs that the layers got, the outputs, and the form of the output.
+        """
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
@@ -98,16 +122,19 @@ class TaskGraph(GuardedTask):
         return given, outputs, form
 
     def backward(self, grads: Flat, *, keep: bool = False, kind: Kind = "backward") -> Flat:
-        """Return the inputs' gradients, and add the parameters' gradients to the stand-ins.
+        """Run the backward of the task; return the gradients of its inputs.
+
+        The gradients of parameters are added to their stand-ins (detached parameters).
 
         Args:
             grads: The gradients of the outputs; `None` for an output that has none.
-            keep: Whether backward can be called again.
-            kind: With `"backward_inputs"`, `backward_weights` later computes the weight gradients
-                of matrix products.
+            keep: Whether this method can be called again.
+            kind: `"backward"`, or `"backward_inputs"`, which leaves the weight gradients of matrix
+                products for `backward_weights`.
 
         Raises:
-            RuntimeError: If a backward has already reached the inputs, but not from the outputs.
+            RuntimeError: If a backward has reached the task's inputs in another way than from its
+                outputs, such as from a loss that a layer has kept.
         """
         if self._input_grads:
             raise RuntimeError(BY_ANOTHER_WAY)
@@ -126,7 +153,7 @@ class TaskGraph(GuardedTask):
         return input_grads
 
     def backward_weights(self) -> None:
-        """Compute the weight gradients that a `"backward_inputs"` backward has left."""
+        """Compute the weight gradients that a backward of kind `"backward_inputs"` has left."""
         with observed(self.observer, "backward_weights", self.i, self.stage.index):
             later, self._later = self._later, None
             if later is not None:
@@ -143,6 +170,6 @@ class TaskGraph(GuardedTask):
                 raise
 
     def check_unspent(self) -> None:
-        """Raise `RuntimeError` if a backward has freed the graph."""
+        """Raise `RuntimeError` if an earlier backward has freed the task's graph and inputs."""
         if self.edges is None and self.inputs is None:
             raise RuntimeError(SPENT)

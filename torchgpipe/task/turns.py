@@ -1,11 +1,9 @@
-"""Let only one thread at a time use some layers, for one task or for a whole run.
+"""Let only one run of a pipeline at a time use some layers.
 
-A task holds a lock of its layers. A run (all forwards, all backwards, or a whole step) has a turn.
-
-In a run with gradients, the layers contain stand-ins (detached parameters). If two threads ran the
-same layers at the same time, they would mistake each other's stand-ins for parameters. So if two
-runs compute gradients through the same layers, the second run waits until the first run has ended
-(`in_its_turn`).
+A run is the work of all forwards, of all backwards, or of a whole step. In a run with gradients,
+the layers contain stand-ins (detached parameters). If two runs used the same layers at the same
+time, they would mistake each other's stand-ins for parameters. So the second run waits until the
+first run has ended. This file calls the exclusive use of layers by a run its turn.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -20,7 +18,7 @@ Lock = AbstractContextManager[object]
 
 
 class _AllOf(AbstractContextManager[object]):
-    """A lock that takes several locks, always in the same order."""
+    """A lock that takes several locks, always in the same order, so that no deadlock can occur."""
 
     def __init__(self, locks: Set[Lock]) -> None:
         self._locks = sorted(locks, key=id)
@@ -34,18 +32,18 @@ class _AllOf(AbstractContextManager[object]):
             lock.__exit__(*error)
 
     def _is_owned(self) -> bool:
-        """Return whether this thread holds one of the locks, like the method of an `RLock`."""
+        """Return whether this thread holds one of the locks; `threading.RLock` has this method."""
         locks: list[Any] = self._locks
         return any(lock._is_owned() for lock in locks)
 
 
 def as_one(locks: Set[Lock]) -> Lock:
-    """Return a lock that takes all of the given locks."""
+    """Return a single lock: whoever takes it takes all of the given locks."""
     return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 
 class Turn:
-    """The exclusive use of some layers by one run of a pipeline.
+    """The exclusive use of some layers by one run of a pipeline, such as a whole step.
 
     Attributes:
         locks: The locks of the layers.
@@ -62,10 +60,14 @@ _turns: ContextVar[tuple[Turn, ...]] = ContextVar("turns", default=())
 
 
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
-    """Call `run` while this thread holds the locks of the layers.
+    """Call `run` while this thread holds the locks of the layers; return the result.
 
-    So no other thread runs through these layers at the same time. If an outer run holds some of the
-    locks already, only the other locks are taken.
+    Meanwhile, no other run can use these layers. If a layer of an outer run has called this
+    pipeline, the outer run may hold some of the locks. Then only the other locks are taken.
+
+    Args:
+        locks: The locks of the layers.
+        run: A function that runs all forwards, all backwards, or a whole step.
     """
     outer = _turns.get()
     turn = Turn(locks)
@@ -74,15 +76,15 @@ def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:
         _turns.set((*outer, turn))
         return run()
 
-    # This run may be inside an outer run, maybe in another thread. It must not wait for a lock that
-    # the outer run holds, because the outer run waits for this run.
+    # A layer of an outer run, maybe in another thread, may have called this function. Then this run
+    # must not wait for a lock that the outer run holds, because the outer run waits for this run.
     others = locks.difference(*[each.locks for each in outer])
     # A copy of the context variables is changed. So an interrupt leaves the caller's unchanged.
     return _holding(sorted(others, key=id), lambda: copy_context().run(within))
 
 
 def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
-    """Take all locks, call `run`, and release the locks, even after Ctrl-C."""
+    """Call `run` while this thread holds all locks; release the locks even after Ctrl-C."""
     if not locks:
         return run()
     with locks[0]:
@@ -90,16 +92,20 @@ def _holding(locks: Sequence[Lock], run: Callable[[], T]) -> T:
 
 
 def outer_turns() -> list[Turn]:
-    """Return the `Turn` of each outer run that uses the same layers as the innermost run.
+    """Return the `Turn` of each outer run that uses some of the layers of the innermost run.
 
-    A `Turn` is the exclusive use of some layers by one run. A run is inside an outer run if a
-    layer, a hook or a criterion of the outer run calls a pipeline.
+    A `Turn` is the exclusive use of some layers by one run. Runs are nested if a layer, a hook or a
+    criterion calls a pipeline: the run of that pipeline is the inner one.
     """
     *outer, own = _turns.get() or [Turn(frozenset())]
     return [turn for turn in outer if turn.locks & own.locks]
 
 
 def note_stand_ins(ids: set[int]) -> None:
-    """Record the ids of the detached parameters that the innermost run puts into the layers."""
+    """Record which stand-ins (detached parameters) the current run puts into the layers.
+
+    Args:
+        ids: The ids of these stand-ins.
+    """
     if turns := _turns.get():
         turns[-1].stand_ins |= ids

@@ -1,6 +1,7 @@
-"""Say where an error was raised: by a note, and by a traceback without this library's frames.
+"""Show the user where an error was raised: in which layer, micro-batch and stage.
 
-Python prints notes below the message of an error.
+This file adds a note to the error, which Python prints below the message. It also removes the
+frames of this library from the traceback.
 """
 
 from types import FrameType
@@ -21,9 +22,13 @@ _BETWEEN = {
 
 
 def note(error: BaseException, place: str) -> None:
-    """Add a note with a place to an error, unless the error already has such a note.
+    """Add a note to an error that says where it was raised, unless there is such a note already.
 
-    If an inner pipeline has added a note, its place is more exact than `place`.
+    If a pipeline within this pipeline has added a note, that note is more exact.
+
+    Args:
+        error: The error.
+        place: Where the error was raised, such as "stage 1, forward of micro-batch 2".
     """
     # Before Python 3.11 there are no notes.
     if hasattr(error, "add_note") and not place_of(error):
@@ -31,13 +36,13 @@ def note(error: BaseException, place: str) -> None:
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Add a note with the rank to an error, if the error already has a note with a place."""
+    """Add a note with this rank to an error, if the error already has a note of its place."""
     if hasattr(error, "add_note") and place_of(error):
         error.add_note(f"torchgpipe: on rank {rank}")
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place in the note of an error, or an empty text if there is no such note."""
+    """Return where an error was raised, as `note` has written it; "" if there is no such note."""
     for each in getattr(error, "__notes__", ()):
         if each.startswith(_IN):
             return str(each.removeprefix(_IN))
@@ -55,8 +60,8 @@ def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module
     """
     names = {module: name for name, module in partition.named_modules() if name}
     layer = ""
-    # Leave out the frame that catches the error. Before Python 3.13, `f_locals` would keep the
-    # frame's variables alive, and so the error itself.
+    # Leave out the first frame, which catches the error. Before Python 3.13, reading its `f_locals`
+    # would keep its variables alive, and among them the error itself.
     traceback = error.__traceback__ and error.__traceback__.tb_next
     while traceback is not None:
         # Methods of a module have it as `self`. The last such frame is in the innermost module.
@@ -68,10 +73,10 @@ def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module
 
 
 def shorten(error: BaseException) -> None:
-    """Remove the frames before the layer or the criterion from the traceback of its error.
+    """Remove this library's frames from the traceback of an error in a layer or a criterion.
 
-    An error without a note of a layer or the criterion keeps all frames, because it may be a fault
-    of the library. Call this in an `except` block, before `raise`.
+    Other errors keep all frames, because they may come from a fault of this library. Call this
+    function in an `except` block, before `raise`.
     """
     if not place_of(error).startswith(("layer ", "the criterion")):
         return
@@ -83,6 +88,6 @@ def shorten(error: BaseException) -> None:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Return whether a frame is of this library, or of PyTorch's code that calls layers."""
+    """Return whether a frame's code is in this library, or in PyTorch's code that calls layers."""
     module = str(frame.f_globals.get("__name__"))
     return module in _BETWEEN or module.partition(".")[0] == "torchgpipe"

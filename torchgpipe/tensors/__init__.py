@@ -1,1 +1,1 @@
-"""Tensors that tasks pass to each other, copies of tensors, and private functions of autograd."""
+"""The tensors that tasks pass on, copies between devices, and uses of private names of PyTorch."""

@@ -1,6 +1,6 @@
-"""The functions of this library that use private names of PyTorch.
+"""The functions of this library that use private names of PyTorch, collected in one file.
 
-If a later version of PyTorch renames or removes a name,
+If a later version of PyTorch renames or removes such a name, the test
 `tests/library/tensors/test_autograd_adapter.py` fails and says which name is missing.
 """
 
@@ -59,10 +59,11 @@ _NODES_KEEP_GRAPHS = (int(_major), int(_minor)) >= (2, 13)
 
 
 def edge_of(y: Tensor) -> GradientEdge:
-    """Return the gradient edge of `y`: the place in the graph at which a backward can begin.
+    """Return the gradient edge of a tensor: the place in the graph at which its backward begins.
 
-    The edge keeps the graph alive. It equals the result of `get_gradient_edge`. But that function
-    takes longer, and it needs a view of `y`, which sparse tensors do not support.
+    The edge keeps the graph alive. The result is the same as that of PyTorch's `get_gradient_edge`.
+    But PyTorch's function takes longer, and it makes a view of the tensor, which sparse tensors do
+    not support.
     """
     node = y.grad_fn
     if node is None:
@@ -73,9 +74,9 @@ def edge_of(y: Tensor) -> GradientEdge:
 
 
 def accumulator_of(leaf: Tensor) -> Any:
-    """Return the `AccumulateGrad` node of a leaf.
+    """Return the `AccumulateGrad` node of a leaf: the node that adds gradients to its `.grad`.
 
-    The node exists only while a graph or a Python reference holds it.
+    PyTorch deletes the node when no graph and no Python variable refers to it any more.
     """
     return get_gradient_edge(leaf).node
 
@@ -98,14 +99,14 @@ def run_backward(
     keep_graph: bool,
     ends: Sequence[GradientEdge] = (),
 ) -> None:
-    """Run a backward, and accumulate gradients into leaves.
+    """Run a backward, which adds the gradients of leaves to their `.grad`.
 
-    This function does the work of `torch.autograd.backward`, but leaves out checks that take longer
-    than the backward of a small layer.
+    This function does the work of `torch.autograd.backward`, but without the checks, which would
+    take longer than the backward of a small layer.
 
     Args:
         roots: The edges at which the backward begins.
-        grads: The gradient for each root.
+        grads: For each root, the gradient to begin with.
         keep_graph: Whether the graph can be used for another backward.
         ends: The edges at which the backward ends; if empty, the backward goes to all leaves.
     """
@@ -116,15 +117,21 @@ def run_backward(
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """Return the value that a graph node has saved under a name. A tensor is returned detached."""
+    """Return a value that an autograd node has saved for its backward; a tensor is detached.
+
+    Args:
+        node: The node.
+        name: The name of the value, such as "weight".
+    """
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def reads_saved(node: Any, names: Iterable[str]) -> bool:
-    """Return whether all tensors that a node has saved under these names are plain and dense.
+    """Return whether all tensors that an autograd node has saved under these names can be read.
 
-    A tensor that `saved_tensors_hooks` has packed does not count as plain.
+    They can be read if they are dense and of no tensor subclass, and if no `saved_tensors_hooks`
+    has packed them.
     """
     for name in names:
         saved = getattr(node, f"_raw_saved_{name}")
@@ -139,7 +146,7 @@ def reads_saved(node: Any, names: Iterable[str]) -> bool:
 
 
 def hooked_in_the_old_way(modules: Iterable[Module]) -> bool:
-    """Return whether any of `modules` has a hook of the deprecated `register_backward_hook`."""
+    """Return whether a hook of the deprecated `register_backward_hook` runs for any module."""
     everywhere = vars(torch.nn.modules.module)
     full = everywhere["_global_is_full_backward_hook"]
     if full is False and everywhere["_global_backward_hooks"]:
@@ -172,9 +179,10 @@ def refuse_transforms(*, forward_mode: bool = True) -> None:
 
 
 def sharded(modules: Iterable[Module]) -> set[Module]:
-    """Return each module that FSDP2 (`fully_shard`) has sharded, and all modules within it.
+    """Return the modules that FSDP2 (`fully_shard`) has sharded, and all modules inside them.
 
-    FSDP2 itself exchanges the parameters of these modules between ranks.
+    A pipeline leaves the parameters of these modules alone, because FSDP2 exchanges them between
+    ranks.
     """
     found: set[Module] = set()
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -187,7 +195,10 @@ def sharded(modules: Iterable[Module]) -> set[Module]:
 
 
 def averages_gradients(modules: Iterable[Module]) -> bool:
-    """Return whether `DistributedDataParallel` or `replicate` averages gradients of `modules`."""
+    """Return whether any module is wrapped in `DistributedDataParallel` or marked by `replicate`.
+
+    Both average the gradients of the module's parameters over ranks.
+    """
     kinds: tuple[type, ...] = (DistributedDataParallel,)
     replicate = sys.modules.get("torch.distributed._composable.replicate")
     if replicate is not None:
@@ -196,12 +207,12 @@ def averages_gradients(modules: Iterable[Module]) -> bool:
 
 
 def is_compiled(module: Module) -> bool:
-    """Return whether `torch.compile` has compiled a module, its call, or its `forward`."""
+    """Return whether `torch.compile` has compiled a module, by its `forward` or by its call."""
     return has_compiled_forward(module) or module._compiled_call_impl is not None
 
 
 def has_compiled_forward(module: Module) -> bool:
-    """Return whether a module's `forward` is compiled, as that of `torch.compile(module)` is."""
+    """Return whether a module's `forward` is compiled, as in the result of `torch.compile`."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -220,11 +231,14 @@ register_module_module_registration_hook(_note_averaging)
 
 
 def misses_steps(model: Module) -> bool:
-    """Return whether `DistributedDataParallel` wraps `model`, but does not average in `model.step`.
+    """Return whether a `DistributedDataParallel` around a pipeline would miss its `step`s.
 
-    `DistributedDataParallel` averages gradients only in a backward after its own `forward`, and
-    `step` does not call this `forward`. `replicate` works with `step`, because it treats each call
-    of the model as a forward.
+    It would miss them, because it averages gradients only in a backward that follows its own
+    `forward`, and `step` does not call this `forward`. `replicate` works with `step`, so then the
+    result is `False`. It is `False` also within `no_sync()`, which turns the averaging off.
+
+    Args:
+        model: The pipeline.
     """
     if not _averaging or averages_gradients([model]):
         return False
@@ -236,7 +250,10 @@ def misses_steps(model: Module) -> bool:
 
 
 def refuse_cached_parametrizations() -> None:
-    """Raise `RuntimeError` if the caller is within `torch.nn.utils.parametrize.cached()`."""
+    """Raise `RuntimeError` if the caller is within `torch.nn.utils.parametrize.cached()`.
+
+    Micro-batches would share the graphs of cached weights, which the first backward frees.
+    """
     if parametrize._cache_enabled:
         raise RuntimeError(
             "torch.nn.utils.parametrize.cached() keeps a weight for all micro-batches, but each "
@@ -246,11 +263,11 @@ def refuse_cached_parametrizations() -> None:
 
 
 def within_plain_checkpoint(function: str = "") -> bool:
-    """Return whether `torch.utils.checkpoint` has called the caller, directly or indirectly.
+    """Return whether the current code runs inside of PyTorch's own `torch.utils.checkpoint`.
 
     Args:
-        function: The name of a function in `torch.utils.checkpoint`. If it is given, only calls by
-            this function count.
+        function: If not empty: the name of a function in the file of `torch.utils.checkpoint`, and
+            the result is whether the current code runs inside of this function.
     """
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
     if file is None:
@@ -282,7 +299,10 @@ def mode_stacks() -> Stacks:
 
 
 def set_mode_stacks(stacks: Stacks) -> None:
-    """Replace this thread's modes without calling their `__enter__` or `__exit__`."""
+    """Replace this thread's `TorchFunctionMode`s and `TorchDispatchMode`s by those in `stacks`.
+
+    The methods `__enter__` and `__exit__` of the modes are not called.
+    """
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for _ in range(torch._C._len_torch_dispatch_stack()):
@@ -295,9 +315,10 @@ def set_mode_stacks(stacks: Stacks) -> None:
 
 
 def is_other_generator(generator: Any) -> bool:
-    """Return whether a generator that an operator gets is not the default CPU generator.
+    """Return whether an operator's argument `generator` is not the default CPU generator.
 
-    Operators get the default generator as a different Python object, so `is` does not work.
+    PyTorch hands the default generator to operators as another Python object, so a comparison with
+    `is` does not work. `None` stands for the default generator, too.
     """
     if generator is None:
         return False
@@ -309,7 +330,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def storage_of(x: Tensor) -> int:
-    """Return a number that is the same for two tensors if and only if they share a storage."""
+    """Return a number that is equal for two tensors if and only if they have the same storage."""
     layout = x.layout
     if layout is not torch.strided:
         if layout is torch.sparse_coo:

@@ -1,11 +1,11 @@
-"""The one place for what the library asks of GPUs: streams, events, memory, and the current device.
+"""All functions of this library for GPUs: streams, events, memory, and the current device.
 
-Most functions here use PyTorch's general interface for accelerators: `torch.accelerator`,
-`torch.Stream` and `torch.Event`. Others use functions that only CUDA has. Only CUDA was tried
-(`KIND`). Outside of this module, only torchgpipe/distributed/wires/nccl.py depends on CUDA.
+Most of them use PyTorch's general interface for accelerators: `torch.accelerator`, `torch.Stream`
+and `torch.Event`. Some use functions of `torch.cuda`. They were tried with CUDA only (`KIND`).
+Outside of this module, only torchgpipe/distributed/wires/nccl.py depends on CUDA.
 
-Devices of other types, such as the CPU, have no streams here: what is submitted to them has ended
-when the call returns.
+Devices of other types, such as the CPU, count as devices without streams: an operator on them has
+ended when its call returns.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,12 +31,12 @@ KERNELS: Any = torch.backends.cuda
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on a device is submitted to a stream, and runs later."""
+    """Return whether a device is a GPU: its operators are put into streams, and run later."""
     return device.type == KIND
 
 
 def default_kind() -> str:
-    """Return the type of the devices to use by default: that of the GPUs, or "cpu" without any."""
+    """Return the type of devices to use by default: "cuda" if there are GPUs, or else "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return KIND if found is not None and found.type == KIND else "cpu"
 
@@ -49,7 +49,7 @@ def all_devices() -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device. A GPU without an index gets the index of the current GPU."""
+    """Return a device, but with the index of the current GPU if it is a GPU without an index."""
     # "cuda" and "cuda:0" are one device, and have to compare equal.
     if device.type != KIND or device.index is not None:
         return device
@@ -59,19 +59,20 @@ def with_index(device: torch.device) -> torch.device:
 def make_current(device: torch.device) -> None:
     """Make a GPU the current device of the calling thread; do nothing for other devices.
 
-    Otherwise a new thread would also create a CUDA context on GPU 0.
+    A new thread that does not call this function would also create a CUDA context on GPU 0, which
+    takes memory there.
     """
     if has_streams(device):
         torch.accelerator.set_device_index(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a GPU is the current device; for other devices, it does nothing."""
+    """Return a context in which a GPU is the current device, or an empty context for the CPU."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else NOTHING
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until the GPUs among some devices have done all their work."""
+    """Wait until each GPU in `devices` has done all its work."""
     for device in devices:
         if has_streams(device):
             torch.accelerator.synchronize(device)
@@ -90,7 +91,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 def using(*streams: torch.Stream | None) -> AbstractContextManager[object]:
     """Return a context in which each stream is the current stream of its device.
 
-    `None` stands for a device without streams.
+    Args:
+        *streams: The streams. `None`, for a device without streams, is ignored.
     """
     given = [stream for stream in streams if stream is not None]
     return _using(given) if given else NOTHING
@@ -98,8 +100,8 @@ def using(*streams: torch.Stream | None) -> AbstractContextManager[object]:
 
 @contextmanager
 def _using(streams: list[torch.Stream]) -> Iterator[None]:
-    # `with stream` would not do: the `torch.Stream` itself keeps the stream to go back to, but
-    # several threads can use the same copy stream at the same time.
+    # `with stream:` cannot be used here. It stores the previous stream in the `torch.Stream` object
+    # itself, but several threads can use the same copy stream at the same time.
     with torch.accelerator.device_index(streams[0].device.index):
         before = [torch.accelerator.current_stream(stream.device) for stream in streams]
         for stream in streams:
@@ -112,7 +114,10 @@ def _using(streams: list[torch.Stream]) -> Iterator[None]:
 
 
 def time_now(device: torch.device) -> torch.Event | None:
-    """Record an event with a time on the device's current stream; `None` without streams."""
+    """Record an event, with its time, on a device's current stream; return the event.
+
+    The result is `None` for a device without streams.
+    """
     if not has_streams(device):
         return None
     event = torch.Event(device, enable_timing=True)
@@ -121,10 +126,10 @@ def time_now(device: torch.device) -> torch.Event | None:
 
 
 def sleep_until_now(device: torch.device) -> torch.Event:
-    """Record an event on the device's current stream; a thread that waits for it will sleep.
+    """Record an event on a GPU's current stream, and return the event.
 
-    While the thread sleeps, other threads can use its core. (`torch.Event` has an argument
-    `blocking` for this, but PyTorch 2.11 ignores it.)
+    A thread that waits for this event sleeps, so that other threads can use its CPU core. (The
+    function uses `torch.cuda.Event`, because `torch.Event` ignores `blocking` in PyTorch 2.11.)
     """
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
@@ -137,10 +142,10 @@ def properties(device: torch.device) -> Any:
 
 
 def allocated(device: torch.device) -> int:
-    """Return how many bytes tensors have on a GPU now; 0 for other devices."""
+    """Return how many bytes all tensors on a GPU take at present; 0 for other devices."""
     return torch.accelerator.memory_allocated(device) if has_streams(device) else 0
 
 
 def with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the GPUs among some devices: each has a random generator of its own."""
+    """Return the GPUs in `devices`, without repetitions. Each has its own random generator."""
     return [device for device in {*devices} if has_streams(device)]

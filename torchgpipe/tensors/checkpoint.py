@@ -21,7 +21,7 @@ _thread = _Thread()
 
 
 def checkpointed(mode: Mode, m: int) -> int:
-    """Return how many of `m` micro-batches are checkpointed. These are always the first ones.
+    """Return how many of `m` micro-batches are checkpointed; these come before all others.
 
     The mode `except_last` does not checkpoint the last micro-batch, because its backward follows
     directly after its forward (torchgpipe paper, section 3.2.3).
@@ -32,7 +32,7 @@ def checkpointed(mode: Mode, m: int) -> int:
 def is_checkpointing() -> bool:
     """Return whether the running layer is in the first pass of a checkpointed task.
 
-    The first pass keeps no activations.
+    A checkpointed task runs its layers twice. The first pass, in forward, keeps no activations.
     """
     return _thread.checkpointing
 
@@ -40,8 +40,9 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether the running layer is in the second pass of a checkpointed task.
 
-    The second pass runs during backward. A layer with a side effect, such as a counter, should have
-    the effect in only one of the two passes.
+    A checkpointed task runs its layers twice: in forward, and again in backward to recompute the
+    activations. A layer with a side effect, such as a counter, should have this effect in only one
+    of the two passes.
     """
     _thread.asked = True
     return _thread.recomputing
@@ -56,8 +57,8 @@ class CheckpointPhase:
     """A context that sets which pass of a checkpointed task runs in this thread.
 
     Args:
-        checkpointing: Whether the first pass runs. `None` keeps the current flag.
-        recomputing: Whether the second pass runs. `None` keeps the current flag.
+        checkpointing: Whether the first pass runs. With `None`, this does not change.
+        recomputing: Whether the second pass runs. With `None`, this does not change.
     """
 
     def __init__(

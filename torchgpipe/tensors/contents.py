@@ -1,4 +1,4 @@
-"""Copy the values of buffers, and compare them with the copies later."""
+"""Copy buffers of modules, and later compare the buffers with the copies."""
 
 import copy
 import threading
@@ -13,13 +13,13 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy of a buffer. If there is already a copy in `copies`, return this copy.
+    """Return a copy of a buffer, and add it to `copies`; if it is there already, return that copy.
 
     Args:
-        buffer: The buffer.
-        shared: Whether other buffers share the buffer's memory. If so, their copies share memory,
-            too.
-        copies: The copies that were made so far, by the ids of the buffers. A new copy is added.
+        buffer: The buffer, or `None`, for which the result is `None`.
+        shared: Whether other buffers share the buffer's memory. Then the copies of all of them
+            share memory, too.
+        copies: The copies that were made so far, by the ids of the buffers.
     """
     if buffer is not None and id(buffer) not in copies:
         made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()
@@ -28,10 +28,13 @@ def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tenso
 
 
 class BuffersOfThread(UserDict[str, Tensor | None]):
-    """A dictionary of buffers that shows other tensors to one thread than to all other threads.
+    """A dictionary of a module's buffers whose contents depend on the thread that reads it.
+
+    While a thread recomputes a task, it sees copies of the buffers, and all other threads see the
+    real buffers.
 
     Args:
-        own: The buffers that the current thread sees.
+        own: The buffers that the current thread, which makes this dictionary, will see.
         others: The buffers that all other threads see: the real buffers of the module.
     """
 
@@ -40,7 +43,7 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
         self._own, self._others = own, others
 
     def __reduce__(self) -> Any:
-        """Copy and pickle this as a plain dictionary of the buffers that this thread sees."""
+        """Let `copy` and `pickle` make a plain dictionary of the buffers that this thread sees."""
         return dict, (self.copy(),)
 
     def copy(self) -> dict[str, Tensor | None]:  # type: ignore[override]
@@ -54,14 +57,14 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
 
 
 def comparable(x: Tensor) -> bool:
-    """Return whether `equal` can compare a tensor with another tensor."""
+    """Return whether `equal` can compare this tensor: it must not be sparse or nested."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def equal(x: Tensor, y: Tensor) -> bool | None:
-    """Return whether two buffers have the same bits, or `None` if they cannot be compared.
+    """Return whether two buffers have the same bits, or `None` if they are sparse or nested.
 
-    On device `meta`, the result is always `True`.
+    Buffers on device `meta` have no values, so they count as equal.
     """
     if x.is_meta or not comparable(x):
         return x.is_meta or None

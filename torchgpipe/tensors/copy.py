@@ -1,7 +1,7 @@
 """Copies between devices, on separate streams of the GPUs (torchgpipe paper, section 3.2.4).
 
-One node of the autograd graph copies all tensors that a task sends to another device. The right
-column has the method of `StreamFence` that is called at each moment:
+One node of the autograd graph copies all tensors that a task sends to another device. Streams have
+to wait until tensors are ready. For this, `StreamFence` has a method for each of these moments:
 
     the task ends          the source's compute stream records an event         `leave`
     the copy begins        the source's copy stream waits for that event        `hold`
@@ -13,8 +13,9 @@ run at the same time as the computation of both devices. If a stream uses memory
 on another stream, `Tensor.record_stream` records the use, so that PyTorch does not reuse the memory
 too early.
 
-When a stream waits, all later work on the stream waits, too. So streams wait for single events, not
-for all work of another stream, and each `CopyPath` has its own copy streams.
+When a stream waits, all later work on the stream waits, too. To keep waits short, streams wait for
+single events and not for all work of another stream. And for each pair of partitions between which
+tensors are copied, `CopyPath` makes separate copy streams.
 """
 
 from collections.abc import Sequence
@@ -30,15 +31,19 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class StreamFence:
-    """The synchronization of streams for the inputs of a task, or for its outputs.
+    """The synchronization of a task's stream with copy streams: for its inputs, or its outputs.
 
     A task has two fences:
 
     - At the fence of the inputs, inputs arrive in forward, and their gradients leave in backward.
     - At the fence of the outputs, outputs leave in forward, and their gradients arrive in backward.
 
-    The module's docstring lists when the four methods are called. The compute stream is the stream
-    that was current on the device when the fence was made.
+    A fence has four methods: `leave`, `hold`, `expect` and `arrive`. The docstring of this file
+    lists when they are called. The compute stream, on which the task runs, is the stream that was
+    current on the device when the fence was made.
+
+    Args:
+        device: The device of the task. On a device without streams, a fence does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,12 +52,16 @@ class StreamFence:
         self._expected: list[Event] = []
 
     def leave(self) -> None:
-        """Record an event on the compute stream: when it occurs, the tensors to copy are ready."""
+        """Record an event at the end of a task: once it has occurred, its outputs can be copied."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
     def arrive(self, tensors: Flat) -> None:
-        """Let the compute stream wait for the expected copies (`tensors`)."""
+        """Let the compute stream of the next task wait until copies have arrived.
+
+        Args:
+            tensors: The copies.
+        """
         if self._compute is not None and self._expected:
             for event in self._expected:
                 self._compute.wait_event(event)
@@ -60,26 +69,31 @@ class StreamFence:
             self._expected.clear()
 
     def hold(self, stream: Stream | None, tensors: Flat) -> None:
-        """Let a copy stream wait until `tensors`, which it will copy, are ready."""
+        """Let a copy stream wait until a task has computed the tensors that are to be copied.
+
+        Args:
+            stream: The copy stream, or `None` for a device without streams.
+            tensors: The tensors.
+        """
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
             _keep(tensors, stream)
 
     def expect(self, stream: Stream | None) -> None:
-        """Record an event on a copy stream: when it occurs, the copies have arrived."""
+        """Record an event on a copy stream: once it has occurred, the copies have arrived."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 
 
 class CopyPath:
-    """Copies of tensors from the device of one partition to the device of another partition.
+    """Copies tensors from the device of one partition to the device of another partition.
 
     Args:
         devices: The device of each partition.
         source: The partition that sends.
         target: The partition that receives.
-        own: Whether the path makes new copy streams on GPUs. Otherwise copies use the streams that
-            are current at the time of the copy.
+        own: Whether to make new streams for the copies on GPUs. Otherwise copies use the streams
+            that are current at the time of the copy.
 
     Attributes:
         elsewhere: Whether the two devices differ. If they are equal, nothing is copied.
@@ -103,16 +117,18 @@ class CopyPath:
         tie: Tensor | None = None,
         observer: Observer | None = None,
     ) -> Flat:
-        """Copy tensors to the target, with a single node of the autograd graph.
+        """Copy tensors to the target's device, as a single node of the autograd graph.
+
+        The backward of this node copies the gradients back.
 
         Args:
             tensors: The tensors to copy.
             i: The index of the micro-batch.
-            fences: What synchronizes the streams (`StreamFence`) for the sending task's outputs,
-                and for the receiving task's inputs.
-            tie: A tensor that makes an extra edge in the graph: the backward of the task that made
-                this tensor runs after the backward of this copy.
-            observer: The observer of the mini-batch.
+            fences: Two `StreamFence`s, which synchronize the streams: that of the sending task's
+                outputs, and that of the receiving task's inputs.
+            tie: An extra input of the node, which only orders the backward: the task that made this
+                tensor goes backward after the backward of this copy.
+            observer: The observer of the mini-batch, such as a timer of all tasks.
         """
         if not self.elsewhere:
             return tensors
@@ -133,15 +149,15 @@ class CopyPath:
         *,
         back: bool = False,
     ) -> Flat:
-        """Copy tensors to the target on the current streams.
+        """Copy tensors to the target's device on the current streams, outside of autograd.
 
         A copy to the CPU has ended when this method returns.
 
         Args:
             i: The index of the micro-batch.
-            fences: What synchronizes the streams (`StreamFence`) at the task from which the tensors
-                come, and at the task to which they go.
-            observer: The observer of the mini-batch.
+            fences: Two `StreamFence`s, which synchronize the streams: that of the task from which
+                the tensors come, and that of the task to which they go.
+            observer: The observer of the mini-batch, such as a timer of all tasks.
             tensors: The tensors to copy.
             back: Whether to copy gradients from the target back to the source.
         """
@@ -187,7 +203,12 @@ class _Copy(torch.autograd.Function):
 
 
 def _keep(tensors: Flat, stream: Stream) -> None:
-    """Make PyTorch keep the memory of a GPU's tensors until a stream has done its current work."""
+    """Tell PyTorch not to reuse the memory of tensors before a stream has done its present work.
+
+    Args:
+        tensors: The tensors. Only tensors on a GPU matter.
+        stream: A stream of the GPU that uses the tensors.
+    """
     for x in tensors:
         if x is not None and x.device.type == stream.device.type:
             x.record_stream(stream)

@@ -1,9 +1,9 @@
 """Items: the tensors that one task passes to another task, and whether these share memory.
 
-A layer can return the same tensor twice: as an output and as a skip, or twice in a tuple. Without a
-pipeline, if a later layer changes one of these two tensors in place, the other one changes, too.
-But a pipeline copies them separately to the next device, so the other one would not change. To
-avoid different results, the pipeline raises an error for such in-place changes.
+A layer can return the same tensor twice: as an output and as a skip, or twice in a tuple. Suppose
+that a later layer changes one of these two outputs in place. Without a pipeline, the other output
+changes, too. But a pipeline copies both separately to the next device, so the other output would
+not change. To avoid such different results, the pipeline raises an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class Item:
         flat: The tensors of a micro-batch, then its skips.
         form: The class of the micro-batch: `Tensor`, `tuple` or a subclass of `tuple`.
         shared: For each tensor, whether it shares memory with another tensor.
-        fence: The synchronization of streams; only the graph engine uses it.
+        fence: What synchronizes the streams of GPUs when the tensors are copied; only the graph
+            engine uses it.
         tie: A tensor that makes an extra edge in the graph, so that tasks run in the right order in
             backward; only the graph engine uses it.
-        versions: The version counter of each tensor at the time when the item was made.
+        versions: The version counter of each tensor at the time when the item was made. From this,
+            in-place changes are detected.
     """
 
     flat: Flat
@@ -47,9 +49,14 @@ class Item:
         self.versions = versions(self.flat)
 
     def with_skip(self, skip: Item, partition: int) -> Item:
-        """Return this item with one more skip, which enters partition number `partition`.
+        """Return an item that has the tensors of this item, and one more skip.
 
-        Raise `RuntimeError` if the skip was changed in place after it was made.
+        Args:
+            skip: The item of the skip.
+            partition: The index of the partition that gets the tensors, for the error message.
+
+        Raises:
+            RuntimeError: If the skip was changed in place after its item was made.
         """
         skip.check_handed_on(partition)
         flat = self.flat + skip.flat
@@ -57,13 +64,17 @@ class Item:
         return Item(flat, self.form, shared, self.fence, self.tie)
 
     def parted(self) -> tuple[Item, Item]:
-        """Split off the last skip: return the item without the last skip, and the skip."""
+        """Split this item: return an item without the last skip, and an item of this skip only."""
         rest = Item(self.flat[:-1], self.form, self.shared[:-1], self.fence, self.tie)
         skip = Item(self.flat[-1:], Tensor, self.shared[-1:], self.fence)
         return rest, skip
 
     def check_handed_on(self, partition: int) -> None:
-        """Raise `RuntimeError` if a tensor was changed in place after this item was made."""
+        """Raise `RuntimeError` if a tensor was changed in place after this item was made.
+
+        Args:
+            partition: The index of the partition that gets the tensors, for the error message.
+        """
         if versions(self.flat) != self.versions:
             raise RuntimeError(
                 f"an input of partition {partition} was changed in place before the partition took "
@@ -75,7 +86,7 @@ class Item:
 def shared_by(
     outputs: Flat, inputs: Flat = (), shared: Shared = (), held: frozenset[int] = frozenset()
 ) -> Shared:
-    """For each output of a task, return whether another tensor uses the same memory.
+    """Return for each output of a task whether another tensor uses the same memory.
 
     The other tensor can be another output, or a parameter or buffer of the task's layers.
 
@@ -84,7 +95,8 @@ def shared_by(
         inputs: The inputs of the task.
         shared: For each input, whether it shares memory with another tensor. If a layer returns
             an input that shares memory, this output shares memory, too.
-        held: The storages of the parameters and buffers of the task's layers.
+        held: The storages of the parameters and buffers of the task's layers, as numbers from
+            `storage_of`.
     """
     if len(outputs) == 1 and True not in shared:
         (y,) = outputs
@@ -103,7 +115,10 @@ def shared_by(
 
 
 def versions(tensors: Flat) -> list[int | None]:
-    """Return how often each tensor was changed in place, or `None` if PyTorch does not count it."""
+    """Return each tensor's version counter, which PyTorch increases at each in-place change.
+
+    For a tensor without such a counter, and for an entry that is `None`, the result has `None`.
+    """
     try:
         return [None if x is None else x._version for x in tensors]
     except RuntimeError:
@@ -114,8 +129,9 @@ def versions(tensors: Flat) -> list[int | None]:
 def unshared(outputs: Flat, shared: Shared, inputs: Sequence[Tensor | None]) -> Flat:
     """Return the pipeline's outputs, with copies in place of those tensors that share memory.
 
-    This function is needed only if a mini-batch has a single micro-batch. The outputs of several
-    micro-batches are concatenated, so they are copies anyway.
+    Thanks to the copies, the caller can change an output in place without changing another tensor.
+    This function is needed only if a mini-batch has a single micro-batch: the outputs of several
+    micro-batches are concatenated, which copies them.
 
     Args:
         outputs: The outputs of the last partition.

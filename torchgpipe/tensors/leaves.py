@@ -1,4 +1,4 @@
-"""Find the leaves of an autograd graph, and disable the hooks of leaves."""
+"""Find the leaves of an autograd graph, and disable the hooks of leaves for a while."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
-    """Find the leaves of a graph.
+    """Find the leaves of the autograd graph of a tensor, and two properties of the graph.
 
     Args:
-        y: The root of the graph.
-        since: A result of `sequence_number`.
+        y: The tensor.
+        since: A sequence number of this thread's nodes, from `sequence_number`.
 
     Returns:
-        The leaves. Whether the graph has a node that works only in a backward to all leaves (see
-        `ONLY_WHOLE`). Whether the graph has a node that is older than `since`.
+        Three values: the leaves; whether the graph has a node that works only in a backward to all
+        leaves (see `ONLY_WHOLE`); and whether the graph has a node that was made before `since`.
     """
     leaves: list[Tensor] = []
     only_whole = older = False
@@ -37,13 +37,21 @@ def leaves_behind(y: Tensor, since: int) -> tuple[list[Tensor], bool, bool]:
 
 
 def leaves_of(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Tensor]:
-    """Return the leaves of the graph behind the nodes `roots`, without those behind `ends`."""
+    """Return the leaves that a backward from some autograd nodes reaches.
+
+    Args:
+        roots: The nodes at which the backward would begin.
+        ends: Nodes at which the backward would stop.
+    """
     last = [node for node in _nodes_behind(roots, ends) if not node.next_functions]
     return [node.variable for node in last if hasattr(node, "variable")]
 
 
 def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """Return `roots` and all nodes behind them; leave out `ends` and what is behind these."""
+    """Return the autograd nodes `roots`, and all nodes that a backward from them reaches.
+
+    The nodes `ends` are not part of the result, and the backward would stop there.
+    """
     unseen = [*roots]
     found: dict[Any, None] = {}
     while unseen:
@@ -56,7 +64,7 @@ def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]
 
 @contextmanager
 def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Disable the hooks of these leaves (`register_hook`) within this context."""
+    """Disable the hooks of `leaves` that `Tensor.register_hook` has set, within this context."""
     hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
     try:
         for x, _ in hooked:

@@ -68,17 +68,17 @@ class MicroBatches:
 
 
 class Structured(tuple[Tensor, ...]):
-    """The tensors of a micro-batch that is neither a tensor nor a tuple, such as a mapping.
+    """The tensors of a micro-batch that is neither a tensor nor a tuple, such as a dictionary.
 
     Attributes:
-        form: A function of such tensors that returns the micro-batch, such as the mapping.
+        form: A function that makes the micro-batch, such as the dictionary, of such tensors.
     """
 
     form: Callable[[Sequence[Tensor]], Any]
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], form: Callable[[Sequence[Tensor]], Any]) -> "Structured":
-        """Return the tensors as a `Structured`, with the attribute `form`."""
+        """Return a `Structured` that has these tensors, and the function `form` as attribute."""
         made = cls(tensors)
         made.form = form
         return made
@@ -97,14 +97,15 @@ Input = TensorOrTensors | MicroBatches
 
 
 def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
-    """Return the tensors of `value` as a tuple."""
+    """Return the tensors of a micro-batch as a plain tuple."""
     return (value,) if isinstance(value, Tensor) else value
 
 
 def form_of(value: TensorOrTensors) -> Form:
-    """Return the form of `value`: `Tensor` for any tensor, or the class of the tuple.
+    """Return the form of a micro-batch, from which `together` makes a micro-batch again.
 
-    If it is `Structured`, return its function `form`, which makes a mapping (or the like) of it.
+    The form is `Tensor` for any tensor, and the class of a tuple. For a `Structured` (the tensors
+    of a dictionary or the like), it is the function that makes the dictionary of its tensors.
     """
     if isinstance(value, Structured):
         return value.form  # type: ignore[return-value]
@@ -119,7 +120,12 @@ def like(value: TensorOrTensors, tensors: Sequence[Tensor]) -> TensorOrTensors:
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Return the tensors as one value of class `form`. This is the inverse of `tensors_of`."""
+    """Make a micro-batch of its tensors: the inverse of `tensors_of`.
+
+    Args:
+        form: The class of the micro-batch, or a function that makes it of the tensors.
+        tensors: The tensors.
+    """
     if form is Tensor:
         return tensors[0]
     if form is tuple:
@@ -127,8 +133,8 @@ def together(form: Form, tensors: Flat) -> Any:
     # A class of `torch.return_types` has no other constructor.
     if not isinstance(form, type) or hasattr(form, "n_fields"):
         return form(tensors)
-    # A named tuple is made without its own constructor, because the constructor of a subclass can
-    # take other arguments.
+    # Make a named tuple without the constructor of its class: in a subclass of the class, the
+    # constructor can take other arguments.
     return tuple.__new__(form, tensors)
 
 
@@ -148,7 +154,8 @@ def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) ->
     Args:
         tensors: The tensors. An entry that is `None` stays `None`.
         device: The device.
-        non_blocking: Whether a copy between a GPU and pinned memory may still run at the return.
+        non_blocking: Whether copies between a GPU and pinned memory may still run when this
+            function returns.
     """
     there: list[Tensor | None] = []
     for x in tensors:
@@ -169,14 +176,18 @@ def is_flat(value: object) -> bool:
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> TensorOrTensors:
-    """Return `value` with a function applied to each of its tensors."""
+    """Apply a function to each tensor of a micro-batch; return a micro-batch of the results."""
     return like(value, [function(x) for x in tensors_of(value)])
 
 
 def check(value: object, what: str = "input") -> None:
-    """Raise `TypeError` if `value` is neither a tensor nor a non-empty tuple of tensors.
+    """Raise `TypeError` unless a value is a tensor or a non-empty tuple of tensors.
 
-    The value can also be `MicroBatches`, each of which is a tensor or a non-empty tuple of tensors.
+    The value can also be `MicroBatches`. Then each of them must be a tensor or such a tuple.
+
+    Args:
+        value: The value.
+        what: What the error message calls the value.
     """
     if isinstance(value, MicroBatches):
         for micro_batch in value:
@@ -206,7 +217,7 @@ def check(value: object, what: str = "input") -> None:
 
 
 def _advice(value: object, what: str) -> str:
-    """Return what to do about a value that is neither a tensor nor a tuple."""
+    """Return the end of an error message: what to do about a value that is no tensor or tuple."""
     if callable(value):
         return "; call step(criterion, input, target)"
     if not isinstance(value, list):
@@ -217,7 +228,7 @@ def _advice(value: object, what: str) -> str:
 
 
 def refuse_array(value: object, what: str) -> None:
-    """Raise `TypeError` if a value is a NumPy array."""
+    """Raise `TypeError` if a value is a NumPy array; the message calls the value `what`."""
     if type(value).__name__ == "ndarray":
         raise TypeError(
             f"{what} must be a tensor or a tuple of tensors, but got ndarray; torch.from_numpy() "
@@ -258,12 +269,13 @@ def scatter(
             )
         if x.dim() == 0:
             raise ValueError(
-                f"every input tensor needs a batch dimension, but tensor {k} is a scalar"
+                f"every input tensor needs a batch dimension, but tensor {k} is a scalar; its "
+                "dimension 0 must have an entry for each sample"
             )
         sizes.append(x.size(0))
     if len(set(sizes)) > 1:
         raise ValueError(
-            "all input tensors must have the same batch size (dimension 0), but they have "
+            "all input tensors must have the same batch size (dimension 0), but the sizes are "
             + shortened(sizes)
         )
 
@@ -279,16 +291,17 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
     """Concatenate the outputs of all micro-batches along dimension 0: the inverse of `scatter`.
 
     Raises:
-        TypeError: If the outputs differ in their number of tensors.
+        TypeError: If the outputs are neither tensors nor tuples, or if they differ in their number
+            of tensors.
         ValueError: If an output is a scalar, or if outputs differ in more than the batch size.
     """
     if len(outputs) == 1:
         return outputs[0]
     if not is_flat(outputs[0]):
         raise TypeError(
-            f"the last partition returns {type(outputs[0]).__name__}, which is not concatenated; "
-            "call step(criterion, input, target) or evaluate(...), which give the criterion one "
-            "micro-batch at a time, or return a tensor or a tuple of tensors"
+            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline can only "
+            "concatenate tensors; call step(criterion, input, target) or evaluate(...), which give "
+            "the criterion one micro-batch at a time, or return a tensor or a tuple of tensors"
         )
     expected = _structure(outputs[0])
     for i, y in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Observers: functions that return a context for each task, for example to measure its time."""
+"""Observers: functions that return a context for a task to run in, such as to measure its time."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,9 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    A copy moves all tensors, or all gradients, that one task sends to another device. The field
-    `partition` of a copy is the partition that sends.
+    An observer gets such an object before the work begins. A copy moves all tensors, or all
+    gradients, that one task sends to another device. In this case, `partition` is the one that
+    sends.
     """
 
     kind: Kind
@@ -29,11 +30,11 @@ NOTHING = nullcontext()
 def observed(
     observer: Observer | None, kind: Kind, i: int, j: int
 ) -> AbstractContextManager[object]:
-    """Return the observer's context for a task, or `NOTHING` if there is no observer.
+    """Return the context in which a task runs: that of the observer, or an empty context.
 
     Args:
-        observer: The observer, if there is one.
-        kind: The kind of the task.
+        observer: The observer of the mini-batch, or `None`.
+        kind: The kind of the task, such as "forward".
         i: The index of the task's micro-batch.
         j: The index of the task's partition; for a copy, of the partition that sends.
     """

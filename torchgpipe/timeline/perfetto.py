@@ -34,11 +34,11 @@ _Arrows = dict[Action, int]
 
 
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
-    """Return a timeline file, as JSON, for some mini-batches.
+    """Return a timeline file for Perfetto, as JSON, of some mini-batches.
 
     An arrow leads from each task to the task that needs its result. If a device has no task for a
     while between the first and the last task of a mini-batch, an event named `bubble` fills the
-    gap, so Perfetto can add up the gaps. The key `otherData` has the gaps' fraction of the time.
+    gap, so that Perfetto can add up the gaps. The key `otherData` has the gaps' share of the time.
 
     Args:
         steps: A timeline of each mini-batch. The times of all timelines are from one clock.
@@ -104,7 +104,7 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
     Args:
         number: The number of the mini-batch.
         step: The timeline of the mini-batch.
-        arrows: Unused ids, for new arrows.
+        arrows: An iterator of unused numbers, which become the ids of new arrows.
     """
     arriving, leaving = _arrows(step, arrows)
     for event in step.events:
@@ -121,7 +121,7 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Return two dictionaries: the id of the arrow to each task, and of the arrow from each task.
+    """Return, by task, the ids of the arrows that end there, and of the arrows that start there.
 
     Tasks of the same stage have no arrows between them.
     """
@@ -143,7 +143,7 @@ def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
 
 
 def _waits(number: int, step: Timeline) -> Iterator[list[TraceEvent]]:
-    """Yield, for each interval in which a device does nothing, a list with one event."""
+    """Yield a list with one event for each interval in which a device has no task."""
     begin, end = step.window
     for j in range(step.partitions):
         spans = sorted((task.start, task.end) for task in step.devices[j])
@@ -183,7 +183,7 @@ def _name(what: str, thread: int, name: str) -> TraceEvent:
 
 
 def _thread(row: int, *, copies: bool = False) -> int:
-    """Return the thread number that the file has for a device's tasks, or for its copies."""
+    """Return the thread number that stands for a device's tasks, or its copies, in the file."""
     return 1 + 2 * row + copies
 
 

@@ -99,7 +99,8 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
         )
     if model.observer is not None:
         raise ValueError(
-            "recording a timeline needs model.observer, which is already set; set it to None first"
+            "recording a timeline needs model.observer, but model.observer is already set; set it "
+            "to None first"
         )
     devices = {stage.index: stage.device for stage in model._stages}
     path = Path(file) if file is not None and 0 in devices else None
@@ -124,7 +125,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
 
 
 def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> None:
-    """Fill a recording with the events of all ranks, with times of the clock of rank 0."""
+    """Fill a recording with the events of all ranks, and convert all times to rank 0's clock."""
     own = [tuple(event) for event in stopwatch.events()]
     with model._together("recording a timeline") as exchange:
         ahead, recording.clock_error = clocks_ahead(exchange)
@@ -195,7 +196,9 @@ def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float
 
 
 def ahead_of_first(stamps: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Compute the result of `clocks_ahead` from the times that each rank has noted.
+    """Return how many seconds each rank's clock is ahead of rank 0's clock, and the largest error.
+
+    This is the computation of `clocks_ahead`, from the times that all ranks have noted.
 
     Args:
         stamps: A tensor of shape (rounds, 2) for each rank. A row has the time when the rank sent

@@ -20,7 +20,7 @@ from torchgpipe.tensors.observe import Task
 
 
 class Mark:
-    """A point in time of the calling thread and, on a GPU, of its current stream."""
+    """A point in time of the calling thread and, on a GPU, also of the thread's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()

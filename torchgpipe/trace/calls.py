@@ -1,4 +1,4 @@
-"""Recordings of a module's calls, and a function that cuts the calls into layers (`cut`)."""
+"""The calls recorded in a module's forward, and the function `cut`, which cuts them into layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,17 +16,18 @@ from torchgpipe.trace.refuse import refused
 
 @dataclass
 class RecordedCalls:
-    """The calls that a module made for inputs of some sizes, and what it returned.
+    """A recording: the calls that a module's forward made for inputs of one size, and its result.
+
+    Tensors have numbers: first the inputs, then the tensors that calls returned, in order.
 
     Attributes:
         sizes: The batch size, and the length of each dimension whose length may change.
         calls: The calls, in order.
-        shapes: The shapes of the inputs and of all tensors that calls returned, by number. The
-            inputs come first.
-        result: What the module returned, with slots (placeholders) in place of tensors; and a list
-            of these slots.
+        shapes: The shape of each tensor, by its number.
+        result: What the module returned, with slots (placeholders) in place of tensors; and the
+            object that puts tensors into these slots.
         outputs: For each slot, the number of its tensor.
-        extra: Tensors that the module holds and that are neither parameters nor buffers, by name.
+        extra: Tensors that the module uses and that are neither parameters nor buffers, by name.
         state: For messages: the training mode and the autocast of this recording. The text is empty
             if they are the same as in the first recordings.
     """
@@ -44,6 +45,8 @@ class RecordedCalls:
 class LayerPlan:
     """The plan of a layer: its calls, and the numbers of the tensors that enter and leave it.
 
+    Each tensor in the recorded forward of a module has a number.
+
     Attributes:
         name: The layer's name.
         calls: The calls that the layer makes.
@@ -51,7 +54,8 @@ class LayerPlan:
         outputs: The numbers of the tensors for the next layer.
         pops: The names of the skips that enter the layer, and the numbers of their tensors.
         stashes: The names of the skips that leave the layer, and the numbers of their tensors.
-        sizes: Where the layer reads the sizes that its calls need.
+        sizes: Which dimensions of which tensors show the layer the batch size and the lengths that
+            its calls need.
     """
 
     name: str
@@ -70,7 +74,7 @@ Stops = dict[int, list[int]]
 def cut(
     calls: Sequence[Call], names: Sequence[str], inputs: int, outputs: Sequence[int]
 ) -> list[LayerPlan]:
-    """Cut calls into layers, and find how tensors go from layer to layer.
+    """Cut the calls of a module into layers, and find how tensors go from layer to layer.
 
     A layer begins with a call that has a name in `names`. A call without a name is in the same
     layer as the call before it. If a call makes a tensor and later calls change this tensor in
@@ -103,7 +107,12 @@ def cut(
 
 
 def _divided(calls: Sequence[Call], names: Sequence[str]) -> list[LayerPlan]:
-    """Cut the calls into layers. Of each layer, only the name and the calls are set."""
+    """Cut the calls into layers; return a `LayerPlan` for each, with only its name and its calls.
+
+    Args:
+        calls: The calls.
+        names: For each call, the name of the layer that may begin with it, or "".
+    """
     # No layer begins between a call that makes a tensor and a call that changes the tensor.
     inside: set[int] = set()
     for k, call in enumerate(calls):
@@ -120,7 +129,16 @@ def _divided(calls: Sequence[Call], names: Sequence[str]) -> list[LayerPlan]:
 
 
 def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> Stops:
-    """Return for each tensor the layers that make, use or pass it."""
+    """Find, for each tensor, the layers that make it, use it, or only hand it on.
+
+    Args:
+        layers: The plans of the layers.
+        inputs: How many inputs the module has.
+        outputs: The numbers of the tensors that the module returns.
+
+    Returns:
+        For each tensor, by its number, the indices of these layers, in order.
+    """
     stops: Stops = {number: [0] for number in range(inputs)}
     for k, layer in enumerate(layers):
         for call in layer.calls:
@@ -139,11 +157,17 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 
 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
-    """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs an output.
+    """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
 
-    If only skips go from layer `k` or earlier to layer `k` + 1 or later, the skip over the fewest
-    layers also becomes an output of layer `k`. For this, `k` and `k` + 1 are added to the layers in
-    `stops` that make, use or pass the skip's tensor.
+    Layer `k` would have no such output if all tensors that go from it, or from earlier layers, to
+    later layers were skips to layers after `k` + 1. In this case, the shortest of these skips is
+    replaced: its tensor is handed on by the layers `k` and `k` + 1.
+
+    Args:
+        stops: For each tensor, the layers that make it, use it, or only hand it on. This function
+            can add `k` and `k` + 1 to the layers of one tensor.
+        k: The index of the layer.
+        layers: The number of layers.
     """
     shortest = (layers, 0)
     for number, places in stops.items():
@@ -158,16 +182,19 @@ def _hand_on(stops: Stops, k: int, layers: int) -> None:
 def sizes_read(
     root: nn.Module, plan: LayerPlan, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> list[SizeRead]:
-    """Return where a layer reads the sizes (batch size and lengths) that its calls need.
+    """Find out from which dimensions of its inputs a layer reads the sizes that its calls need.
+
+    A size is the batch size, or a length that may change from call to call.
 
     Args:
         root: The traced module.
         plan: The plan of the layer.
-        recordings: The recordings of the module, whose shapes show which dimensions have a size.
-        names: The names of the sizes.
+        recordings: Recordings of the module for several sizes. The shapes in them show which
+            dimensions depend on which size.
+        names: The names of the sizes, for the error message.
 
     Raises:
-        Untraceable: If the layer has no input that shows one of the sizes.
+        Untraceable: If a call needs a size that no input of the layer shows.
     """
     needed: set[int] = set()
     for call in plan.calls:
@@ -182,14 +209,20 @@ def sizes_read(
                 root,
                 plan.calls[0].where,
                 f"a layer would begin here, but none of its input tensors has {of}",
-                "keep a larger submodule as one layer, whole=[…]",
+                "keep a larger submodule as one layer: sequential(…, whole=[…])",
             )
         found.append(read)
     return found
 
 
 def _size_read(k: int, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> SizeRead | None:
-    """Return a dimension of a layer's inputs that depends on size `k` alone, if there is one."""
+    """Return a dimension of a layer's inputs from which size `k` can be read, or `None`.
+
+    Args:
+        k: 0 for the batch size, or else the index of a length that may change.
+        plan: The plan of the layer.
+        recordings: Recordings of the module for several sizes.
+    """
     points = [recording.sizes for recording in recordings]
     for number in (*plan.inputs, *dict(plan.pops).values()):
         shapes = [recording.shapes[number] for recording in recordings]

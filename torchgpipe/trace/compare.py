@@ -1,9 +1,12 @@
-"""Compare a module with the layers that it was cut into: the state, outputs and gradients.
+"""Compare a module with the layers that `sequential` has made of it.
 
-Also compare the module's outputs for a sample with its outputs for the two halves of the sample.
+The layers must have the same `state_dict`, and give the same outputs and gradients for the sample
+(the example input). Also, the module must give the same outputs for the two halves of the sample as
+for the whole sample, because a pipeline splits its input.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +28,12 @@ Ran = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def check_state(module: Module, layers: Layers) -> None:
-    """Raise an error unless the layers' `state_dict` has the names and tensors of the module's."""
+    """Raise `Untraceable` if the layers' `state_dict` has other names or tensors than the module's.
+
+    Args:
+        module: The module.
+        layers: The layers that were made of the module.
+    """
     ours = layers.state_dict(keep_vars=True)
     plain = module.state_dict(keep_vars=True)
     names = sorted(ours.keys() ^ plain.keys())
@@ -33,19 +41,19 @@ def check_state(module: Module, layers: Layers) -> None:
         names = sorted(name for name, x in plain.items() if ours[name] is not x)
     if names:
         raise Untraceable(
-            f"{type(module).__name__} changes its state_dict ({', '.join(names[:3])}): "
-            "a module that is cut into layers can have no state_dict hooks and no extra state; "
-            "keep submodules that have them as one layer, whole=[…]"
+            f"the module {type(module).__name__} changes its state_dict ({', '.join(names[:3])}): "
+            "a module that is cut into layers must have no state_dict hooks and no extra state; "
+            "keep submodules that have them as one layer: sequential(…, whole=[…])"
         )
 
 
 def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
-    """Raise an error if the layers' outputs or gradients on the sample differ from the module's.
+    """Raise `Untraceable` if the layers' outputs or gradients differ from the module's.
 
     Args:
         module: The module.
-        found: The results of running the layers.
-        expected: The results of running the module.
+        found: The results of the layers, from `ran`.
+        expected: The results of the module for the same input, from `ran`.
     """
     values, grads = found
     plain_values, plain_grads = expected
@@ -66,23 +74,25 @@ def check_outputs(module: Module, found: Ran, expected: Ran) -> None:
         reason = " ".join(str(error).split())
         raise Untraceable(
             f"the layers of {type(module).__name__} compute something else than the module does: "
-            f"{reason}; keep the submodule that causes this as one layer, whole=[…]"
+            f"{reason}; keep the submodule that causes this as one layer: sequential(…, whole=[…])"
         ) from None
 
 
 def check_other_lengths(
     module: Module, layers: Layers, signature: Signature, inputs: Tensors
 ) -> None:
-    """Compare the layers' outputs and gradients with the module's for other lengths, too.
+    """Compare the layers' outputs and gradients with the module's for inputs of other lengths.
+
+    Nothing happens if no length may change from call to call.
 
     Args:
         module: The module.
-        layers: The layers of the module.
+        layers: The layers that were made of the module.
         signature: The module's signature, which says which lengths may change.
-        inputs: The tensors of the sample.
+        inputs: The tensors of the sample. Inputs of other lengths are made of them.
 
     Raises:
-        Untraceable: If they differ.
+        Untraceable: If the outputs or the gradients differ.
     """
     if not any(signature.places):
         return
@@ -96,7 +106,7 @@ def check_other_lengths(
 
 
 def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> Ran:
-    """Run the module or its layers on the sample, then restore the module's state.
+    """Run a module, or the layers made of it, forward and backward; then restore the module.
 
     Args:
         module: The module.
@@ -105,8 +115,8 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         inputs: The tensors of the sample.
 
     Returns:
-        A list with the outputs and then the buffers, and a dictionary with the gradients by name.
-        Both are empty if a tensor is on `meta`.
+        A list of the outputs and then of the buffers, and a dictionary of the gradients by name.
+        Both are empty if a tensor is on `meta`, where tensors have no values.
     """
     held = (*inputs, *module.parameters(), *module.buffers())
     if any(x.is_meta for x in held):
@@ -121,13 +131,13 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
 
 
 def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of a weighted sum of the outputs, by name.
+    """Return the gradients of a weighted sum of the outputs, by the names of the tensors.
 
-    If a tensor gets no gradient, its gradient is an empty tensor.
+    If a tensor gets no gradient, the result has an empty tensor for it.
 
     Args:
         outputs: The outputs.
-        wanted: The tensors to compute gradients for, by name.
+        wanted: The tensors whose gradients are computed, by name.
     """
     ends: list[Tensor] = []
     weights: list[Tensor] = []
@@ -151,15 +161,41 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _outputs(run: Module, signature: Signature, inputs: Tensors) -> list[Tensor]:
-    """Run `run` (the module or its layers) on copies of the inputs; return its output tensors."""
+    """Run a module, or the layers made of it, on copies of the inputs; return the output tensors.
+
+    Args:
+        run: The module, or its layers.
+        signature: The module's signature.
+        inputs: The tensors among the arguments.
+    """
     copies = list(map(torch.clone, inputs))
     return list(tensors_in(signature.call(run, copies)))
 
 
-def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
-    """Compare the outputs for the sample's halves with the outputs for the whole sample.
+def check_samples(
+    module: Module, signature: Signature, inputs: Tensors, kept: Collection[Module]
+) -> None:
+    """Check that a module treats each sample by itself; warn if it compares pairs of samples.
 
-    The module runs in evaluation mode. The check is skipped in three cases:
+    Submodules that the user keeps whole may compare samples. Then the halves of the sample may
+    give other outputs, and are not checked.
+    """
+    if not kept:
+        _check_halves(module, signature, inputs)
+    if signature.compared:
+        warnings.warn(
+            f"{type(module).__name__} returns a value for each pair of samples, and step compares "
+            "only samples of the same micro-batch; to compare all samples of a mini-batch, return "
+            "what is compared, and compare it in the loss, as in loss(model(input))",
+            stacklevel=3,
+        )
+
+
+def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
+    """Compare a module's outputs for the two halves of the sample with those for the whole sample.
+
+    If they differ, the module compares samples, and a pipeline, which splits its input, would
+    compute something else. The module runs in evaluation mode. The check is skipped in three cases:
 
     - The module has batch norms without running statistics.
     - The module cannot run in evaluation mode.
@@ -168,7 +204,7 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
     Args:
         module: The module.
         signature: The module's signature, which says which inputs have a batch dimension.
-        inputs: The tensors of the sample. A half has the first or the second half of the samples.
+        inputs: The tensors of the sample. Each half has half of the entries of dimension 0.
 
     Raises:
         Untraceable: If the outputs differ.
@@ -194,12 +230,13 @@ def check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
         except Exception:  # for example if the module only works in training, or is on `meta`
             return
     raise Untraceable(
-        f"{type(module).__name__} gives other outputs for the two halves of the sample than for "
-        "the whole sample (in evaluation mode), so outputs for micro-batches would differ, too; "
+        f"the module {type(module).__name__} gives other outputs for the two halves of the sample "
+        "than for the undivided sample (in evaluation mode), so outputs for micro-batches would "
+        "differ, too; "
         "dimension 0 of each argument has to be the batch, except for arguments that are named "
         "in shared=[…]; code that compares samples, such as x - x.mean(0), belongs after the "
         "pipeline; if a submodule compares the samples of each micro-batch on purpose, such as "
-        "experts with a capacity, keep it as one layer, whole=[…]"
+        "experts with a capacity, keep this submodule as one layer: sequential(…, whole=[…])"
     )
 
 
@@ -219,9 +256,9 @@ def _halves_of(outputs: Tensors, compared: Mapping[int, int]) -> list[list[Tenso
 
 
 def _alike(found: Tensors, expected: Tensors) -> bool:
-    """Return whether outputs are equal, except for rounding.
+    """Return whether two lists of outputs are equal, except for rounding.
 
-    PyTorch may choose other kernels for another batch size, and these may round differently.
+    PyTorch may choose other kernels for another batch size, which may round differently.
     """
     for y, z in zip(found, expected, strict=False):
         if y.shape == z.shape and z.is_floating_point() and z.numel():

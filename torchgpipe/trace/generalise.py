@@ -1,12 +1,12 @@
-"""Merge recordings for several sizes of the inputs into one list of calls for all sizes.
+"""Merge recordings of a module for several sizes into one list of calls for all sizes.
 
-The sizes are the batch size, and lengths that may change. If a number differs between the
-recordings, it has to follow from the sizes by a formula (`Size`). If anything else differs, the
-module makes other calls for other sizes. A fixed list of calls cannot repeat this, so an error is
-raised.
+A recording is the list of calls that the module's forward makes. The sizes are the batch size, and
+lengths of inputs that may change. If a number in the calls differs between the recordings, a
+formula (`Size`) is found that computes it from the sizes. If anything else differs, the module
+makes other calls for other sizes. One list of calls cannot do this, so an error is raised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -37,7 +37,13 @@ _OTHER_LENGTHS = (
 
 
 def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Call]:
-    """Merge the recordings into one list of calls. Numbers that differ are replaced by `Size`.
+    """Merge recordings of a module for several sizes into one list of calls for all sizes.
+
+    Numbers that differ between the recordings are replaced by formulas (`Size`).
+
+    Args:
+        root: The module.
+        recordings: Its recordings, each for another batch size or other lengths of inputs.
 
     Raises:
         Untraceable: If the recordings differ in anything but numbers that sizes determine.
@@ -75,7 +81,8 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
         raise refused(
             root,
             at,
-            f"with batches of {', '.join(samples)}{of} it does not do the same: {error}",
+            "the module has to make the same calls for all batches, but with batches of "
+            f"{', '.join(samples)}{of} it does not do the same: {error}",
             _ONE_SAMPLE if any(sizes[0] == 1 for sizes in points) else advice,
         ) from None
     return calls
@@ -85,7 +92,11 @@ _fixed = attrgetter("target", "outputs", "grad", "since", "result")
 
 
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
-    """Raise `Differs` if the recordings return different structures or use different constants."""
+    """Raise `Differs` if a module returned other structures, or used other constant tensors.
+
+    Args:
+        recordings: The recordings of the module for several sizes.
+    """
     structures: list[Any] = []
     ends: list[Any] = []
     for recording in recordings:
@@ -96,7 +107,7 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
         returned = ", ".join(map(repr, structures))
         raise Differs(
             f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can only "
-            "return tensors, and values that are equal for all batch sizes"
+            "return tensors, and other values that are equal for all batch sizes"
         )
 
 
@@ -112,16 +123,16 @@ _OWN_LOSS = (
 def check_batch(
     module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> dict[int, int]:
-    """Raise an error if the module returns no tensor, or a tensor without a batch dimension.
+    """Raise `Untraceable` if a module returns no tensor, or a tensor without a batch dimension.
 
     Args:
         module: The module.
-        recordings: Its recordings.
-        names: The names of its arguments that are tensors.
+        recordings: The recordings of the module for several batch sizes.
+        names: The names of those arguments of the module that are tensors.
 
     Returns:
-        The outputs that have a value for each pair of samples: the number of the tensor, and its
-        second dimension that is as long as the batch.
+        Which outputs have a value for each pair of samples. The key is the number of the tensor,
+        and the value is the second of its two dimensions that are as long as the batch.
 
     Raises:
         Untraceable: The module returns no tensor, or one whose dimension 0 is not the batch.
@@ -130,7 +141,8 @@ def check_batch(
     first = recordings[0]
     if not first.outputs:
         raise Untraceable(
-            f"{type(module).__name__} returns no tensor; return the tensors that the loss needs"
+            f"the module {type(module).__name__} returns no tensor; return the tensors that the "
+            "loss needs, such as the model's output"
         )
     for recording in recordings:
         size, *lengths = recording.sizes
@@ -197,21 +209,40 @@ def _second_batch(shape: Sequence[int], size: int, others: Sequence[int]) -> int
     return None
 
 
+def refuse_concatenated(outputs: Sequence[Tensor], compared: Mapping[int, int]) -> None:
+    """Raise `ValueError` if an output with a value for each pair of samples was concatenated.
+
+    Such an output lacks the pairs of samples from different micro-batches.
+
+    Args:
+        outputs: The module's outputs, for a micro-batch or concatenated from several.
+        compared: Which outputs have a value for each pair of samples, as `check_batch` returns it.
+    """
+    for k, dimension in compared.items():
+        if outputs[k].shape[dimension] != len(outputs[k]):
+            raise ValueError(
+                "the module compares each sample with each other one, which a pipeline does only "
+                "within a micro-batch, and such outputs are not concatenated; return the inputs of "
+                "the comparison and compare them in the loss, as in loss(model(input)), or call "
+                "step or evaluate, which give the criterion one micro-batch at a time"
+            )
+
+
 class Differs(Exception):
-    """An internal error whose message says how recordings differ."""
+    """An internal error: recordings of a module differ. Its message says how."""
 
 
 def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
-    """Merge the arguments of one call, recorded for several sizes, into one value.
+    """Merge the values that were recorded for several sizes into one value for all sizes.
 
-    Numbers that differ are replaced by a `Size`, a formula by which the sizes give the number.
+    A number that differs is replaced by a formula (`Size`), which computes it from the sizes.
 
     Args:
-        values: The value that was recorded for each of `points`.
-        points: The sizes, each a batch size and perhaps lengths.
+        values: For each of `points`, the value, such as the arguments of one call.
+        points: The sizes of each recording: a batch size, and perhaps lengths.
 
     Raises:
-        Differs: If the values differ in anything but numbers that such a formula can give.
+        Differs: If the values differ in anything but numbers that such a formula can compute.
     """
     first = values[0]
     kinds = set(map(type, values))
@@ -237,7 +268,7 @@ def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values have equal contents, even if they are different objects."""
+    """Return whether two values have equal contents; they can be different objects."""
     return bool(_form(x) == _form(y))
 
 
@@ -261,8 +292,8 @@ _COMPARED = (
 def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
     """Return a value's type and contents in a form that can be compared with `==`.
 
-    Two recordings can have different copies of one object. So most objects are compared by their
-    contents, and not by their ids. Tensors and classes are compared by their ids.
+    Two recordings can have different copies of an object. So most objects are compared by their
+    contents, and only tensors and classes by their identity.
 
     Args:
         x: The value.

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from torch import nn
+
 from torchgpipe.tensors.microbatch import MicroBatches, Structured, is_flat, refuse_array
-from torchgpipe.trace.parts import as_tensors, tensors_in
+from torchgpipe.trace.parts import Slots, as_tensors, tensors_in
 
 
 def taken_apart(input: Any) -> Any:
@@ -70,3 +72,21 @@ def _check_parts(value: Any, what: str) -> None:
             )
         if _is_structure(part):
             _check_parts(part, place)
+
+
+def check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `TypeError` if there is no tensor in the arguments, for example only a shape.
+
+    Args:
+        module: The module that the arguments are for.
+        args: The positional arguments of the sample.
+        kwargs: The keyword arguments of the sample.
+    """
+    slots = Slots()
+    slots.taken([*args, *kwargs.values()])
+    if not slots.tensors:
+        kinds = [type(x).__name__ for x in (*args, *kwargs.values())]
+        raise TypeError(
+            f"sample must have the tensors that {type(module).__name__} is called with, but has "
+            f"only {', '.join(kinds)}; give a small batch, such as torch.zeros(8, 64)"
+        )

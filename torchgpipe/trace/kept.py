@@ -1,4 +1,8 @@
-"""The results of submodules that are kept as one layer, for any input size: `KeptResults`."""
+"""Results for submodules that are kept as one layer and cannot run on fake tensors.
+
+`sequential` records a module's calls on fake tensors, which have shapes but no values. If a
+submodule needs values, the recording takes the shapes of its results from runs on real tensors.
+"""
 
 from collections.abc import Container
 from functools import partial
@@ -22,7 +26,7 @@ Form = tuple[tuple[Any, ...], torch.dtype, torch.device]
 
 
 class NeedsResults(Exception):
-    """An internal error: a submodule kept as one layer cannot run on fake tensors."""
+    """An internal error: a submodule that is kept as one layer cannot run on fake tensors."""
 
 
 _Result = tuple[Any, list[Form]]
@@ -33,8 +37,8 @@ class KeptResults:
     """The structures and shapes of the results of submodules that are kept as one layer.
 
     A submodule may need the contents of its inputs, such as the lengths of sequences. So it cannot
-    run on fake tensors. Then the module runs on the sample, in several sizes, and a recording uses
-    the results that its submodules had in these runs.
+    run on fake tensors. Then the module runs on real tensors: the sample, with several batch sizes.
+    In these runs, the results of all submodules that are kept as one layer are noted.
 
     Args:
         module: The module.
@@ -52,8 +56,9 @@ class KeptResults:
     ) -> None:
         if any(x.is_meta for x in (*inputs, *module.parameters(), *module.buffers())):
             raise Untraceable(
-                f"a submodule of {type(module).__name__} kept as one layer needs the values "
-                "of tensors, so it cannot run on meta; call sequential with the module on the CPU"
+                f"a submodule of {type(module).__name__} kept as one layer needs the values of "
+                "tensors, which do not exist on device meta; call sequential with the module on "
+                "the CPU"
             )
         paths = {path: part for path, part in module.named_modules() if part in whole}
         self._slots: dict[str, list[Slots]] = {}
@@ -84,13 +89,14 @@ class KeptResults:
         return path in self._slots
 
     def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
-        """Return empty tensors in the structure of a result.
+        """Return what a submodule returns for some sizes, but with uninitialized tensors in it.
 
         Args:
             path: The path of the submodule in the module.
-            call: The number of the submodule's call.
+            call: The index of the call, among all calls of this submodule.
             sizes: The batch size, and the lengths that may change.
-            device: The device of the tensors, if it is another device than that of the sample.
+            device: The device of the tensors. With `None`, they are on the devices that they had in
+                the run on the sample.
         """
         structure, forms = self._calls[path][call]
         tensors = []
@@ -103,12 +109,20 @@ class KeptResults:
 def _keep(
     results: list[_Result], slots: list[Slots], module: nn.Module, inputs: Any, result: Any
 ) -> None:
-    """Keep the structure and shapes of a result; this is a forward hook."""
+    """Note the structure and the shapes of a submodule's result; this is its forward hook.
+
+    Args:
+        results: The list to which the structure and the shapes are added.
+        slots: The list to which the placeholders of the result's tensors are added.
+        module: The submodule.
+        inputs: The inputs of the submodule.
+        result: The result of the submodule.
+    """
     if any(within(result, PackedSequence)):
         name = type(module).__name__
         raise Untraceable(
-            f"{name} is kept as one layer and returns a PackedSequence, which other layers cannot "
-            "take; keep a larger submodule as one layer, which packs and unpacks the sequences, or "
+            f"the submodule {name} is kept as one layer and returns a PackedSequence, which other "
+            "layers cannot take; keep a larger submodule, which also unpacks it, as one layer, or "
             f"return padded sequences from {name} (pad_packed_sequence)"
         )
     taken = Slots()
@@ -119,10 +133,16 @@ def _keep(
 
 
 def _resized(signature: Signature, inputs: Tensors, sizes: Sizes, *, first: bool) -> list[Tensor]:
-    """Return the sample's tensors with other sizes: with fewer samples, or with repeated ones.
+    """Return the sample's tensors with another batch size and other lengths.
 
-    The samples stay in order, because sequences can be sorted by their lengths. `first` says
-    whether the first sample is among them; otherwise the last sample is.
+    For this, some samples of the batch are left out or repeated. The others stay in their order,
+    because sequences can be sorted by their lengths.
+
+    Args:
+        signature: The signature of the module.
+        inputs: The tensors of the sample.
+        sizes: The batch size, and the lengths that may change.
+        first: Whether the first sample of the batch is kept in any case. Otherwise the last is.
     """
     size = sizes[0]
     resized = []

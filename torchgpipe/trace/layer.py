@@ -1,11 +1,11 @@
-"""Layers of a traced module. Each layer makes some of the module's calls.
+"""The layers into which `sequential` cuts a module. Each layer makes some of the module's calls.
 
-A layer holds submodules, parameters and buffers of the module under their old names, such as
-`layer1.0.conv2`. For this, the layer has empty modules `layer1` and `layer1.0`.
+A layer has submodules, parameters and buffers of the module under their old names, such as
+`layer1.0.conv2`. For such a name, the layer gets empty modules `layer1` and `layer1.0`.
 
-The names in the `state_dict` of all layers are the names in the module's `state_dict`. Each layer
-also has a name of its own, such as `12:layer1/0/conv2`. `state_dict` leaves this name out, and
-hooks insert it when a state is loaded.
+The `state_dict` of all layers together has the names of the module's `state_dict`. Each layer also
+has its own name, such as `12:layer1/0/conv2`, which `nn.Sequential` puts before the names in the
+layer. So `state_dict` leaves the layer's name out, and hooks insert it when a state is loaded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ Calls = Callable[["Layer", list[Any]], tuple[Tensor, ...]]
 class Layer(Module):
     """A layer of a pipeline that makes some of the calls of a traced module.
 
+    A traced module is a module whose calls `sequential` has recorded.
+
     Args:
         root: The traced module.
         plan: The calls, and the tensors that enter and leave the layer.
-        namespace: The namespace of the skips.
+        namespace: The namespace of the skips, which all layers of the module share.
         extra: Tensors of the traced module that are neither parameters nor buffers, by name.
-        size_names: The names of the sizes: of the batch size, and of lengths that may change.
+        size_names: The names of the batch size and of the lengths that may change.
 
     Attributes:
         name: The name of the layer.
@@ -74,8 +76,8 @@ class Layer(Module):
             self._namespaces[name] = namespace
             self._popped.append((SkipKey(namespace, name), value))
         self._skips = {"stash": frozenset(dict(plan.stashes)), "pop": frozenset(dict(plan.pops))}
-        # The order of these names becomes the order of the layer's parameters. A dictionary keeps
-        # its order, while the order of a set differs from process to process.
+        # The names are collected in dictionaries, because their order becomes the order of the
+        # layer's parameters. The order of a set would differ from process to process.
         modules: dict[str, None] = {}
         tensors: dict[str, None] = {}
         for step in self._steps:
@@ -91,7 +93,7 @@ class Layer(Module):
     sizes: Callable[[Sequence[Tensor], bool], None] | None = None
 
     def _write(self) -> None:
-        """Write the code of the calls, and make its function."""
+        """Write the code of a function that makes the layer's calls, and make the function."""
         source = Source(
             self.name,
             self,
@@ -110,11 +112,11 @@ class Layer(Module):
 
     @property
     def stashes(self) -> list[SkipKey]:
-        """The skips that the layer stashes, in the order in which it stashes them."""
+        """The skips that this layer sends to later layers, in the order in which it sends them."""
         return [key for key, _ in self._stashed]
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
-        """Make the layer's calls, and return its outputs."""
+        """Make the layer's calls on its input and on the skips that it pops; return its output."""
         inputs = list(tensors_of(input))
         if self.sizes is not None:
             self.sizes(inputs, self.training)
@@ -154,13 +156,13 @@ class Layer(Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return the layer's state under the names that the traced module has for it.
+        """Return the layer's state under the names that it has in the traced module.
 
         Args:
             *args: The deprecated positional form of the arguments below.
-            destination: A dictionary to which the state is added, if not `None`.
-            prefix: What the names begin with. If the prefix ends with the layer's own name, such as
-                `12:layer1/0/conv2`, this name is left out.
+            destination: A dictionary to which the state is added, or `None`.
+            prefix: A text that is put before all names. If it ends with the layer's own name, such
+                as `12:layer1/0/conv2`, this name is left out.
             keep_vars: Whether the state has the parameters themselves, and not detached tensors.
         """
         return super().state_dict(
@@ -170,16 +172,16 @@ class Layer(Module):
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
-        """Yield pairs of a name and a module: the layer and its submodules.
+        """Yield pairs of a name and a module: for the layer itself, and for its submodules.
 
-        The submodules have the names that the traced module has for them. The layer has its own
-        name, such as `12:layer1/0/conv2`. But this name is left out if the layer itself has
-        parameters or buffers, because PyTorch derives the names of parameters from it.
+        A submodule has the name that it has in the traced module. The layer has its own name, such
+        as `12:layer1/0/conv2`. But if the layer itself has parameters or buffers, its own name is
+        left out, because PyTorch would put it before the names of these tensors.
 
         Args:
-            memo: The modules to leave out, to which the yielded modules are added.
-            prefix: The name of the layer, after the names of the modules that it is in.
-            remove_duplicate: Whether a module that occurs twice is yielded once.
+            memo: A set of modules to leave out. All yielded modules are added to it.
+            prefix: The name of the layer, with the names of the modules around it in front.
+            remove_duplicate: Whether a module that occurs twice is yielded only once.
         """
         own = self._parameters or self._buffers
         outer = self._outer(f"{prefix}.")[:-1]
@@ -195,7 +197,7 @@ class Layer(Module):
         Args:
             root: The traced module.
             name: The name of the tensor or submodule in the traced module.
-            extra: The tensor, if it is neither a parameter nor a buffer of the traced module.
+            extra: The tensor itself, if it is neither a parameter nor a buffer there.
         """
         *path, last = name.split(".")
         here: Any = self
@@ -224,7 +226,7 @@ class Layer(Module):
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return a layer's calls; set their field `spent`: the tensors to free after each call."""
+    """Return a layer's calls, with the numbers of the tensors to free after each call (`spent`)."""
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):
@@ -241,12 +243,13 @@ def _steps(plan: LayerPlan) -> list[Call]:
 class Layers(nn.Sequential):
     """The layers of a traced module: an `nn.Sequential` that is called like the module.
 
-    Its `state_dict` has the names and tensors of the module's `state_dict`.
+    A traced module is one that `sequential` has cut into layers. The layers together have the same
+    `state_dict` as the module.
 
     Args:
         layers: The layers by name.
-        signature: The structure of the module's arguments and results. It is `None` for a part of
-            the layers, which takes and returns only tensors.
+        signature: The structure of the module's arguments and results. `None` if these are only
+            some of the module's layers, which take and return tensors.
     """
 
     def __init__(
@@ -266,28 +269,39 @@ class Layers(nn.Sequential):
 
 
 def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Return the tensors in `sample`, which has the arguments of a call of `module`.
+    """Return the tensors in the arguments of a call, as the first layer of a sequence takes them.
 
-    If the module is not a `Layers`, the result is the sample itself.
+    Args:
+        module: The sequence of layers.
+        sample: The arguments of a call. If `module` is not a `Layers`, the result is `sample`.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return sample if signature is None else signature.flat(*arguments(sample))
 
 
 def batched(module: Module) -> Sequence[bool] | None:
-    """Return for each input whether it has a batch dimension, or `None` if all inputs have one."""
+    """Return for each input of `module` whether it has a batch dimension; `None` if all have one.
+
+    Only a `Layers`, a sequence that `sequential` has made, can have inputs without one.
+    """
     signature = module.signature if isinstance(module, Layers) else None
     return None if signature is None else signature.batched
 
 
 def keep_names(module: Module) -> None:
-    """Let a sequence of layers load a state that has the names of the traced module."""
+    """Let `load_state_dict` of a sequence of layers take the state of the module that was traced.
+
+    In the state, the names have no names of layers in them.
+    """
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)
 
 
 def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Insert the names of the layers, such as `12:layer1/0/conv2`, into the keys of a state."""
+    """Insert names of layers, such as `12:layer1/0/conv2`, into the keys of a state to be loaded.
+
+    This is a hook of `load_state_dict`.
+    """
     given = dict(state)
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
@@ -299,7 +313,10 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _out_of_layers(module: Module, incompatible: Any) -> None:
-    """Remove the names of the layers from the missing and unexpected keys that PyTorch reports."""
+    """Remove names of layers from the missing and unexpected keys that `load_state_dict` reports.
+
+    This is a hook of `load_state_dict`.
+    """
     for key, layer in module._modules.items():
         if isinstance(layer, Layer) and layer.name == key:
             for names in incompatible:
@@ -307,7 +324,7 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module in place of a submodule, if a layer holds only a part of this submodule."""
+    """An empty module in place of a submodule of which a layer has only some parts."""
 
 
 def _submodule(module: Module, path: str) -> Any:

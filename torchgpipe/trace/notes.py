@@ -1,4 +1,7 @@
-"""Notes: which modules use something that a recording cannot repeat, such as random states."""
+"""Notes of what a recording of a module's calls cannot repeat, such as a use of random states.
+
+A note says which submodule uses such a thing, and in which line.
+"""
 
 from typing import Any
 
@@ -14,8 +17,8 @@ Notes = dict[Module, tuple[str, Where]]
 CHECKPOINT = "torch.utils.checkpoint"
 """The note of a module that checkpoints a part of its forward."""
 
-# Functions that cannot be recorded: their results can differ when the layers run, or they do more
-# than return a result. A recorder sees the use of an attribute as a call of `__get__` or `__set__`.
+# Functions that cannot be recorded: they may return something else when the layers run, or they do
+# more than return a result. The use of an attribute is a call of its `__get__` or `__set__`.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
@@ -40,10 +43,14 @@ for name in (
 
 
 def check_notes(root: Module, notes: Notes) -> None:
-    """Raise an error if a module uses something that a recording cannot repeat.
+    """Raise `Untraceable` if a module uses something that a recording of its calls cannot repeat.
 
-    Only reading the mode (`training`) is allowed, because the calls are recorded again for the
-    other mode.
+    Only reading the mode (`training`) is allowed, because the calls are recorded again when the
+    mode changes.
+
+    Args:
+        root: The module.
+        notes: What its submodules use. This is empty if everything can be repeated.
     """
     for what, at in notes.values():
         if what != "training":
@@ -62,5 +69,5 @@ def check_notes(root: Module, notes: Notes) -> None:
                 "have no effect, when the layers run"
             )
             raise refused(
-                root, at, why, "do that in a submodule, which is then kept as one layer"
+                root, at, why, "do that in a submodule, which is then kept whole, as one layer"
             ) from None

@@ -1,4 +1,4 @@
-"""Find, take out and replace the tensors in a structure, such as a dictionary or a dataclass."""
+"""Find the tensors in a structure, such as a dictionary or a dataclass, and replace them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 def within(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield all objects of a class in a structure, in order.
+    """Yield all objects of the class `kind` in a structure, in order.
 
-    A structure consists of tuples, lists, sets, dictionaries, slices and dataclasses.
+    The structure can be nested. It consists of tuples, lists, sets, mappings, slices and
+    dataclasses.
     """
     inner: Iterable[Any] = ()
     if isinstance(value, kind):
@@ -36,14 +37,15 @@ def within(value: Any, kind: type[T]) -> Iterator[T]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a structure, in order."""
+    """Yield the tensors in a structure, such as nested lists and dictionaries, in order."""
     return within(value, Tensor)
 
 
 def cache_in(value: Any) -> str | None:
-    """Return the class name of the first cache in a structure, such as `DynamicCache`, or `None`.
+    """Return the name of the class of the first cache in a structure, or `None` without a cache.
 
-    An object counts as a cache if its class has a name that ends with "cache".
+    A cache keeps what a model has computed for earlier tokens, such as a `DynamicCache` of Hugging
+    Face. An object counts as a cache if the name of its class ends with "cache".
     """
     if type(value).__name__.lower().endswith("cache"):
         return type(value).__name__
@@ -57,7 +59,7 @@ def cache_in(value: Any) -> str | None:
 
 @dataclass(unsafe_hash=True)
 class Slot:
-    """The placeholder of a tensor in a structure. Each slot has its own number."""
+    """A placeholder for a tensor in a structure. The slots of a structure are numbered."""
 
     number: int = -1  # slots in older pickles have no number
 
@@ -66,10 +68,10 @@ class Slot:
 
 
 class Slots(TorchFunctionMode):
-    """Take tensors out of structures and leave a slot (placeholder) for each tensor.
+    """Takes tensors out of structures, and leaves a slot (placeholder) for each tensor.
 
-    This class is also a `TorchFunctionMode`. While the mode is active, `copy.deepcopy` of any
-    object puts slots in place of the tensors.
+    This class is a `TorchFunctionMode`, so that it can also take the tensors out of objects that it
+    does not know: while the mode is active, `copy.deepcopy` copies a slot in place of each tensor.
 
     Args:
         slots: The slots to use first. More slots are made when all of them are used.
@@ -81,7 +83,10 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of `value` with slots in place of tensors; add the tensors to `tensors`."""
+        """Return a copy of a structure with slots in place of its tensors.
+
+        The tensors are added to the attribute `tensors`.
+        """
         if isinstance(value, Tensor):
             return self._slot(value)
         if type(value) in (tuple, list):
@@ -92,12 +97,17 @@ class Slots(TorchFunctionMode):
             return copy.deepcopy(value)
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
-        """Return a copy of `value` with tensors in place of the slots."""
+        """Return a copy of a structure with tensors in place of its slots: the inverse of `taken`.
+
+        Args:
+            value: The structure with slots.
+            tensors: A tensor for each slot, in order.
+        """
         ids = map(id, self._slots)
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return a new `Slots` object with the same slots as this object, but without tensors."""
+        """Return a new `Slots` with the same slots as this object, but with no tensors yet."""
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:

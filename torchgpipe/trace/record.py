@@ -1,10 +1,10 @@
 """Record a module's calls by running it once on fake tensors, which have shapes but no contents.
 
-Recorded are:
+A recording has two kinds of calls:
 
 - each call of a PyTorch function
-- each call of a submodule that is kept whole, such as one of PyTorch's own layers, or a submodule
-  that has hooks or that has no submodules itself
+- each call of a submodule that is kept whole, which means that it is not cut into layers. Examples
+  are PyTorch's own layers, submodules with hooks, and submodules that have no submodules.
 
 Reading an attribute of a tensor, such as its shape, is not recorded. Code that needs the contents
 of a tensor cannot be recorded.
@@ -53,17 +53,16 @@ def record(
     sizes: Sizes,
     device: torch.device | None = None,
 ) -> RecordedCalls:
-    """Record a module's calls on fake tensors, then restore the module's state.
+    """Run a module on fake tensors and record its calls; then restore the module's state.
 
     Args:
-        recorder: A new recorder of the module. Its notes name the modules whose forward uses
-            something that a recording cannot repeat.
+        recorder: A new recorder of the module. It also notes which submodules use something that a
+            recording cannot repeat.
         signature: The module's signature.
         inputs: Tensors with the shapes and dtypes of the module's inputs.
-        sizes: The batch size of those fake tensors that have a batch dimension, and the lengths
-            that may change.
-        device: A device for the fake tensors if the module is on `meta`. With `None`, they have the
-            devices of the module and of `inputs`.
+        sizes: The batch size of the fake tensors, and the lengths that may change.
+        device: The device of the fake tensors, if the module is on `meta`. With `None`, they have
+            the devices of the module and of `inputs`.
 
     Raises:
         NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and its
@@ -100,8 +99,8 @@ def record(
         except (Untraceable, NeedsResults):
             raise
         except Exception as error:
-            # A refusal is a `TypeError`. If it is raised within an operator such as `x * y`, Python
-            # replaces it by a `TypeError` of its own.
+            # The recorder raises a `TypeError` to refuse a line. If this happens within an operator
+            # such as `x * y`, Python raises another `TypeError`, so use the recorder's own reason.
             if recorder.refused is not None:
                 raise recorder.refusal(*recorder.refused) from error
             why = reason(error)
@@ -136,11 +135,11 @@ class Recorded(NamedTuple):
 
 
 class OtherSizes:
-    """A check that the module makes the same calls as its layers, also for other sizes.
+    """A check, before the layers run, that the module would make the same calls as its layers.
 
-    For each new batch size, length, mode and autocast, a copy of the module is recorded. This
-    recording is compared with the recordings from which the layers were made. The copy is on `meta`
-    and has no hooks.
+    For each new batch size, length, mode and autocast, the calls of a copy of the module are
+    recorded. This recording is compared with the recordings from which the layers were made. The
+    copy is on `meta` and has no hooks.
 
     Args:
         module: The module.
@@ -181,8 +180,8 @@ class OtherSizes:
             for hooks in HOOKS:
                 if hooks in attributes:
                     memo[id(attributes[hooks])] = type(attributes[hooks])()
-            # If the forward changes tensors that are neither parameters nor buffers, a recording
-            # changes them, too. So the copy of the module has copies of these tensors.
+            # If the forward changes tensors that are neither parameters nor buffers, recording it
+            # changes them, too. So the copy of the module gets copies of these tensors.
             for x in tensors_in([*attributes.values()]):
                 if id(x) not in own:
                     copied = x.detach().clone()
@@ -192,12 +191,16 @@ class OtherSizes:
             self._module = copy.deepcopy(module, memo)
         except Exception as error:
             raise Untraceable(
-                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
-                "a copy is needed to check other batch sizes, so make copy.deepcopy work on it"
+                f"the module {type(module).__name__} cannot be copied "
+                f"({type(error).__name__}: {error}); "
+                "sequential needs a copy to check other batch sizes, so make copy.deepcopy work on "
+                "the module"
             ) from None
 
     def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the module makes the calls of the layers for these sizes and mode, too.
+        """Check that the module would make the same calls as the layers for these inputs.
+
+        Nothing is checked if a check with the same sizes, mode and autocast has already passed.
 
         Args:
             tensors: The inputs of the first layer.
@@ -210,8 +213,8 @@ class OtherSizes:
         state = (training, _autocast(tensors[0]))
         known = (sizes, *state)
         if known not in self._known and not tensors[0].is_meta:
-            # The check runs in a new thread. In this thread, modes can be active that would see the
-            # check, such as a recorder (a `TorchFunctionMode`).
+            # The check runs in a new thread, because modes that are active in this thread, such as
+            # a `TorchFunctionMode` of the user, would see the calls of the check.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._check, tensors, sizes, state).result()
             self._known.add(known)
@@ -226,8 +229,8 @@ class OtherSizes:
         if module.training != training:
             module.train(training)
         for part in module.modules():
-            # If there is a single sample, a batch norm in training mode would refuse it, although
-            # the batch norms of the original module may be in evaluation mode and take it.
+            # A batch norm in training mode refuses a single sample. But in the original module, the
+            # batch norms may be in evaluation mode, and then they take it.
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))
@@ -252,7 +255,7 @@ class OtherSizes:
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on this tensor's device, or `None` if autocast is off."""
+    """Return the dtype of autocast on a tensor's device, or `None` if autocast is off there."""
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return None

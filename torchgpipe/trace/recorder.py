@@ -1,4 +1,4 @@
-"""Record the calls of a module's forward, with placeholders for the tensors in arguments."""
+"""Record the calls that a module's forward makes, with placeholders in place of tensors."""
 
 import copy
 import threading
@@ -45,7 +45,7 @@ _PLAIN = (
 
 
 class Recorder(TorchFunctionMode):
-    """A `TorchFunctionMode` that records the calls of a module's forward.
+    """A `TorchFunctionMode` that records the calls that a module's forward makes.
 
     It records each call of a PyTorch function, and each call of a submodule that is kept whole (not
     cut into layers). PyTorch tells the mode about calls of functions. The context `watched` tells
@@ -59,13 +59,13 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         sizes: The batch size of the fake tensors, and their lengths that may change.
-        device: The device of all fake tensors; with `None`, they have the devices of real tensors.
-        fake: The mode in which the module's tensors are fake.
+        device: The device of all fake tensors. With `None`, they have the devices of real tensors.
+        fake: The `FakeTensorMode` that makes the fake tensors.
         calls: The recorded calls.
         shapes: The shapes of the inputs, and of the tensors that calls made, by number.
         extra: The tensors that the module uses and that are neither parameters nor buffers. They
             get new names.
-        refused: The line that was refused first, and the reason; `None` if no line was refused.
+        refused: The first line that cannot be recorded, and the reason; `None` if there is none.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Recorder(TorchFunctionMode):
         for name, x in held:
             self._names.setdefault(id(x), name)
         self._device_type = held[0][1].device.type if held else "cpu"
-        # The numbers of inputs, and of tensors that calls made, by id. The id of a freed object can
-        # be used again, so these tensors are kept alive.
+        # The numbers of inputs, and of tensors that calls made, by their ids. `_alive` keeps these
+        # tensors alive, because Python could give the id of a freed object to another tensor.
         self._numbers: dict[int, int] = {}
         self._alive: list[object] = []
         # The index of the call that made each storage.
         self._made: dict[int, int] = {}
         self._calls_under_way = 0
-        # The modules whose forward is running and recorded, the innermost last. They stay in this
-        # list after an error, so that the error's message can name them.
+        # The modules whose forward is running and is recorded; the innermost is last. After an
+        # error, they stay in this list, so that the error's message can name them.
         self._opened = [root]
         self._thread = threading.get_ident()
-        # The states of random generators. Recorded code must not change them. This is not checked
-        # (`None`) if other threads may change them.
+        # The states of random generators, which the recorded code must not change. `None` if this
+        # is not checked, because other threads may draw random numbers meanwhile.
         self._random: tuple[Any, ...] | None = random_states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,9 +122,7 @@ class Recorder(TorchFunctionMode):
         return self.call(func, func, args, kwargs)
 
     def call_module(self, module: Module, run: Run, args: Any, kwargs: Any) -> Any:
-        """Call a module, and record the call if the module is kept whole.
-
-        Otherwise, the calls in the module's forward are recorded.
+        """Call a module. If it is kept whole, record this call, or else the calls in its forward.
 
         Args:
             module: The module.
@@ -151,7 +149,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def put_fakes(self, device: torch.device | None) -> None:
-        """Replace the module's tensors by fake tensors, on `device` if it is given."""
+        """Replace the module's parameters and buffers by fake tensors, on `device` if given."""
         fakes: dict[int, Tensor] = {}  # by id, because a tensor can have several names
         for module in self.root.modules():
             holders: Any = (module._parameters, module._buffers)
@@ -174,23 +172,23 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether calls pass unrecorded: within a recorded call, or in another thread."""
+        """Return whether calls are not recorded now: within a recorded call, or another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
-        """Note that the module whose forward is running uses `what`, which cannot be recorded."""
+        """Note that the innermost running module uses `what`, which a recording cannot repeat."""
         if not self.passes():
             self._notes.setdefault(self._opened[-1], (what, where()))
 
     def note_draws(self) -> None:
-        """Add a note if the running forward has advanced a random number generator."""
+        """Note that the running module draws random numbers, if a generator's state has changed."""
         if self._random is not None and random_states() != self._random:
             self.note("a random state")
 
     def add(self, x: Tensor, call: int) -> int:
-        """Give a number to a tensor, and return the number.
+        """Give the next number to a tensor, and return the number.
 
-        `call` is the index of the call that has made the tensor, or -1 for an input.
+        The tensor was made by the call with the index `call`, or is an input if `call` is -1.
         """
         number = len(self.shapes)
         self._alive.append(x)
@@ -200,16 +198,16 @@ class Recorder(TorchFunctionMode):
         return number
 
     def number(self, x: Tensor) -> int:
-        """Return the number of a tensor that the module returns, or raise `Untraceable`."""
+        """Return the number of a tensor in the module's result, or raise `Untraceable`."""
         if id(x) not in self._numbers:
             raise Untraceable(
-                f"{type(self.root).__name__} returns a tensor that no call has made, such as a "
-                "parameter; do not return the tensor, or return a copy (x.clone())"
+                f"the module {type(self.root).__name__} returns a tensor that no call has made, "
+                "such as a parameter; do not return it, or return a copy of it (x.clone())"
             )
         return self._numbers[id(x)]
 
     def call(self, run: Run, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it if it makes or changes a tensor.
+        """Call a function, and record this call if it makes a tensor or changes one in place.
 
         Args:
             run: The function to run.
@@ -254,11 +252,12 @@ class Recorder(TorchFunctionMode):
             self._calls_under_way -= 1
 
     def _views(self, made: list[Tensor], changed: list[Tensor]) -> dict[int, Tensor]:
-        """Return a view of each tensor in a call's result that is not new, by the tensor's id.
+        """Return views that replace those tensors in a call's result that existed before the call.
 
-        The views take the place of these tensors. Some calls, such as `contiguous`, return their
-        argument for one batch size, and a new tensor for another. With a view, the result has a new
-        number in both cases. A tensor that the call has changed in place keeps its number.
+        Some calls, such as `contiguous`, return their argument for one batch size, and a new tensor
+        for another. Thanks to the view, the result gets a new number in both cases. But a tensor
+        that the call has changed in place keeps its number. The result has each view by the id of
+        the tensor that it replaces.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -270,7 +269,7 @@ class Recorder(TorchFunctionMode):
         return views
 
     def refusal(self, at: Where, why: str) -> Untraceable:
-        """Return the error for a line that cannot be recorded. Its message says what to do."""
+        """Return the error for a line that cannot be recorded; the message says what to do."""
         self.refused = self.refused or (at, why)
         modules = [m for m in self._opened if m is not self.root]
         if modules:
@@ -282,7 +281,7 @@ class Recorder(TorchFunctionMode):
         return refused(self.root, at, why, what)
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """Run a module on fake tensors; if that fails, return its result of an earlier run."""
+        """Run a module on fake tensors; if it fails, return what it gave for real tensors."""
         path = self._paths[module]
         call = self._kept_calls[path]
         self._kept_calls[path] += 1
@@ -296,7 +295,7 @@ class Recorder(TorchFunctionMode):
         return self._results.result(path, call, self.sizes, self.device)
 
     def _template(self, value: Any) -> Any:
-        """Return an argument of a call with placeholders for tensors and devices."""
+        """Return a copy of an argument with placeholders in place of tensors and devices."""
         if isinstance(value, Tensor):
             return self._stand_in(value)
         if type(value) in (tuple, list, torch.Size):
@@ -315,7 +314,7 @@ class Recorder(TorchFunctionMode):
             return Value(self._numbers[key])
         if key not in self._names:
             if isinstance(x, FakeTensor):
-                raise self.refusal(where(), "it uses a tensor that was not made by a recorded call")
+                raise self.refusal(where(), "it uses a tensor that no recorded call has made")
             if x.requires_grad:
                 raise self.refusal(where(), "it uses a parameter that is not registered")
             name = f"traced constants.{len(self.extra)}"  # no module has such a name
@@ -325,9 +324,9 @@ class Recorder(TorchFunctionMode):
         return Held(self._names[key])
 
     def _other(self, value: Any) -> Any:
-        """Return an argument that is neither a tensor nor a structure.
+        """Return what to record for an argument that is neither a tensor nor a structure.
 
-        A placeholder replaces a device of the module's type.
+        It is the argument itself, or a placeholder for a device of the module's type.
         """
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))

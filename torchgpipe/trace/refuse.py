@@ -1,4 +1,7 @@
-"""The error for a module that cannot be traced: the line of code, the reason, and what to do."""
+"""The error for a module that `sequential` cannot cut into layers, and the parts of its message.
+
+The message says which line of the module is the cause, why, and what to do.
+"""
 
 import linecache
 import sys
@@ -22,18 +25,18 @@ WITHOUT_CACHE = (
 
 
 class Untraceable(TypeError):
-    """The error for a module that cannot become a sequence of layers.
+    """The error for a module that `sequential` cannot cut into layers.
 
-    The message names the line of the module that is the cause, the reason, and what to do.
+    The message says which line of the module is the cause, why, and what to do.
     """
 
 
 def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceable:
-    """Return the error for a module that cannot be traced.
+    """Make the error for a module that `sequential` cannot cut into layers.
 
     Args:
         root: The module.
-        at: The file and line that cannot be traced, or None if there is no single line.
+        at: The file and line of the module that are the cause, or `None` if it is no single line.
         why: The reason.
         what: What the user can do.
     """
@@ -45,16 +48,20 @@ def refused(root: nn.Module, at: Where | None, why: str, what: str) -> Untraceab
 
 
 def reason(error: BaseException) -> str:
-    """Return the name of an error, and the first line of its message."""
+    """Describe an error in one line: the name of its class, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def class_of(module: nn.Module, root: nn.Module) -> str:
-    """Return an expression for a submodule's class, for the argument `whole` of `sequential`.
+    """Return Python code that names the class of a submodule, for use in an error message.
 
-    Usually, the expression is the class's name. If another class has the same name, the expression
-    finds the class by the path of the submodule.
+    The user can write this code in the argument `whole` of `sequential`. Usually, it is the name of
+    the class. If two classes have this name, the code finds the class by the submodule's path.
+
+    Args:
+        module: The submodule.
+        root: The module that it is in.
     """
     kind = type(module)
     alike = {getattr(nn, kind.__name__, kind)}
@@ -70,9 +77,12 @@ def class_of(module: nn.Module, root: nn.Module) -> str:
 
 
 def where(error: BaseException | None = None) -> Where:
-    """Return the file and line of the innermost code that is not PyTorch's or this library's.
+    """Return the file and line of the user's code that is running, or that has raised an error.
 
-    If an error is given, its traceback is searched first. Then the current call stack is searched.
+    It is the innermost line that is neither in PyTorch nor in this library.
+
+    Args:
+        error: If it is given, its traceback is searched first, and then the current call stack.
     """
     traceback = error.__traceback__ if error else None
     raised = reversed(list(walk_tb(traceback)))

@@ -1,4 +1,4 @@
-"""Restore a module's attributes and all random states after the module has run."""
+"""Restore a module and all random states, as they were before the module has run."""
 
 import copy
 import random
@@ -19,10 +19,10 @@ from torchgpipe.trace.parts import tensors_in
 
 @contextmanager
 def as_it_was(root: Module) -> Iterator[None]:
-    """At the end of the context, restore a module and all random states.
+    """Restore a module and all random states at the end of this context.
 
-    The attributes of all submodules are restored, and also the contents of these attributes. But
-    the contents of parameters are not restored.
+    The attributes of all submodules are restored, and also the contents of these attributes, such
+    as buffers. Only the contents of parameters are not restored.
     """
     with _same_attributes(root), _same_contents(root), _same_random_states(root):
         yield
@@ -30,7 +30,10 @@ def as_it_was(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_attributes(root: Module) -> Iterator[None]:
-    """Restore all submodules' attributes, and the items of attributes that are dicts or lists."""
+    """Restore the attributes of all submodules at the end of this context.
+
+    The items of attributes that are dictionaries or lists are restored, too.
+    """
     modules: list[tuple[Module, dict[str, Any]]] = []
     containers: list[tuple[Any, Any]] = []
     for module in root.modules():
@@ -54,7 +57,10 @@ def _same_attributes(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_contents(root: Module) -> Iterator[None]:
-    """Restore the states of generators and the contents of tensors, but not those of parameters."""
+    """Restore the contents of a module's tensors at the end of this context.
+
+    The states of its random generators are restored, too. The contents of parameters are not.
+    """
     buffers = set(map(id, root.buffers()))
     tensors: list[tuple[Tensor, int | None, Tensor]] = []
     generators: list[tuple[torch.Generator, Tensor]] = []
@@ -80,7 +86,10 @@ def _same_contents(root: Module) -> Iterator[None]:
 
 @contextmanager
 def _same_random_states(root: Module) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and PyTorch (on the CPU and on the GPUs used)."""
+    """Restore the random states of Python, NumPy and PyTorch at the end of this context.
+
+    For PyTorch, these are the states of the CPU and of the GPUs that the module is on.
+    """
     held = [x.device for x in (*root.parameters(), *root.buffers())]
     numpy = sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
@@ -95,7 +104,7 @@ def _same_random_states(root: Module) -> Iterator[None]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Return the states of the default random generators of PyTorch, Python and NumPy."""
+    """Return the states of the default generators of PyTorch (CPU), Python and NumPy."""
     numpy = sys.modules.get("numpy")
     _, keys, *others = numpy.random.get_state() if numpy else ("", b"")
     with unset_fake_temporarily():

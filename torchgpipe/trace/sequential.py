@@ -1,6 +1,5 @@
-"""Cut any module into a sequence of layers that have the module's own parameters (`sequential`)."""
+"""Cut any module into a sequence of layers, which share the module's parameters (`sequential`)."""
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
@@ -16,9 +15,9 @@ from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.trace.calls import cut, sizes_read
 from torchgpipe.trace.code.call import Call, Held
 from torchgpipe.trace.compare import (
-    check_halves,
     check_other_lengths,
     check_outputs,
+    check_samples,
     check_state,
     ran,
 )
@@ -50,20 +49,21 @@ def sequential(
         layers = sequential(torchvision.models.resnet50(), torch.randn(2, 3, 224, 224))
         model = GPipe(layers, balance, chunks=8)
 
-    The function records the calls in the module's forward on fake tensors, for three batch sizes.
-    With lengths in `dynamic_shapes`, it records more: five times for one length, nine times for
-    two, and about twice as often for each further one. It cuts the list of calls where a submodule
-    with parameters is called. A tensor becomes a skip if a layer after the next layer uses it.
+    The function runs the module's forward on fake tensors and records the calls in it, for three
+    batch sizes. With lengths in `dynamic_shapes`, it does so more often: five times for one length,
+    nine times for two, and about twice as often for each further one. It cuts the list of calls
+    where a submodule with parameters is called. A tensor becomes a skip if a layer that comes
+    after the next layer uses it.
 
-    The layers hold the module's own submodules, parameters and buffers. Their `state_dict` has the
-    module's names. The layers and the pipeline are called like the module.
+    The layers have the module's own submodules, parameters and buffers, and their `state_dict` has
+    the module's names. The layers, and a pipeline of them, are called like the module.
 
     The layers' outputs and gradients on the sample are compared with the module's. Unless some
     submodules are kept `whole`, the module's outputs (in evaluation mode) for the two halves of the
-    sample are also compared with those for the whole sample. So the function raises an error if the
-    module compares samples, or if the batch is not in the first dimension. An output with a value
-    for each pair of samples, such as the product of each image with each text, is possible: there
-    is a warning, because micro-batches have no values for pairs from different micro-batches.
+    sample are also compared with those for the undivided sample. So the function raises an error if
+    the module compares samples, or if the batch is not in the first dimension. But an output may
+    have a value for each pair of samples, such as the product of each image with each text. Then
+    there is a warning, because pairs from different micro-batches get no value.
 
     A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
     recording cannot repeat. If it has more than half of the parameters, an error is raised instead.
@@ -103,12 +103,13 @@ def sequential(
     inputs = signature.tensors(*arguments(sample))
     if not inputs:
         raise Untraceable(
-            f"{type(module).__name__} is given no tensor, so there is nothing to split"
+            f"the sample gives {type(module).__name__} no tensor, so there is no batch to split"
         )
     if any(p.is_meta for p in module.parameters()) and not any(x.is_meta for x in inputs):
         raise ValueError(
-            f"{type(module).__name__} is on meta, but the sample is on {inputs[0].device}; give a "
-            "sample on meta, too, such as torch.zeros(8, 64, device='meta')"
+            f"the module {type(module).__name__} is on meta, but the sample is on "
+            f"{inputs[0].device}; give a sample on meta, too, such as "
+            "torch.zeros(8, 64, device='meta')"
         )
     kept = kept_by_user(module, whole)
     expected = ran(module, module, signature, inputs)
@@ -121,16 +122,16 @@ def sequential(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # If the error has no `__cause__`, the module has run with this guess, but it
-                    # cannot be traced. Then no guess with fewer batched inputs is tried: even if
-                    # the module ran with such a guess, it would compute something else.
+                    # If the error has no `__cause__`, the module runs with this guess, but its
+                    # calls cannot be recorded. So try no guess with fewer batched inputs: if the
+                    # module ran with it, it would compute something else.
                     if error.__cause__ is None:
                         break
                 else:
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
                     check_other_lengths(module, layers, signature, inputs)
-                    _check_samples(module, signature, inputs, kept)
+                    check_samples(module, signature, inputs, kept)
                     return layers
         if first is None:
             raise Untraceable(
@@ -143,33 +144,20 @@ def sequential(
         del first  # Its traceback refers to this frame, which keeps the module alive.
 
 
-def _check_samples(
-    module: Module, signature: Signature, inputs: Tensors, kept: Iterable[Module]
-) -> None:
-    """Check that a module treats each sample by itself; warn if it compares pairs of samples.
-
-    Submodules that the user keeps whole may compare samples. Then the halves of the sample may
-    give other outputs, and are not checked.
-    """
-    if not kept:
-        check_halves(module, signature, inputs)
-    if signature.compared:
-        warnings.warn(
-            f"{type(module).__name__} returns a value for each pair of samples, and step compares "
-            "only samples of the same micro-batch; to compare all samples of a mini-batch, return "
-            "what is compared, and compare it in the loss, as in loss(model(input))",
-            stacklevel=3,
-        )
-
-
 def _choices(
     signature: Signature, inputs: Tensors, shared: Iterable[str] | None
 ) -> Iterator[Iterable[Batched]]:
     """Yield groups of guesses about which input tensors have a batch dimension.
 
-    All tensors that a group takes as batched have the same length of dimension 0. In a group,
-    guesses with more batched tensors come first. If `shared` names the arguments without a batch
-    dimension, there is only one guess.
+    A guess has `True` for each tensor that it takes as batched. There is a group for each length of
+    dimension 0, as all batched tensors must have the same length there. In a group, guesses with
+    more batched tensors come first.
+
+    Args:
+        signature: The signature of the module.
+        inputs: The tensors of the sample.
+        shared: The names of the arguments without a batch dimension. If they are given, there is
+            only one guess.
     """
     if shared is not None:
         if isinstance(shared, str) or not isinstance(shared, Iterable):
@@ -194,14 +182,21 @@ def _choices(
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
-    """Yield a mask of length `n` for each non-empty subset of `members`, larger subsets first."""
+    """Yield a tuple of `n` truth values for each non-empty subset of `members`, largest first."""
     for count in range(len(members), 0, -1):
         for chosen in combinations(members, count):
             yield tuple([k in chosen for k in range(n)])
 
 
 def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Module]) -> Layers:
-    """Record a module and cut it into layers."""
+    """Record the calls of a module, and cut them into layers; return the layers.
+
+    Args:
+        module: The module.
+        signature: Its signature, which says which inputs have a batch dimension.
+        inputs: The tensors of the sample.
+        whole: The submodules that are not cut. This function adds more of them.
+    """
     recorded = _recorded(module, signature, inputs, whole)
     recordings = recorded.recordings
     recording = recordings[0]
@@ -226,10 +221,10 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
 def _recorded(
     module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
 ) -> Recorded:
-    """Record a module's calls for several sizes of its inputs.
+    """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
-    If small submodules cannot be recorded, for example because they read the mode, they are added
-    to `whole`, and the module is recorded again.
+    If the calls in small submodules cannot be recorded, for example because they read the mode,
+    these submodules are added to `whole`, so that they are not cut, and all is recorded again.
     """
     results: KeptResults | None = None
     while True:
@@ -254,10 +249,16 @@ def _recorded(
 
 
 def _small_modules(notes: Notes, root: Module) -> set[Module]:
-    """Return the modules in `notes` that have at most half of the parameters of `root`.
+    """Return the submodules that cannot be cut into layers and are small enough to stay whole.
+
+    A submodule is small enough if it has at most half of the parameters of the whole module.
+
+    Args:
+        notes: The submodules that cannot be cut, and why.
+        root: The module.
 
     Raises:
-        Untraceable: If there is no such module, but a module that cannot be recorded.
+        Untraceable: If a submodule that cannot be cut is too large, and none is small enough.
     """
     total = sum(map(Tensor.numel, root.parameters()))
     small: set[Module] = set()
@@ -271,9 +272,9 @@ def _small_modules(notes: Notes, root: Module) -> set[Module]:
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return for each call the name of a layer that can begin with it; "" if no layer can.
+    """Return for each call the name of the layer that can begin with this call, or "".
 
-    A layer can begin with a call that uses parameters.
+    A layer can begin only with a call that uses parameters. Its name is that of a submodule.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
@@ -291,11 +292,11 @@ def _names(root: Module, calls: Iterable[Call]) -> list[str]:
 
 
 def _hold_unused(module: Module, sequence: Layers) -> None:
-    """Add to the layers all parameters and buffers that no call uses.
+    """Add to the layers all parameters and buffers of a module that no call uses.
 
     The layers' `state_dict` needs these tensors, because the module's `state_dict` has them. They
-    are added to the last layer. But if a parameter has two names, the layer that holds it under one
-    name also holds it under the other name.
+    are added to the last layer. But if a parameter has a second name, this name is added to the
+    layer that already has the parameter.
     """
     holders: dict[Tensor, Any] = {}
     for layer in sequence:
@@ -312,7 +313,7 @@ def _hold_unused(module: Module, sequence: Layers) -> None:
 
 
 def _check_root(module: Module) -> None:
-    """Raise an error if the module has hooks, is compiled, or has lazy or scripted parts."""
+    """Raise an error if a module has its own hooks, is compiled, or has lazy or scripted parts."""
     if not isinstance(module, Module):
         given = module.__name__ if isinstance(module, type) else type(module).__name__
         what = f"the class {given}; give a module of it" if isinstance(module, type) else given
@@ -320,28 +321,28 @@ def _check_root(module: Module) -> None:
     kind = type(module).__name__
     if isinstance(module, Layers):
         raise TypeError(
-            "these are the layers that sequential has made of a module; give them to GPipe, or "
-            "the module itself to sequential"
+            "sequential got layers that sequential has made of a module; give these layers to "
+            "GPipe, or give the module itself to sequential"
         )
     if hooks_of(module):
         raise Untraceable(
-            f"{kind} has hooks of its own, which would not run, because a pipeline calls only its "
-            "layers; remove the hooks, or make it a submodule of another module"
+            f"the module {kind} has hooks of its own, which would not run, because a pipeline "
+            "calls only the layers; remove the hooks, or make it a submodule of another module"
         )
     if is_compiled(module):
         raise Untraceable(
-            f"{kind} is compiled; pass the module that torch.compile was given, and compile its "
-            "submodules instead"
+            f"the module {kind} is compiled; give sequential the module as it was before "
+            "torch.compile, and compile its submodules instead"
         )
     for name, part in module.named_modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         if any(map(nn.parameter.is_lazy, own)):
             raise Untraceable(
-                f"{kind} has lazy parameters without shapes, such as in {name or kind!r}; run it "
-                "once before it is cut into layers"
+                f"the module {kind} has lazy parameters without shapes, such as in "
+                f"{name or kind!r}; run the module once before it is cut into layers"
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(
-                f"{kind} has a scripted part, {name or kind!r}; give the module as it was before "
-                "torch.jit.script"
+                f"the module {kind} has a scripted part, {name or kind!r}; give sequential the "
+                "module as it was before torch.jit.script"
             )

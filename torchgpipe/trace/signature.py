@@ -1,4 +1,4 @@
-"""The signature of a traced module: the structures of its arguments and of its result."""
+"""The structures of a module's arguments and result, which `sequential` finds from a sample."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,8 @@ from torchgpipe.tensors.microbatch import (
 )
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
-from torchgpipe.trace.generalise import same
+from torchgpipe.trace.generalise import refuse_concatenated, same
+from torchgpipe.trace.inputs import check_sample
 from torchgpipe.trace.parts import Slot, Slots, cache_in
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
@@ -29,7 +30,9 @@ Arguments = tuple[tuple[Any, ...], ByName]
 
 
 class Signature:
-    """The structures of a module's arguments and result, found from a sample.
+    """The structures of a module's arguments and result.
+
+    The structure of the arguments is found from a sample: the arguments of an example call.
 
     Args:
         module: The module.
@@ -40,13 +43,15 @@ class Signature:
         names: For each tensor among the arguments, the name of its argument.
         batched: For each tensor among the arguments, whether it has a batch dimension.
         places: For each tensor among the arguments, its dimensions whose length may change.
-        points: The sizes for which the module is recorded: batch sizes and lengths.
-        compared: Which tensors of the result have a value for each pair of samples, and the second
-            of their two dimensions that are as long as the batch.
+        points: The sizes for which the module's calls are recorded. Each point has a batch size,
+            and perhaps lengths.
+        compared: Which tensors of the result have a value for each pair of samples. The key is the
+            place of the tensor among those of the result, and the value is the second of its two
+            dimensions that are as long as the batch.
 
     Raises:
-        TypeError: If the sample has no tensors, has a cache of keys and values, or does not fit the
-            module's forward.
+        TypeError: If the sample has no tensors, has a cache of keys and values of earlier tokens,
+            or does not fit the module's forward.
         ValueError: If `dynamic_shapes` does not fit the sample.
     """
 
@@ -63,15 +68,15 @@ class Signature:
         self._given: ByName = {}
         self.names: list[str] = []
         args, kwargs = arguments(sample)
-        _check_sample(module, args, kwargs)
+        check_sample(module, args, kwargs)
         self._by_name = isinstance(sample, Mapping)
         bound = self._bound(args, kwargs).arguments
         self._passed = list(self._parameters.bind(*args, **kwargs).arguments)
         for name, value in bound.items():
             if cache := cache_in(value):
                 raise Untraceable(
-                    f"{type(module).__name__} is given a {cache} as {name}, which a pipeline does "
-                    f"not keep from call to call; {WITHOUT_CACHE}"
+                    f"the module {type(module).__name__} is given a {cache} as {name}, but a "
+                    f"pipeline cannot keep a cache from call to call; {WITHOUT_CACHE}"
                 )
             self._given[name] = slots.taken(value)
             new = len(slots.tensors) - len(self.names)
@@ -92,11 +97,15 @@ class Signature:
 
     @property
     def size_names(self) -> list[str]:
-        """The names of the sizes: of the batch size, and of each length that may change."""
+        """The name of the batch size, and then the names of the lengths that may change."""
         return ["batch", *[length.name for length in self._lengths]]
 
     def sizes_of(self, tensors: Tensors) -> Sizes:
-        """Return the batch size of inputs, and their lengths that may change."""
+        """Return the batch size of these tensors, and then their lengths that may change.
+
+        Args:
+            tensors: The tensors among the arguments of a call, in order.
+        """
         sizes = [0] * (1 + len(self._lengths))
         for x, batched, places in zip(tensors, self.batched, self.places, strict=True):
             if batched:
@@ -107,7 +116,11 @@ class Signature:
 
     @contextmanager
     def at(self, sizes: Sizes, module: nn.Module) -> Iterator[None]:
-        """Return a context in which to run the module on the sample, resized to other sizes.
+        """Return a context for a run of the module on tensors of other sizes than the sample's.
+
+        Args:
+            sizes: The batch size and the lengths of these tensors, for the error message.
+            module: The module.
 
         Raises:
             Untraceable: If the module raises an error within the context.
@@ -124,7 +137,10 @@ class Signature:
             raise refused(module, where(error), reason(error), advice) from error
 
     def advice(self, sizes: Sizes) -> str:
-        """Say what to do if the module fails for these sizes; "" if only the batch size is new."""
+        """Return what the user can do if the module fails for these sizes, for an error message.
+
+        The result is "" if the lengths are those of the sample, so that only the batch size is new.
+        """
         if sizes in self.points:
             for length, size in zip(self._lengths, sizes[1:], strict=True):
                 first, name = length.recorded[0], length.name
@@ -165,21 +181,22 @@ class Signature:
         return args, kwargs
 
     def input_of(self, args: Sequence[Any], kwargs: ByName) -> Input:
-        """Return the pipeline's input for a call: the tensors in the arguments, or `MicroBatches`.
+        """Return the input of the pipeline for a call: the tensors in the arguments of the call.
 
-        Each of the `MicroBatches` is in the form of the sample, and becomes its tensors.
+        If the only argument is `MicroBatches`, the result is `MicroBatches`, too: each micro-batch,
+        which has the form of the sample, is replaced by the tensors in it.
         """
         if len(args) == 1 and isinstance(args[0], MicroBatches):
             return MicroBatches([self.flat(*self.arguments(each)) for each in args[0]])
         return self.flat(args, kwargs)
 
     def flat(self, args: Sequence[Any], kwargs: ByName) -> TensorOrTensors:
-        """Return the tensors in the arguments of a call.
+        """Return the tensors in the arguments of a call, after checking the arguments.
 
         Raises:
             ValueError: If the arguments are not like those of the sample. Only the batch size, the
-                lengths in `dynamic_shapes` and the contents of tensors may differ. Also if the
-                tensors differ in their batch size, or in one of these lengths.
+                lengths in `dynamic_shapes` and the contents of tensors may differ. Also if tensors
+                of this call differ from each other in their batch size or in such a length.
         """
         tensors = self.tensors(args, kwargs)
         self._check_batch_sizes(tensors)
@@ -203,8 +220,8 @@ class Signature:
                 if isinstance(given, tuple) and isinstance(taken, Slot):
                     or_else = f"; or, if all of the tuple is {name}, give it as ((…),)"
                 raise ValueError(
-                    f"{name} is {shortened(taken)}, but was {shortened(given)} in the sample that "
-                    "the module was traced with; call sequential again with a sample like this"
+                    f"argument {name} is {shortened(taken)}, but was {shortened(given)} in the "
+                    "sample that sequential got; call sequential again with a sample like this"
                     + or_else
                 )
         tensors = slots.tensors
@@ -227,14 +244,19 @@ class Signature:
                         f"{{{name!r}: {{{dimension}: torch.export.Dim('length')}}}}"
                     )
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)} and type {x.dtype}, "
-                    f"but {shape} and {dtype} in the sample that the module was traced with"
+                    f"argument {name} has shape {tuple(x.shape)} and type {x.dtype}, but had shape "
+                    f"{shape} and type {dtype} in the sample that sequential got"
                     f"{batch}; call sequential again with a sample like this{or_else}"
                 )
         return tensors
 
     def _check_lengths(self, tensors: Tensors) -> None:
-        """Raise `ValueError` if tensors differ in a length, or if a length is not allowed."""
+        """Check the lengths of tensors that may change from call to call.
+
+        Raises:
+            ValueError: If two tensors that must have an equal length differ in this length, or if
+                a length is not allowed.
+        """
         firsts: dict[int, tuple[str, int, int]] = {}  # the first place of each length
         for name, x, places in zip(self.names, tensors, self.places, strict=True):
             for dimension, k in places.items():
@@ -259,19 +281,19 @@ class Signature:
             if len(x) != size:
                 other = name if size > len(x) else first
                 raise ValueError(
-                    f"{first} has {size} samples (the length of dimension 0), but {name} has "
-                    f"{len(x)}; if {other} has no batch dimension, call sequential again, with "
+                    f"argument {first} has {size} samples (its length in dimension 0), but {name} "
+                    f"has {len(x)}; if {other} has no batch dimension, call sequential again, with "
                     f"shared=[{other!r}] or a sample of two or more samples"
                 )
 
     def returns(
         self, result: Any, slots: Slots, order: Collection[int], compared: Mapping[int, int]
     ) -> None:
-        """Set the structure of the module's result.
+        """Set the structure of the module's result, which `structured` will use.
 
         Args:
             result: The module's result, with slots (placeholders) instead of tensors.
-            slots: The slots.
+            slots: The object that puts tensors into these slots.
             order: For each slot, the number of its tensor. If the module returns a tensor twice,
                 two slots have the same number.
             compared: The numbers of the tensors that have a value for each pair of samples, and
@@ -286,23 +308,15 @@ class Signature:
         self._order = list(map(unique.index, order))
 
     def structured(self, outputs: TensorOrTensors) -> Any:
-        """Put output tensors into the structure of the module's result, and return the result.
+        """Put the output tensors of the layers into the structure that the module returns.
 
         Raises:
-            ValueError: If outputs with a value for each pair of samples have been concatenated:
-                they lack the pairs of samples from different micro-batches.
+            ValueError: If an output with a value for each pair of samples was concatenated from
+                several micro-batches: it lacks the pairs from different micro-batches.
         """
         flat = tensors_of(outputs)
         tensors = [flat[i] for i in self._order]
-        for k, dimension in self.compared.items():
-            if tensors[k].shape[dimension] != len(tensors[k]):
-                raise ValueError(
-                    "the module compares each sample with each other, which a pipeline can do only "
-                    "within a micro-batch, and such outputs are not concatenated; "
-                    "return the inputs of the comparison, and compare them in the loss, as in "
-                    "loss(model(input)), or call step or evaluate, which give the criterion one "
-                    "micro-batch at a time"
-                )
+        refuse_concatenated(tensors, self.compared)
         return self._result_slots.put_back(self._result, tensors)
 
     def _bound(self, args: Sequence[Any], kwargs: ByName) -> BoundArguments:
@@ -316,21 +330,13 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Convert a sample into positional and keyword arguments."""
+    """Convert the sample of a call into positional and keyword arguments.
+
+    A mapping has keyword arguments, a tuple has positional arguments, and any other object is the
+    only argument.
+    """
     if isinstance(sample, Mapping):  # a tokenizer returns a mapping that is no dictionary
         return (), dict(sample)
     if isinstance(sample, tuple):
         return sample, {}
     return (sample,), {}
-
-
-def _check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: ByName) -> None:
-    """Raise `TypeError` if a sample has no tensor, for example if the sample is a shape."""
-    slots = Slots()
-    slots.taken([*args, *kwargs.values()])
-    if not slots.tensors:
-        kinds = [type(x).__name__ for x in (*args, *kwargs.values())]
-        raise TypeError(
-            f"sample must have the tensors that {type(module).__name__} is called with, but has "
-            f"only {', '.join(kinds)}; give a small batch, such as torch.zeros(8, 64)"
-        )

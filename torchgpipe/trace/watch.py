@@ -1,4 +1,4 @@
-"""Tell a recorder about calls of modules, and about uses of modes and random numbers."""
+"""Tell a recorder of a module's calls what it cannot see itself, such as calls of submodules."""
 
 import inspect
 import logging
@@ -26,24 +26,25 @@ _OURS = ("grad_mode.py", "fake_tensor.py", "recorder.py", "restore.py")
 
 _one_at_a_time = threading.RLock()
 
-# If a call fails on fake tensors, PyTorch logs its traceback. But some calls are expected to fail:
-# `sequential` guesses which arguments have a batch dimension, and takes another guess.
+# PyTorch's log of calls that fail on fake tensors. It is turned off, because such failures are
+# normal: `sequential` guesses which arguments have a batch dimension, until a guess works.
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    """Within the context, tell a recorder about events that a `TorchFunctionMode` does not see.
+    """Within this context, tell a recorder about events that it cannot see itself.
 
-    These events are:
+    The recorder is a `TorchFunctionMode`, to which PyTorch shows only calls of functions. The other
+    events are:
 
     - calls of modules and of custom autograd functions
     - assignments to buffers, and reads of `training`
     - uses of autocast, grad mode, random states and random numbers
 
     To see these events, the context replaces functions of PyTorch, such as methods of `nn.Module`,
-    in the whole process. So the recorder is also told about events in other threads, but ignores
-    them (`Recorder.passes`).
+    in the whole process. So the recorder is also told about events in other threads, which it
+    ignores (`Recorder.passes`).
     """
     replacements = [
         *_module_calls(recorder),
@@ -51,8 +52,8 @@ def watched(recorder: Recorder) -> Iterator[None]:
         *_noted_functions(recorder),
         (_LOG, "disabled", True),
     ]
-    # Compiled functions run eagerly in this context, because the compiler cannot handle the
-    # recorder: it would crash the process.
+    # In this context, functions that are compiled by torch.compile run uncompiled, because the
+    # compiler cannot handle the recorder: it would crash the process.
     with _one_at_a_time, torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(mock.patch.object(*replacement, create=True))
@@ -60,7 +61,10 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 def _module_calls(recorder: Recorder) -> list[Replacement]:
-    """Return replacements that tell the recorder about calls of modules and of custom functions."""
+    """Return replacements of PyTorch's functions that tell a recorder about calls of modules.
+
+    They also tell it about calls of custom autograd functions.
+    """
     call: Any = Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
@@ -80,7 +84,10 @@ def _module_calls(recorder: Recorder) -> list[Replacement]:
 
 
 def _module_attributes(recorder: Recorder) -> list[Replacement]:
-    """Return replacements that see assignments to modules' attributes and reads of `training`."""
+    """Return replacements of PyTorch's functions that tell a recorder about uses of attributes.
+
+    These uses are assignments to a module's buffers, and reads of a module's `training`.
+    """
     assign: Any = Module.__setattr__
 
     def assign_noted(module: Module, name: str, value: Any) -> None:
@@ -103,7 +110,10 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Return replacements of functions, which note uses of modes, random states and numbers."""
+    """Return replacements of functions that tell a recorder about their use.
+
+    These are functions for autocast, gradient modes, random states and random numbers.
+    """
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)

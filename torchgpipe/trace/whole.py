@@ -25,19 +25,29 @@ _OPENED = (
 
 
 def stays_whole(module: Module, whole: Container[Module]) -> bool:
-    """Return whether a submodule is kept whole: recorded as one call, and not cut into layers."""
+    """Return whether a submodule is kept whole: recorded as one call, and not cut into layers.
+
+    Args:
+        module: The submodule.
+        whole: The submodules that must be kept whole. PyTorch's own layers, and submodules that are
+            compiled, have hooks or have no submodules, are kept whole in any case.
+    """
     own = type(module).__module__.startswith("torch.") and not isinstance(module, _OPENED)
     childless = all(child is None for child in module._modules.values())
     return module in whole or own or hooks_of(module) or is_compiled(module) or childless
 
 
 def hooks_of(module: Module) -> bool:
-    """Return whether a module has hooks that run when it is called."""
+    """Return whether a module has forward or backward hooks, which run when it is called."""
     return any(vars(module).get(name) for name in HOOKS)
 
 
 def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
-    """Return the submodules of `module` that the user keeps whole by the argument `whole`.
+    """Return the submodules that a user keeps whole: they are not cut into layers.
+
+    Args:
+        module: The module that is cut into layers.
+        whole: The argument `whole` of `sequential`: submodules, or classes of submodules.
 
     Raises:
         TypeError: If `whole` is not a list of modules and classes.
@@ -50,7 +60,8 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
     for chosen in whole:
         if isinstance(chosen, str):
             raise TypeError(
-                f"{what}, but contains the string {chosen!r}; give "
+                "whole must be a list of submodules or their classes, but it contains the string "
+                f"{chosen!r}; give "
                 f"module.get_submodule({chosen!r}) instead"
             )
         if not isinstance(chosen, type | Module):

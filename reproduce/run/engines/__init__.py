@@ -1,1 +1,1 @@
-"""Run partitions of a pipeline in parallel: by threads, processes or PyTorch's schedules."""
+"""Run the partitions of a pipeline in parallel: by threads, processes, or PyTorch's schedules."""

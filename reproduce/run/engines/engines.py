@@ -1,6 +1,6 @@
 """Define engines: different ways to run the partitions of a pipeline in parallel.
 
-All engines do the same work:
+All engines can run the same training, so their times can be compared:
 
 - `threads`: `GPipe`, with a thread of this process for each partition;
 - `ranks`: `DistributedGPipe`, with a process for each partition;
@@ -32,9 +32,15 @@ from torchgpipe.tensors.microbatch import tensors_of
 from torchgpipe.trace.layer import flat
 
 ONLY_EMULATED = "rows with the published balance are only emulated"
-FEW = "it needs at least as many micro-batches as partitions"  # why Schedule1F1B cannot run a row
-FIRST = 2  # only the losses of the first steps are compared: later, rounding errors add up
-ROUNDING = 1e-4  # relative tolerance, because processes round a convolution's gradient differently
+FEW = "it needs at least as many micro-batches as partitions"
+"""Why `Schedule1F1B` cannot run a row that has fewer micro-batches."""
+FIRST = 2
+"""How many steps have their losses compared. In later steps, rounding errors have added up."""
+ROUNDING = 1e-4
+"""The relative difference of losses that is accepted as a rounding error.
+
+Processes round the gradient of a convolution differently.
+"""
 Losses = Sequence[float | None]
 Made = tuple[nn.Module, Callable[[], "Tensor | None"]]
 """The module whose parameters to optimize, and a function that runs forward and backward.
@@ -45,7 +51,7 @@ The function returns the loss, or `None` if this process does not have it.
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The training to run.
+    """A training that any engine can run: a model, a mini-batch, a loss and an optimizer.
 
     Attributes:
         layers: The model.
@@ -53,9 +59,9 @@ class Work:
         chunks: The number of micro-batches.
         input: The input mini-batch.
         target: The target of the mini-batch.
-        loss: `loss(output, target)` returns the mean loss over the samples.
-        optimizer: `optimizer(module)` makes an optimizer of the module's parameters.
-        checkpoint: Which micro-batches are checkpointed, as for `GPipe`.
+        loss: A function. `loss(output, target)` returns the mean loss over the samples.
+        optimizer: A function. `optimizer(module)` makes an optimizer of the module's parameters.
+        checkpoint: Which micro-batches are checkpointed: `GPipe`'s argument of the same name.
         deferred_batch_norm: Whether the running statistics of batch norm are updated once for each
             mini-batch instead of once for each micro-batch.
     """
@@ -72,13 +78,13 @@ class Work:
 
 
 class Trainer:
-    """A trainer that runs training steps with an engine.
+    """Runs training steps with an engine, which runs the partitions of a pipeline in parallel.
 
     If the engine uses processes, each process creates a `Trainer`.
 
     Attributes:
         steps: The number of steps so far.
-        pipeline: The `GPipe` or `DistributedGPipe`; `None` if a schedule of PyTorch is used.
+        pipeline: The `GPipe` or `DistributedGPipe`. It is `None` with a schedule of PyTorch.
     """
 
     def __init__(self, engine: Engine, work: Work) -> None:
@@ -91,7 +97,7 @@ class Trainer:
             self._optimizers.append(work.optimizer(module))
 
     def step(self) -> float | None:
-        """Run one training step; return its loss, or `None` if this process has no loss."""
+        """Run one training step; return the loss, or `None` if another process has the loss."""
         self.steps += 1
         loss = self._forward_and_backward()
         for optimizer in self._optimizers:
@@ -148,18 +154,23 @@ def _scheduled(engine: Engine, work: Work) -> Made:
             raise error.__cause__ or error from None  # the layer's own error
         if not losses:
             return None
-        # The schedule has divided the gradients by the number of micro-batches. So they are the
-        # gradients of the mean of the micro-batches' losses.
+        # Return the mean of the losses of all micro-batches. The gradients are those of this mean,
+        # because the schedule has divided them by the number of micro-batches.
         return torch.stack([loss.detach() for loss in losses]).mean()
 
     return part, run
 
 
 def check_same(losses: Losses, others: Losses, what: str) -> None:
-    """Raise `Error` if the losses of a row with two engines differ by more than rounding errors.
+    """Raise `Error` if two engines computed different losses, apart from rounding errors.
 
-    Different losses show that the engines do different work. Then their times are not comparable.
-    Only the first two steps are compared, or fewer if an engine has not yet run two steps.
+    Different losses show that the engines do different work, so that their times cannot be
+    compared. Only the first two steps are checked, or fewer if an engine has not yet run two steps.
+
+    Args:
+        losses: The loss of each step with one engine.
+        others: The loss of each step of the same training with another engine.
+        what: The name of the training and the engine, for the error message.
     """
     count = min(len(losses), len(others), FIRST)
     losses, others = losses[:count], others[:count]
@@ -170,7 +181,7 @@ def check_same(losses: Losses, others: Losses, what: str) -> None:
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
-    """Return why an engine cannot run a row, or `None` if the engine can run it."""
+    """Return why an engine cannot run a row (configuration), or `None` if it can."""
     if row.configuration == PUBLISHED_BALANCE:
         return ONLY_EMULATED
     if engine == "threads":
@@ -182,7 +193,7 @@ def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
 
 
 def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
-    """Yield the reasons why no engine that uses processes can run a row."""
+    """Yield the reasons why an engine with a process for each partition cannot run a row."""
     if row.partitions is None:
         yield "there is no pipeline"
     if row.partitions == 1:
@@ -194,7 +205,7 @@ def _against_processes(row: Row, devices: Devices) -> Iterator[str]:
 
 
 def _against_schedule(engine: Engine, row: Row) -> Iterator[str]:
-    """Yield the reasons why this schedule of PyTorch cannot run a row."""
+    """Yield the reasons why `engine`, a schedule of PyTorch, cannot run a row (configuration)."""
     chunks = row.chunks or 1
     if row.deferred_batch_norm:
         yield "PyTorch's schedules know no deferred batch norm"

@@ -1,4 +1,7 @@
-"""Turn an exception that ended the run of a row (a configuration) into a status for the record."""
+"""Convert an exception that ended the training of a row (configuration) to a status and a reason.
+
+Both are written into the record of the run.
+"""
 
 import traceback
 from pathlib import Path
@@ -9,14 +12,14 @@ import torch
 from reproduce.error import Error
 
 # If memory runs out, the CPU allocator, the CUDA driver and CUDA libraries raise a plain
-# RuntimeError. These are parts of its message.
+# RuntimeError. Its message contains one of these texts.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Failure(NamedTuple):
-    """The status of a row that failed, and the reason.
+    """Why the training of a row (configuration) failed: a status and a reason for the record.
 
-    A `Failure` has no reference to the exception, because the exception's traceback would keep the
+    A `Failure` does not refer to the exception, because the exception's traceback would keep the
     tensors of its frames alive.
     """
 
@@ -25,7 +28,7 @@ class Failure(NamedTuple):
 
 
 def explain(error: Exception) -> Failure:
-    """Return the status and the reason that the record gets for an exception."""
+    """Return the status and the reason to record for a row whose training raised `error`."""
     if _is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):

@@ -1,4 +1,4 @@
-"""Run a function in several processes, each with a connection to this process."""
+"""Run a function in several new processes, each of which has a connection to this process."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 
 class Ended(NamedTuple):
-    """How a process has ended, as a text such as `by SIGKILL` or `with exit code 1`."""
+    """How a process has ended: a text such as `by SIGKILL` or `with exit code 1`."""
 
     how: str
 
 
 class Launched:
-    """Several processes that run the same function. `close()` kills all of them.
+    """Several new processes that run the same function. `close()` kills all of them.
 
     Attributes:
-        links: This process's end of the connection to each of the processes.
+        links: The connection to each of the processes: the end that this process uses.
 
     Args:
         method: The start method of `multiprocessing`: "spawn" starts a new Python, "fork" forks
@@ -53,9 +53,9 @@ class Launched:
             self.processes.append(process)
 
     def send(self, what: Any, some: Iterable[int] | None = None) -> None:
-        """Send an object to all processes, or only to the processes `some`.
+        """Send an object to all processes, or only to the processes with the numbers `some`.
 
-        A process that has ended is skipped.
+        Processes that have ended are skipped.
         """
         if some is None:
             some = range(len(self.links))
@@ -64,10 +64,11 @@ class Launched:
                 self.links[k].send(what)
 
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until at least one of the processes `of` has sent something, but at most `seconds`.
+        """Wait until at least one of the processes `of` has sent something; yield what they sent.
 
-        Then, for each process that has sent something, yield its number and the object that it has
-        sent. For a process that has ended, yield its number and an `Ended`.
+        For each process that has sent something, yield the number of the process and the object.
+        For a process that has ended, yield its number and an `Ended`. If nothing arrives within
+        `seconds`, yield nothing.
         """
         links = [self.links[k] for k in of]
         for link in connection.wait(links, seconds):
@@ -98,8 +99,8 @@ class Launched:
 
 
 def _run(inherited: list[Connection], run: Callable[..., None], *arguments: Any) -> None:
-    # A forked process inherits the parent's ends of the connections. It has to close them:
-    # otherwise, the connections would stay open after the parent's exit, and no process would
+    # A forked process inherits the parent's ends of the connections. It has to close these ends.
+    # Otherwise the connections would stay open when the parent exits, and no forked process would
     # notice the exit.
     for link in inherited:
         link.close()

@@ -3,15 +3,17 @@
 The parent process sends requests to all ranks. A request is one of these pairs:
 
 - the name of an engine, and a function that returns the training to run (`Work`);
-- `"step"`, and the time at which a training step shall begin on all ranks;
-- `"record"`, and the time at which a step shall begin whose timeline is recorded.
+- `"step"`, and the time at which all ranks shall begin a training step;
+- `"record"`, and the time at which all ranks shall begin a training step that is recorded as a
+  timeline.
 
 A rank replies with one of these pairs:
 
 - `"answer"`, and the result. The result of a step is the time at which the step ended, the loss,
-  and the timeline's events.
+  and the events of the timeline.
 - `"failed"`, and the reason. Then the rank ends.
-- `"waits"`, and a line that says that the rank waits long for other ranks. A further reply follows.
+- `"waits"`, and a text that says that the rank has waited long for other ranks. A further reply
+  follows.
 """
 
 import contextlib
@@ -41,17 +43,20 @@ from torchgpipe.patience import waiting_for
 from torchgpipe.plan.predict.replay import Event, Timeline
 from torchgpipe.timeline import record
 
-AHEAD = 0.01  # seconds from sending a request to starting its step, so that all ranks have got it
-GRACE = 2.0  # seconds to wait for other ranks' errors after one rank has failed
-PATIENCE = timedelta(days=365)  # practically no timeout: ranks are idle while other rows run
+AHEAD = 0.01
+"""The seconds from the request of a step to its start, by which all ranks have the request."""
+GRACE = 2.0
+"""The seconds for which to wait for the errors of other ranks after one rank has failed."""
+PATIENCE = timedelta(days=365)
+"""The timeout of the process group, practically none: ranks are idle while other rows run."""
 
 
 class Processes:
-    """The processes of a pipeline, one for each partition.
+    """The processes (ranks) of a pipeline, one for each partition.
 
-    Each process uses as many threads as this process. The processes end when `close()` is called or
-    when this process ends. If one of them fails, all of them end, and the method that waits for
-    them raises `Error` or `torch.OutOfMemoryError`.
+    Each process uses as many threads as the process that creates this object. The processes end
+    when `close()` is called, or when the creating process ends. If one of them fails, all of them
+    end, and the method that waits for an answer raises `Error` or `torch.OutOfMemoryError`.
     """
 
     def __init__(self, count: int) -> None:
@@ -61,10 +66,12 @@ class Processes:
         self._ranks = Launched("spawn", count, _serve, count, torch.get_num_threads(), store)
 
     def make(self, engine: Engine, work: Callable[[], Work]) -> None:
-        """Prepare every rank to run a training with `engine`.
+        """Prepare all ranks to run a training.
 
-        Every rank calls `work`, which returns the training. `work` is pickled, so other processes
-        must be able to import it.
+        Args:
+            engine: The engine that runs the training.
+            work: A function that returns the training. Every rank calls it. It is pickled, so the
+                ranks must be able to import it.
         """
         self._ask(engine, work)
 
@@ -74,7 +81,10 @@ class Processes:
         return seconds, loss
 
     def record(self) -> Timeline:
-        """Run a training step with the engine `ranks`, and return its timeline."""
+        """Run a training step on all ranks, and return the timeline of all tasks.
+
+        Only the engine `ranks` records a timeline.
+        """
         seconds, _, (events,) = self._step("record")
         recorded = [Event(*each) for each in events]
         return Timeline(recorded, seconds, self._count)
@@ -91,7 +101,7 @@ class Processes:
         return max(ends) - start, losses[-1], recorded[0]
 
     def _ask(self, *request: Any) -> list[Any]:
-        """Send a request to all ranks and return their answers."""
+        """Send a request to all ranks, wait for them, and return the answer of each rank."""
         self._ranks.send(request)
         answers, failures = self._replies()
         if failures:
@@ -100,10 +110,10 @@ class Processes:
         return [answers[rank] for rank in range(self._count)]
 
     def _replies(self) -> tuple[dict[int, Any], list[Failure]]:
-        """Wait for all ranks' replies; return the answers by rank, and the failures.
+        """Wait until all ranks have replied; return the answers by rank, and the failures.
 
-        After a failure, wait only for a short time: other ranks may never reply, because they wait
-        for the failed rank.
+        After the first failure, wait only for a short time. Other ranks may never reply, because
+        they wait for the failed rank.
         """
         answers: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -129,7 +139,7 @@ class Processes:
 
 
 def _error_of(failures: list[Failure]) -> Exception:
-    """Return the error to raise, with the reason of the rank that failed by itself.
+    """Return the error to raise, which names the reason of the rank that failed first.
 
     The other ranks fail with `RankFailed`, which only says that another rank has failed.
     """
@@ -141,13 +151,20 @@ def _error_of(failures: list[Failure]) -> Exception:
 
 
 def _serve(rank: int, link: Connection, count: int, threads: int, store: str) -> None:
-    """Run a rank: answer requests until the process ends.
+    """Run a rank: answer the requests of the parent process until the parent ends.
 
-    `store` is the `init_method` of the process group.
+    Args:
+        rank: The number of this rank.
+        link: The connection to the parent process.
+        count: The number of ranks.
+        threads: The number of threads that PyTorch uses in this rank.
+        store: The argument `init_method` of `init_process_group`.
     """
+    # Only the parent process handles Ctrl-C.
     for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)  # only the parent process handles Ctrl-C
-    for output in (1, 2):  # ranks must not print text into a table
+        signal.signal(number, signal.SIG_IGN)
+    # Drop what a rank prints. Otherwise it would be mixed with the table that the parent prints.
+    for output in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     torch.set_num_threads(threads)
     requests = _listen(link)
@@ -173,7 +190,7 @@ def _serve(rank: int, link: Connection, count: int, threads: int, store: str) ->
 
 
 def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, float | None, Any]:
-    """Run a training step that begins on all ranks at the time `start`.
+    """Run this rank's part of a training step, which all ranks begin at the time `start`.
 
     Times are those of `time.perf_counter`, a clock that all processes share.
 
@@ -195,9 +212,9 @@ def _step(trainer: Trainer, start: float, *, recorded: bool) -> tuple[float, flo
 
 
 def _listen(link: Connection) -> SimpleQueue[bytes]:
-    """Start a thread that receives requests; return the queue into which it puts them.
+    """Start a thread that receives the parent's requests; return the queue of these requests.
 
-    When the parent process ends, the thread ends this process, even during a step.
+    When the parent process ends, the thread ends this process, even during a training step.
     """
     requests: SimpleQueue[bytes] = SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Processes that run functions as the ranks of a process group."""
+"""Fork processes that are the ranks of a gloo process group, and call functions in them."""
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,9 +12,10 @@ from reproduce.run.engines.launch import Ended, Launched
 
 
 class Ranks:
-    """Processes that run functions as the ranks of a process group.
+    """Forked processes that are the ranks of a gloo process group. `run` calls a function in them.
 
-    The processes are forked, so create this object before the program starts other threads.
+    Create this object before the program starts other threads, because a fork with threads is
+    unsafe.
 
     Args:
         n: The number of ranks.
@@ -30,15 +31,15 @@ class Ranks:
         self._runs = 0
 
     def run(self, do: Callable[..., Any], *given: Any) -> list[Any]:
-        """Call `do(store, *given)` on every rank, and return the results of all ranks.
+        """Call `do(store, *given)` on every rank, and return the result of each rank.
 
         Args:
-            do: A function at the top of a module. `store` is new for each call, and all ranks share
-                it.
-            given: Further arguments.
+            do: A function, which is pickled, so it must be defined at the top of a module. Its
+                argument `store` is a store that all ranks share, and that is new for each call.
+            given: Further arguments of the function.
 
         Raises:
-            Error: A rank raised an exception, or ended.
+            Error: A rank raised an exception, or its process ended.
         """
         self._runs += 1
         self._launched.send((str(self._runs), do, given))
@@ -54,12 +55,13 @@ class Ranks:
 
 
 class _Failed(str):
-    """The first line of the exception that a rank raised."""
+    """The answer of a rank whose function raised: the first line of the exception."""
 
 
 def _serve(k: int, link: Connection, n: int) -> None:
     torch.set_num_threads(1)
     store: Any = dist.TCPStore("127.0.0.1", link.recv(), None, False)  # type: ignore[attr-defined]
+
     ranks = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=ranks, rank=k, world_size=n)
     while True:

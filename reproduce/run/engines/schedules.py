@@ -1,6 +1,7 @@
 """Build PyTorch's own pipeline schedules, which are in `torch.distributed.pipelining`.
 
-Import this module only where it is needed, because that package takes more than a second to import.
+Import this module only where it is needed: the import of `torch.distributed.pipelining` takes more
+than a second.
 """
 
 from typing import Any
@@ -15,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 def schedule(
     name: str, part: nn.Module, *, chunks: int, checkpointed: int = 0, **options: Any
 ) -> Any:
-    """Return a schedule of PyTorch for this rank's part of a model.
+    """Return a pipeline schedule of PyTorch for this rank's layers.
 
     Args:
         name: The class of the schedule, such as "Schedule1F1B".
         part: The layers of this rank.
         chunks: The number of micro-batches.
-        checkpointed: The number of micro-batches, from the first one on, that are checkpointed. As
-            PyTorch's schedules have no checkpointing, `torch.utils.checkpoint` is used.
+        checkpointed: How many micro-batches are checkpointed, counted from the first one. They are
+            checkpointed by `torch.utils.checkpoint`, because PyTorch's schedules cannot do it.
         options: Further arguments of the schedule.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -40,10 +41,10 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Part(nn.Module):
-    """A module that calls a rank's layers, with several tensors as one tuple.
+    """A module that takes several tensors as separate arguments, and passes them on as one tuple.
 
-    The layers take a tuple of tensors as one argument. A `PipelineStage` of PyTorch passes the
-    tensors as separate arguments.
+    PyTorch's `PipelineStage` passes tensors as separate arguments, but the layers of a rank take a
+    tuple of tensors as one argument.
     """
 
     checkpoints = False

@@ -1,4 +1,7 @@
-"""`Draw`, a layer that records the random numbers that it draws, so that a copy can reuse them."""
+"""`Draw`, a layer that records the random numbers that it draws.
+
+With these numbers, the same layers without a pipeline can compute results to compare with.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -18,14 +21,16 @@ class Draw(nn.Module):
     """A layer that multiplies its input by random numbers in training, and records these numbers.
 
     Args:
-        draw: A function that returns the numbers for an input.
+        draw: A function that takes the input and returns random numbers.
         inplace: Whether to multiply in place.
-        use_reentrant: If it is not `None`, draw within `torch.utils.checkpoint` with this argument.
+        use_reentrant: The argument of `torch.utils.checkpoint`, in which the layer draws. If it is
+            `None`, the layer draws without `checkpoint`.
 
     Attributes:
-        first: The numbers of first forward passes.
-        second: The numbers of recomputations.
-        recorded: If it is set, an iterator over the numbers to use instead of new ones.
+        first: The numbers that were drawn in forwards, in order.
+        second: The numbers that were drawn in recomputations, in order.
+        recorded: An iterator over recorded numbers, which the layer uses instead of new ones. If it
+            is `None`, the layer draws.
     """
 
     def __init__(
@@ -67,13 +72,21 @@ def drawing(model: nn.Module) -> list[Draw]:
 
 
 def reuse_draws(model: nn.Module, plain: nn.Module) -> None:
-    """Let the layers of `plain` use the numbers that the layers of `model` have drawn."""
+    """Let the plain layers use the random numbers that the pipeline has drawn.
+
+    Args:
+        model: The pipeline. Its `Draw` layers have recorded their numbers.
+        plain: The same layers without a pipeline. Their `Draw` layers draw no numbers afterwards.
+    """
     for layer, twin in zip(drawing(model), drawing(plain), strict=True):
         twin.recorded = iter(layer.first)
 
 
 def assert_drawn_again(model: nn.Module) -> None:
-    """Assert that recomputations drew the same numbers as first passes, and clear the records."""
+    """Assert that `Draw` layers drew the same random numbers in recomputations as in forwards.
+
+    Afterwards, this clears the recorded numbers.
+    """
     for layer in drawing(model):
         for numbers in layer.second:
             assert any(map(numbers.equal, layer.first)), "a recomputation drew anew"

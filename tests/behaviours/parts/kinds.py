@@ -1,6 +1,7 @@
-"""Kinds of layers for generated test models. A pipeline could get each kind wrong in its own way.
+"""Kinds of layers for randomly generated test models.
 
-Inputs and outputs have the shape `(N, WIDTH)`, and some layers take or return tuples of tensors.
+Each kind does something that a pipeline could get wrong. Inputs and outputs have the shape `(N,
+WIDTH)`, and some layers take or return tuples of tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that makes a layer by `make(*args, **options)`.
+    """Return a function that builds a layer by calling `make(*args, **options)`.
 
-    The function ignores its argument `parts`: modules that several layers can share.
+    The returned function takes one argument, the modules that several layers can share, because all
+    functions in `KINDS` do. It ignores this argument.
     """
     return lambda parts: make(*args, **options)
 
@@ -127,7 +129,11 @@ def as_weights(self: Any, x: Tensor) -> Tensor:
 
 
 def as_things_are(_: Any, x: Tensor) -> Tensor:
-    """Scale tanh by a number that depends on the input's attributes and on PyTorch's defaults."""
+    """Return the tanh of the input, times a factor that depends on how the layer is called.
+
+    The factor changes with the input's attributes `scale` and `requires_grad`, and with PyTorch's
+    default device and dtype. So an output is wrong if a pipeline does not keep one of these.
+    """
     given = getattr(x, "scale", 2) * (3 if x.requires_grad else 4)
     device = torch.get_default_device().type
     default = len(device) * torch.finfo(torch.get_default_dtype()).bits

@@ -1,4 +1,4 @@
-"""Small layers for the models of tests. `Do` makes a layer of any function.
+"""Small layers for the models of tests, such as `Do`, a layer whose forward is a given function.
 
 Inputs and outputs have the shape `(N, WIDTH)`.
 """
@@ -22,10 +22,10 @@ Pair = namedtuple("Pair", "one other")
 
 
 class Do(nn.Module):
-    """A layer whose forward is `function(self, input)`.
+    """A layer whose forward returns `function(self, input)`.
 
-    The layer holds the keyword arguments: a `Parameter` as a parameter, another tensor as a buffer,
-    and any other value as an attribute.
+    The layer stores the keyword arguments: a `Parameter` as a parameter, any other tensor as a
+    buffer, and any other value as an attribute.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], **holds: Any) -> None:
@@ -42,7 +42,7 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Turn a function into a layer, and return a module unchanged."""
+    """Return a function wrapped in a layer (`Do`), and a module unchanged."""
     if isinstance(given, nn.Module):
         return given
 
@@ -55,8 +55,8 @@ def layer(given: Any) -> nn.Module:
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
     """Return a function that builds an `nn.Sequential`.
 
-    Each argument is a function, which is called once and returns one layer: a module, or a function
-    that becomes a layer.
+    Each argument is a function that makes one layer. It returns a module, or a plain function of
+    tensors, which is wrapped in a module.
     """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
@@ -79,7 +79,10 @@ def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
 
 
 def real(*, grad: bool = True) -> Tensor:
-    """Return the default input, with 8 samples: the last of three micro-batches is smaller."""
+    """Return the default input of test cases, with 8 samples.
+
+    Split into three micro-batches, it gives 3, 3 and 2 samples, so the last one is smaller.
+    """
     return torch.randn(8, WIDTH).requires_grad_(grad)
 
 
@@ -88,7 +91,7 @@ def weight() -> Parameter:
 
 
 def acting(act: Callable[[Any], object]) -> nn.Module:
-    """Return a layer that calls `act(layer)` in forward, and scales its input by a weight."""
+    """Return a layer that calls `act(layer)` in forward, and multiplies its input by a weight."""
 
     def run(self: Any, x: Tensor) -> Tensor:
         act(self)
@@ -98,9 +101,10 @@ def acting(act: Callable[[Any], object]) -> nn.Module:
 
 
 def norm(layer: nn.Module) -> nn.Module:
-    """Wrap a norm so that it can train on one sample.
+    """Wrap a norm layer so that it can train on a single sample.
 
-    The norm sees each sample as two channels of two values.
+    A norm such as `BatchNorm1d` needs several values in each channel. So the four features of a
+    sample become two channels with two values each.
     """
     return nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Flatten())
 
@@ -129,7 +133,10 @@ def _times_drawn(self: Any, x: Tensor) -> Tensor:
 
 
 def draw_from(generator: torch.Generator | None = None) -> nn.Module:
-    """Return a layer that draws from the given generator, or else from one of its own."""
+    """Return a dropout layer that draws its random numbers from the given generator.
+
+    Without a given generator, the layer makes one that no other layer uses.
+    """
     own = generator or torch.Generator().manual_seed(3)
     return Do(_times_drawn, generator=own)
 
@@ -155,7 +162,11 @@ def _tanh_of_input(x: Tensor, _: Tensor) -> Tensor:
 
 
 def only_a_skip() -> nn.Sequential:
-    """Build three layers. Of the third layer's two inputs, only the skip requires grad."""
+    """Build a model of three layers, in which gradients flow back through a skip only.
+
+    The third layer has two inputs: the second layer's output, which is constant, and a skip, which
+    requires grad.
+    """
     stashing = with_skips(Do(_constant), {"skip": _tanh_of_input}, {})
     popping = with_skips(nn.Sigmoid(), {}, {"skip": torch.mul})
     return nn.Sequential(linear(), stashing, popping)

@@ -1,4 +1,4 @@
-"""`Case`: the description of a generated model, and of the steps to run with it."""
+"""`Case`, which describes a randomly generated test model and the training steps to run with it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,7 +54,10 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply a norm to the input and a scaled copy, so that it sees at least two samples."""
+    """Apply the layer's norm to the input, and return the normalized input.
+
+    A norm needs at least two samples. So it also gets a scaled copy of the input in the same batch.
+    """
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
     return y[: len(x)]
@@ -82,7 +85,10 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A mode with `only_watches`, which tells a pipeline that worker threads may use this mode."""
+    """A PyTorch mode that worker threads may use at the same time.
+
+    Its attribute `only_watches` tells this to a pipeline, which otherwise raises an error.
+    """
 
     only_watches = True
 
@@ -138,9 +144,10 @@ class Step:
         run: How to run forward and backward, a key of `strategy.RUNS`.
         after: What to do after backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: Which parameters to freeze or unfreeze, if `run` or `after` does that: every
-            parameter, every second, and so on.
-        modes: The PyTorch modes around forward and around backward, keys of `AROUND`.
+        every: For steps that freeze or unfreeze parameters. With 1, they do so for all parameters,
+            with 2 for every second parameter, and so on.
+        modes: The names of two PyTorch modes: one around forward, and one around backward. They are
+            keys of `AROUND`.
     """
 
     run: str = "backward"
@@ -170,7 +177,7 @@ class Case:
     seed: int = 0
 
     def build(self) -> nn.Sequential:
-        """Build the layers, with equal parameters in each call."""
+        """Build the model. Each call returns new layers with the same values of parameters."""
         torch.manual_seed(self.seed)
         parts = shared_parts().double()
         several = self.input in ("with integers", "twice")
@@ -219,7 +226,8 @@ class Case:
     def has(self, *what: str) -> bool:
         """Return whether the case has any of these kinds of layers, ways to run a step, or modes.
 
-        "in place" stands for all kinds of layers, and uses of skips, that change tensors in place.
+        The name "in place" stands for any layer, and any use of a skip, that changes tensors in
+        place.
         """
         there = {*self.kinds}
         for step in self.steps:
@@ -231,10 +239,10 @@ class Case:
 
     @property
     def reorders(self) -> bool:
-        """Whether a pipeline may add up numbers in another order than plain layers.
+        """Whether the pipeline may add up numbers in another order than layers without a pipeline.
 
-        This can happen in two cases: a tensor has more than two gradients, or the case has deferred
-        batch norm.
+        Then results are equal only up to rounding. The order can differ in two cases: more than two
+        gradients of a tensor are added up, or the pipeline uses deferred batch norm.
         """
         forks = sum(kind in FORKS for kind in self.kinds) + len(self.skips)
         if self.input == "twice":

@@ -92,7 +92,7 @@ so that layers must not depend on `backward()`.
 
 
 def _lists_of_kinds(ranks: int | None) -> Any:
-    """Return a hypothesis strategy for the kinds of a model's layers."""
+    """Return a hypothesis strategy that draws a list of kinds, one for each layer of a model."""
     # Draw few in-place layers, because PyTorch raises errors for many uses of such layers.
     apart = [kind for kind in KINDS if "in place" not in kind]
     strategies = []
@@ -104,7 +104,7 @@ def _lists_of_kinds(ranks: int | None) -> Any:
 
 
 def _skips(n: int) -> Any:
-    """Return a hypothesis strategy for skip connections between `n` layers."""
+    """Return a hypothesis strategy that draws skip connections for a model with `n` layers."""
     pairs: list[tuple[int, int]] = []
     for target in range(n):
         for source in range(target):
@@ -121,7 +121,10 @@ def _skips(n: int) -> Any:
 
 
 def _steps(kinds: list[str]) -> Any:
-    """Return a hypothesis strategy for steps of a model with these kinds of layers."""
+    """Return a hypothesis strategy that draws three training steps for a model.
+
+    Some ways to run a step do not work with some kinds of layers, and are not drawn with them.
+    """
     runs = ["backward", "backward"]
     runs += [run for run, unfit in RUNS.items() if unfit.isdisjoint(kinds)]
     modes = [""] * 6
@@ -137,7 +140,12 @@ def _steps(kinds: list[str]) -> Any:
 
 @st.composite
 def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
-    """Draw a test case for one process, or for a pipeline over `ranks` ranks."""
+    """Draw a random test case.
+
+    Args:
+        draw: The function with which hypothesis draws values.
+        ranks: The number of ranks of the pipeline, or `None` for a pipeline in one process.
+    """
     kinds = draw(_lists_of_kinds(ranks))
     n = len(kinds)
     cuts: set[int] = set()
@@ -155,8 +163,9 @@ def cases(draw: Callable[..., Any], ranks: int | None = None) -> Case:
     engine = draw(st.sampled_from(["graph", "workers"])) if ranks is None else "ranks"
     checkpoint = draw(st.sampled_from(CHECKPOINT))
     deferred = draw(st.booleans())
-    # These norms subtract the mean of their input, so a bias right before them has no effect.
-    # Its gradient is only a rounding error, and deferred batch norm would change this error.
+    # The two norms named below subtract the mean of their input. So the bias of a layer right
+    # before them has no effect, and its gradient is only a rounding error. Deferred batch norm
+    # would change this rounding error.
     if not {"batch norm, no statistics", "own norm"}.isdisjoint(kinds):
         deferred = False
     return Case(

@@ -1,6 +1,6 @@
-"""Connections between the layers of test models: skips, and tuples of tensors.
+"""Helpers to connect the layers of test models by skips and by tuples of tensors.
 
-Of a tuple, a layer uses only the first tensor.
+If a layer gets a tuple, it uses only the first tensor, and passes on the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,10 @@ Pops = Mapping[str, Callable[[Tensor, Tensor], Any]]
 
 
 def merge(value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the first tensor of a tuple, plus the means of the others over their features."""
+    """Add up the tensors of a tuple, and return a tensor of the first one's shape.
+
+    All other tensors are first averaged over their features, so that shapes match.
+    """
     total, *others = (value,) if isinstance(value, Tensor) else value
     for x in others:
         rows = x.to(total.dtype).reshape(len(x), -1)
@@ -89,7 +92,7 @@ def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_skip(y: Tensor, skip: Tensor) -> Tensor:
-    """Return the skip if its shape is that of the output `y`, else `y`."""
+    """Return the skip if it has the shape of the layer's output `y`, and otherwise `y`."""
     return skip if skip.shape == y.shape else y
 
 
@@ -107,7 +110,7 @@ POPS: Pops = {
 
 
 class OnFirst(nn.Module):
-    """Applies a layer to the first tensor of a tuple, and leaves the others unchanged."""
+    """Apply a layer to the first tensor of a tuple, and return the other tensors unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -151,7 +154,10 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
-    """Return a tuple whose first tensor is replaced by `y` (a tensor or a tuple of tensors)."""
+    """Return a tuple with its first tensor replaced by `y`, a tensor or a tuple of tensors.
+
+    If `value` is a single tensor, return `y`.
+    """
     if isinstance(value, Tensor):
         return y
     first = (y,) if isinstance(y, Tensor) else y

@@ -1,6 +1,6 @@
 """Test cases with several pipelines or threads at once.
 
-Each pipeline must compute the same results as alone, or raise an error.
+Each pipeline must compute the results that it has if it runs alone, or raise an error.
 """
 
 import copy
@@ -35,7 +35,7 @@ TURNS = 12
 
 
 def pause(x: Tensor) -> Tensor:
-    """Return the input after a random pause, which changes the order of threads."""
+    """Wait for a random time, so that threads run in a new order, and return the input."""
     time.sleep(3e-3 * random.random())
     return x
 
@@ -45,12 +45,15 @@ def draw_after_pause(x: Tensor) -> Tensor:
 
 
 def norm() -> nn.Module:
-    """Return a batch norm that keeps its statistics, so that they do not depend on timing."""
+    """Return a batch norm whose running statistics never change (momentum 0).
+
+    Otherwise they would depend on the order in which threads run.
+    """
     return nn.BatchNorm1d(4, momentum=0.0)
 
 
 def normed(*last: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that makes layers with a batch norm."""
+    """Return a function that builds a model with a batch norm and the given last layers."""
     return made(linear, norm, nn.ReLU, linear, nn.Tanh, *last)
 
 
@@ -62,9 +65,9 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. Before, in a first pass only, let another thread draw random numbers.
+    """Apply dropout. In forward only, let another thread draw random numbers before.
 
-    In a recomputation, no other thread draws.
+    So if both threads share a random generator, dropout draws different numbers in a recomputation.
     """
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
@@ -95,9 +98,10 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train the models `run` and `also(run)` at once, each in its own thread.
+    """Train two models at the same time, each in its own thread: `run` and `also(run)`.
 
-    If `run` is the reference (plain layers), train them one after the other.
+    If `run` is not a pipeline, but the layers alone, the models are trained one after the other.
+    The results of a pipeline are compared with theirs.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)
@@ -137,8 +141,8 @@ def evaluating_copy(run: nn.Module) -> nn.Module:
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
     """Train a model that draws random numbers, while another thread runs a copy of it in eval mode.
 
-    If both use one generator, the threads can disturb each other. The pipeline must then raise an
-    error.
+    If both threads use the same random generator (`one_generator`), they can disturb each other.
+    Then the pipeline must raise an error.
     """
     try:
         in_threads(run, x, evaluating_copy)
@@ -150,10 +154,10 @@ def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
 
 
 def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
-    """Run steps after the same seed. Return the differences between their results.
+    """Run a step ten times with the same seed. Return the differences between the results.
 
-    The order in which threads run must change neither the random numbers of the layers, nor those
-    that the caller draws afterwards.
+    Threads run in another order each time. This must change neither the random numbers of the
+    layers, nor those that the caller draws afterwards.
     """
     found = []
     for _ in range(10):
@@ -166,10 +170,10 @@ def the_same_bits(run: nn.Module, x: Tensor) -> list[str]:
 
 
 def hooks_draw(run: Any, x: Tensor) -> bool:
-    """Draw random numbers in hooks and in the caller. Return whether all of them are different.
+    """Draw random numbers in backward hooks and in the caller. Return whether all numbers differ.
 
-    The layers draw no random numbers. So a recomputation must leave the caller's generator alone:
-    if it restored an earlier state, some numbers would come twice.
+    As the layers draw no random numbers, a recomputation must not change the state of the caller's
+    generator. If it restored an earlier state, some numbers would be drawn twice.
     """
     drawn: list[float] = []
 
@@ -186,7 +190,7 @@ def hooks_draw(run: Any, x: Tensor) -> bool:
 
 
 def two_backwards(run: Any, x: Tensor) -> None:
-    """Run a backward during another thread's backward of the same mini-batch."""
+    """Run backward while another thread runs backward from the same loss."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -219,9 +223,9 @@ NOTICED_IN_RECOMPUTATION = {
     "ranks except_last": NOTICED,
 }
 
-# The loss calls the model once, and a copy of the model twice. With plain layers, autograd adds up
-# the gradients of both calls of the copy, and then adds the sum to `.grad`. A pipeline adds the
-# gradient of each call to `.grad`.
+# These results are equal only up to rounding. The loss calls a copy of the model twice. Without a
+# pipeline, autograd adds up the gradients of both calls, and then adds the sum to `.grad`. A
+# pipeline adds the gradients of each call to `.grad` separately.
 ROWS = [Row("two pipelines in one loss", normed(linear), use=in_one_loss, tolerance=REORDERED)]
 # Both engines run backward for each inner micro-batch, so gradients are added in another order.
 for engine in ("graph", "workers"):

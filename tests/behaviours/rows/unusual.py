@@ -1,6 +1,7 @@
 """Test cases with layers that do more than compute an output.
 
-With a pipeline, they must do what they do without one, or the pipeline must raise an error.
+For example, a layer sets the seed or keeps an auxiliary loss. With a pipeline, this must have the
+same effect as without one, or the pipeline must raise an error.
 """
 
 import copy
@@ -49,7 +50,7 @@ def encode_masked(self: Any, x: Tensor) -> Tensor:
 def padded() -> nn.Module:
     """Return a transformer encoder whose attention ignores padding at the ends of sequences.
 
-    Without gradients, PyTorch runs another implementation of the encoder.
+    If no gradients are computed, PyTorch runs another implementation of the encoder.
     """
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
     return Do(encode_masked, encoder=nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
@@ -68,7 +69,11 @@ def norm_checkpointed() -> nn.Module:
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A dropout that saves the generator's state, and draws its mask again in backward."""
+    """A dropout that does its own recomputation.
+
+    In forward, it saves the state of the random generator. In backward, it restores this state and
+    draws the mask again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ def write_on_weight(layer: Any) -> None:
 
 
 def penalized(self: Any, x: Tensor) -> Tensor:
-    """Scale the input, and keep an auxiliary loss in `self.penalty`, with its graph."""
+    """Return the scaled input, and keep an auxiliary loss, with its graph, in `self.penalty`."""
     y = x * self.weight
     values = y if self.of_output else self.weight
     self.penalty = values.square().mean()
@@ -128,10 +133,10 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 
 
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """Return whether dropout has the same mask in backward as in forward.
+    """Run a step on ones, and return whether dropout has the same mask in backward as in forward.
 
-    In backward, the layer restores the state of the global generator itself. The masks differ if a
-    pipeline lets the layer draw from another generator.
+    Some layers save the state of the global random generator in forward, and restore it in
+    backward. Their masks differ if a pipeline makes the layer draw from another generator.
     """
     given = x.detach().requires_grad_()
     y = run(given)
@@ -148,7 +153,7 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 def threads_of(run: Any, x: Tensor) -> list[Any]:
     """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    Each must equal the value in the caller's thread.
+    They must equal the value in the caller's thread, which sets it to several numbers in turn.
     """
     seen: set[int] = set()
 
@@ -169,7 +174,13 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
 
 
 def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
-    """Run backward from the output and from the auxiliary loss of the first layer."""
+    """Run backward from the sum of the output and the auxiliary loss that the first layer keeps.
+
+    Args:
+        run: The model.
+        x: The input.
+        observed: Whether the pipeline has an observer, and the graph is kept after backward.
+    """
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own
     try:
@@ -198,7 +209,16 @@ def pickled(model: Any) -> Any:
 
 
 def copied(run: nn.Module, x: Tensor, duplicate: Callable[[Any], Any], used: bool) -> Any:
-    """Train a copy of the model, and then the model. They must not share any state."""
+    """Train a copy of the model, and then the model itself.
+
+    The results show whether the copy and the model share any state, which they must not.
+
+    Args:
+        run: The model.
+        x: The input.
+        duplicate: The function that copies the model.
+        used: Whether the model runs a step before it is copied.
+    """
     if used:
         step(run, x)
     twin = duplicate(run)

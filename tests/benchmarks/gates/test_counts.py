@@ -1,7 +1,8 @@
-"""Tests of `benchmarks.gates.counts`, which checks that counts of training steps do not change.
+"""Tests of `benchmarks.gates.counts`, a program that counts what runs in a training step.
 
-The counts are, for example, how many operators run. The expected counts are in a committed file,
-and so are the orders in which devices run their tasks.
+It counts, for example, operators and autograd nodes. It compares the counts, and the orders in
+which devices run their tasks, with committed files, so that no change of the code slows down the
+library unnoticed.
 """
 
 import json
@@ -43,9 +44,10 @@ ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    """The program that counts operations finds the counts of its file.
+    """Run the program, and check that the counts of the code are the committed ones.
 
-    It runs in another process, because it forks, which is unsafe beside other threads.
+    The program runs in another process, because it forks, which is unsafe in a process with
+    threads.
     """
     code, said, wrong = forked("benchmarks.gates.counts")
     assert code == 0, wrong
@@ -80,7 +82,11 @@ def test_another_order_is_told_from_the_first_other_task_on() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the program use new files, and a single configuration with made-up counts."""
+    """Make the program use a temporary folder, and made-up counts of a single configuration.
+
+    Returns:
+        The path of the file of counts, which does not exist yet.
+    """
     monkeypatch.setattr(counts, "FOLDER", tmp_path)
     monkeypatch.setattr(counts, "count_all", lambda: ({HERE: FOUND}, {HERE: ["0 B0"]}))
     return tmp_path / COUNTS
@@ -153,9 +159,9 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let each backward also wait for an event, or poll. The program must count this.
+    """Make each backward wait for an event, or poll in a loop. The program must count this.
 
-    Tasks of the library do neither, so `test_the_gate` does not show it.
+    Tasks of the library itself never do so, so only planted waits can show that they are counted.
     """
     backward = TaskGraph.backward
     before = count(WORKERS)

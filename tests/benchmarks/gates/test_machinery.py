@@ -1,7 +1,7 @@
-"""Tests of `benchmarks.gates.machinery`, which measures the overhead of the pipeline's machinery.
+"""Tests of `benchmarks.gates.machinery`, a program that measures how much time a pipeline adds.
 
-The program compares a plain loop with the engines of this library, and with the engines of another
-version of it (a git revision or a folder).
+It times a plain loop over micro-batches and layers, the engines of this library, and the engines of
+another version of the library (a git revision or a folder).
 """
 
 from pathlib import Path
@@ -41,9 +41,10 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 @pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program runs each case with the plain loop and with engines, and records the results.
+    """Run the program, and check its record and its table.
 
-    With 16 partitions, only the plain loop runs: AmoebaNet-D has too few layers for a pipeline.
+    With 16 partitions, only the plain loop gets results, and the engines fail: this AmoebaNet-D has
+    too few layers for 16 partitions.
     """
     file = tmp_path / "machinery.json"
     what = ["--model=AmoebaNet-D", "--partitions", "1", "16", "--chunks=1", "--checkpoint=always"]

@@ -1,6 +1,7 @@
-"""Tests of `benchmarks.gates.meeting`, which checks that tasks overlap if they can.
+"""Tests of `benchmarks.gates.meeting`, a program that checks that tasks run at the same time.
 
-The tests plant faults that prevent this. The program's error must then name the tasks.
+The tests plant faults that make tasks wait for each other. The program's error must then name the
+tasks that no longer overlap.
 """
 
 import json
@@ -35,7 +36,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """The program finds no fault. It runs in another process, because it forks."""
+    """Run the program, and check that it finds no fault in the library.
+
+    The program runs in another process, because it forks.
+    """
     code, _, wrong = forked("benchmarks.gates.meeting")
     assert code == 0, wrong
 
@@ -56,11 +60,11 @@ METHODS = {
 
 
 def locked(tasks: str = "", locks: int = 1) -> Plant:
-    """Return a fault: tasks hold a lock while they run, so that some tasks cannot overlap.
+    """Return a function that plants a fault: tasks hold a lock, so that some cannot overlap.
 
     Args:
         tasks: Only tasks whose kind starts with this text hold a lock.
-        locks: The number of locks, which the partitions use in turn.
+        locks: The number of locks. Tasks of partition j hold the lock number j modulo `locks`.
     """
     made = [threading.RLock() for _ in range(locks)]
 
@@ -132,9 +136,9 @@ LATE = "did not begin while recompute of micro-batch 5 on stage 3 ran"
 ON_RANKS = pytest.mark.ranks(N)
 Row = tuple[Callable[..., str | None], Scene, Plant, str]
 
-# Faults that prevent that tasks overlap. The values are: the function that runs a scene; the scene
-# (a small pipeline in which certain tasks must overlap); a function that plants the fault; and
-# words that the error must have.
+# Faults that keep tasks from running at the same time. Each value has four parts: a function that
+# runs a scene; the scene, which is a small pipeline in which certain tasks must overlap; a function
+# that plants the fault; and words that must be in the program's error.
 LOSSES: dict[str, Row] = {
     "a lock around tasks": (over_workers, ALWAYS, locked(), "forward of micro-batch"),
     "a lock around forwards": (over_workers, ALWAYS, locked("forward"), "forward of micro-batch"),
@@ -170,7 +174,10 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss() -> None:
-    """An overlap that is missing once is ignored. One that is always missing is reported."""
+    """Check that the program reports a missing overlap only if it is missing each time.
+
+    An overlap can be missing once by chance, if the machine is busy.
+    """
 
     def slow(scene: Scene, looks: int) -> str | None:
         return "a did not begin while b ran" if looks == LOOKS else None

@@ -1,4 +1,7 @@
-"""Made-up parts of `python -m benchmarks.gpu`, and functions that read what a part has written."""
+"""Made-up measurements for `python -m benchmarks.gpu`, and functions that read their results.
+
+The program runs a list of measurements, called parts, and writes a page with their results.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +18,10 @@ Run = Callable[[Context], Fields]
 
 
 class Fake:
-    """A part that runs a function. The page shows the function's result unchanged."""
+    """A made-up part (measurement) of `python -m benchmarks.gpu`, which runs a given function.
+
+    The page of results shows each name and value that the function returns.
+    """
 
     PURPOSE = "a question"
 

@@ -1,4 +1,4 @@
-"""Test the part on compiled layers and CUDA graphs, with CUDA graphs simulated on a CPU."""
+"""Test the GPU benchmark of compiled layers and CUDA graphs. Graphs are simulated on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,10 +15,10 @@ from torchgpipe import GPipe
 
 
 class Graph(TorchDispatchMode):
-    """A simulated CUDA graph. It records operators in a `with` block, and `replay` repeats them.
+    """A simulated CUDA graph, which records the operators that run in its `with` block.
 
     Attributes:
-        replays: How often the graph was replayed.
+        replays: The number of calls of `replay`, which runs the recorded operators again.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Graph(TorchDispatchMode):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """Simulate CUDA's streams and graphs. Return a list of all graphs that are made."""
+    """Simulate CUDA's streams and graphs. Return a list to which each new graph is added."""
     made: list[Graph] = []
 
     class Stream:
@@ -66,7 +66,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
 
 def test_a_partition_with_a_cuda_graph_does_the_same(graphs: list[Graph]) -> None:
-    """The first passes replay the graph, and recomputations run the layers."""
+    """Check the results of a partition whose forward is a CUDA graph.
+
+    Forwards replay the graph, and recomputations run the layers, which autograd has to see.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     first, second = torch.rand(2, 8, 3, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""Test the part that emulates the speed tables of papers, and its summary of an emulated run."""
+"""Test the GPU benchmark that emulates the speed tables of papers, and its summary of a run."""
 
 import signal
 import subprocess
@@ -27,7 +27,11 @@ def context(tmp_path: Path, seconds: float = 60.0) -> Context:
 
 
 def test_the_record_of_an_experiment_is_summed_up() -> None:
-    """A row has samples/s: emulated, with one thread, and published. A failed row has a reason."""
+    """Check the summary of a recorded run.
+
+    For each row (configuration), it has the emulated samples/s, the samples/s if one thread issues
+    all tasks, and the published samples/s. For a failed row, it has the reason.
+    """
     results = ran("amoebanet-speed", "paper", lambda row: [100.0] * 3, "cuda", emulated=True)
     first, second, *_ = results
     slow = {"one_thread_time": first.config["batch_size"] / 25.0}
@@ -56,7 +60,10 @@ def test_the_record_of_an_experiment_is_summed_up() -> None:
 def test_a_run_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's process gets SIGINT. The record that the process has written before is read."""
+    """Check that a run that exceeds its time gets SIGINT.
+
+    The benchmark then uses the record that the run has written before.
+    """
     given = context(tmp_path)
     folder = tmp_path / "records"
     folder.mkdir()
@@ -97,7 +104,11 @@ def test_experiments_without_time_are_named(tmp_path: Path) -> None:
 def test_each_experiment_gets_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time that an experiment does not use is for later experiments. Results get predictions."""
+    """Check how the time is divided among experiments.
+
+    The time that an experiment leaves unused goes to the later ones. The results of an experiment
+    are shown beside predictions.
+    """
     given = Context("part", "paper", tmp_path / "part", time.monotonic() + 305.0)
     given.folder.mkdir()
     asked: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Tests of the command `python -m benchmarks.gpu` and of its page, mostly with made-up parts."""
+"""Tests of the command `python -m benchmarks.gpu` and its page, with made-up measurements."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test how memory is measured if each partition of a pipeline runs alone, one after another."""
+"""Test the GPU benchmark that measures the memory of each partition of a pipeline alone."""
 
 import time
 from dataclasses import replace
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"size": (1, 2), "batch_size": 4, "input_shape": (3, 64,
 
 
 def unet(balance: tuple[int, ...] | None) -> Row:
-    """Return a row (configuration): a small U-Net, without a pipeline if `balance` is `None`."""
+    """Return a row (configuration) of a small U-Net. If `balance` is `None`, it has no pipeline."""
     row = EXPERIMENTS["unet-memory"].scale("paper").rows[3 if balance else 0]
     row = replace(row, **SMALL, balance=balance)
     if balance is None:
@@ -37,13 +37,13 @@ OUTPUTS = 4 * 64 * 64 * 4
 
 @pytest.mark.parametrize("balance", [None, (65,), (16, 16, 16, 17)])
 def test_a_partition_alone_takes_as_much_memory_as_is_predicted(balance: Any) -> None:
-    """Partitions that run alone have the memory peaks that are predicted for the whole pipeline.
+    """Compare the memory peak of each partition, run alone, with that predicted for the pipeline.
 
     Two differences are allowed:
 
-    - A prediction leaves out the tensors of the criterion, which are on the last device.
-    - A prediction includes the received copies of an activation and of a gradient that wait for
-      their tasks.
+    - A partition alone may need more: a prediction leaves out the tensors of the loss function.
+    - A partition alone may need less: a prediction includes copies of an activation and of a
+      gradient that other devices have sent.
     """
     row = unet(balance)
     counts = counted(row.sized)

@@ -1,4 +1,8 @@
-"""Test two measures of a timeline: hidden copies, and recomputations before their gradients."""
+"""Test two numbers that the GPU benchmark of overlap computes from the timeline of a step.
+
+One is the share of the copies' time in which tasks run, too. The other is the share of
+recomputations that start before their gradient arrives.
+"""
 
 import time
 from pathlib import Path
@@ -40,10 +44,10 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """Simulate a recorded step again, with and without two components of the library.
+    """Simulate a recorded step, with and without two components of the library.
 
-    The component "dependency" lets a recomputation start before its gradient arrives. The component
-    "streams" runs copies on streams of their own, beside the tasks.
+    With the component "dependency", a recomputation can start before its gradient arrives. With the
+    component "streams", copies run on streams of their own, at the same time as tasks.
     """
     events: list[tuple[Kind, int, int, float, float]] = []
     now = 0.0

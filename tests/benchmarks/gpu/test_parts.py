@@ -1,6 +1,7 @@
-"""Tests of the parts of `python -m benchmarks.gpu` that measure machine, machinery and compilers.
+"""Tests of several measurements of `python -m benchmarks.gpu`.
 
-The whole command runs once at a tiny size, on the CPU. On a GPU it does the same work.
+They measure the machine, the overhead of the library, and compiled layers. The whole command also
+runs once on the CPU, at a tiny size. On a GPU, it runs the same code.
 """
 
 import json
@@ -31,7 +32,7 @@ GPipe = lambda layers, balance, **_: nn.Sequential(*layers)
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """Run all parts at a tiny size, and compare with another version of torchgpipe."""
+    """Run all measurements at a tiny size, and compare with a made-up version of the library."""
     package = tmp_path / "other" / "torchgpipe"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(OLD)
@@ -123,7 +124,10 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kineto:
-    """A stand-in for PyTorch's profiler. While a step runs, it records `STEP`, else `SYNC`."""
+    """A stand-in for PyTorch's profiler.
+
+    It records the calls `STEP` if a step has run, and otherwise only the call `SYNC`.
+    """
 
     issued = False
     recordings = 0
@@ -156,7 +160,10 @@ class Kineto:
 
 
 def test_a_profile_counts_waits_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the profiler does by itself is recorded once, after the profiler has started."""
+    """Check that calls of CUDA which the profiler itself makes are not counted as those of a step.
+
+    To know these calls, the benchmark once records what the profiler does if nothing else runs.
+    """
     monkeypatch.setattr(issued, "profile", Kineto)
     monkeypatch.setattr(Kineto, "recordings", 0)
     for name in ("synchronize", "empty_cache"):
@@ -296,7 +303,10 @@ def test_what_compiled_layers_gain_is_a_ratio_of_steps() -> None:
 def test_all_layers_are_compiled_although_they_share_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of three shapes need three compiled versions of their code; the limit here is one."""
+    """Check that all layers are compiled, even if PyTorch's limit of recompilations is one.
+
+    Three linear layers of different shapes share their code, and so need three compiled versions.
+    """
 
     def build() -> tuple[nn.Sequential, Tensor]:
         layers = [nn.Linear(width, width + 1) for width in (2, 3, 4)]

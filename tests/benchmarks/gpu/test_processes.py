@@ -1,6 +1,6 @@
-"""Tests of the processes in which the parts of `python -m benchmarks.gpu` run.
+"""Tests of the processes in which `python -m benchmarks.gpu` runs its parts (measurements).
 
-What a part has found is kept, however the part or the command ends, and no process is left.
+However a part or the command ends, the results so far are kept, and no process is left running.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def dies(context: Context) -> Fields:
 
 
 def hangs(context: Context) -> Fields:
-    """Start a process in a session of its own, and wait for ever."""
+    """Start another process, which does not end by itself, and wait for ever."""
     subprocess.Popen(["sleep", "100"], cwd=context.folder, start_new_session=True)
     context.write({"has started": "a process"})
     while True:
@@ -46,7 +46,10 @@ def hangs(context: Context) -> Fields:
 
 
 def interrupts(context: Context) -> Fields:
-    """Interrupt the command. When it has listed all processes, start one more process."""
+    """Interrupt the command. While the command looks for processes to end, start one more.
+
+    The command must also end the process that is missing in its list.
+    """
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)
     while not (context.folder / LISTED).exists():
@@ -59,7 +62,10 @@ LISTED = "listed"
 
 @pytest.fixture
 def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay the first list of processes, until the part has started a process that it lacks."""
+    """Make the command's first list of processes outdated.
+
+    The list is returned only when a process that is not in it has started.
+    """
 
     def listed() -> dict[int, tuple[int, int]]:
         found = listing()
@@ -76,7 +82,7 @@ def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alive_in(folder: Path) -> list[str]:
-    """Return the commands of all processes that have a folder as their working directory."""
+    """Return the commands of all processes whose working directory is the given folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or it is another user's
@@ -205,7 +211,10 @@ def test_what_slows_a_gpu_in_the_middle_of_a_part_is_seen(
 def test_this_process_does_not_ask_cuda_how_many_gpus_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it did, the parts, which are forks of this process, could not use CUDA."""
+    """Check that the command never asks CUDA how many GPUs there are.
+
+    If it did, its parts could not use CUDA, because they are forks of this process.
+    """
 
     def count() -> int:
         asked.append(os.getpid())

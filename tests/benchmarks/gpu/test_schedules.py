@@ -1,4 +1,7 @@
-"""Test the part that checks schedules' steps and times the halves of a backward."""
+"""Test the GPU benchmark that checks the steps of schedules.
+
+It also times the two halves of a backward: the gradients of inputs, and those of weights.
+"""
 
 import time
 from pathlib import Path
@@ -48,7 +51,10 @@ def test_a_wrong_order_and_wrong_gradients_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unit is the memory that the first task takes. Only memory after forwards counts."""
+    """Check in which unit the benchmark counts the memory of a step.
+
+    The unit is the memory that the first forward adds. Only the memory after forwards is counted.
+    """
     allocated = iter([100, 110, 120, 115])
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: next(allocated))
     watch = schedules.Watch(torch.device("cuda"))

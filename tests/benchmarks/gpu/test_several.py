@@ -1,4 +1,4 @@
-"""Test the part for several GPUs, with two ranks on the CPU."""
+"""Test the benchmark for several GPUs, here with two ranks on the CPU."""
 
 import time
 from pathlib import Path
@@ -66,7 +66,10 @@ def test_a_rank_that_hangs_does_not_take_all_the_time() -> None:
 def test_the_papers_tables_are_measured_on_several_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each table gets a share of the time. The summary of a table has its measured rows."""
+    """Check that each published table is measured within its share of the time.
+
+    The results name the measured rows (configurations) of a table, or why there are none.
+    """
     folder = tmp_path / "several"
     folder.mkdir()
     asked: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""Test that `balance_by_time` and `balance_by_size` accept all models and leave them unchanged.
+"""Check that `balance_by_time` and `balance_by_size` accept all kinds of models.
 
-The tests also check that wrong arguments raise errors.
+The tests also check that both functions leave the model unchanged, and refuse wrong arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ either = pytest.mark.parametrize("balance_by", BALANCES.values(), ids=BALANCES)
 
 
 def pair(skip: Callable[[Any], Any], join: Callable[[Any, Any], Any]) -> tuple[Module, Module]:
-    """Return a layer that stashes `skip(input)`, and a layer that pops it and calls `join`."""
+    """Return two layers that share a skip.
+
+    The first layer stashes `skip(input)`. The second layer pops this skip, and joins it to its own
+    input by the function `join`.
+    """
     namespace = Namespace()
     stash = Stash(skip, Linear(4, 4))
     stash.isolate(namespace)  # type: ignore[operator]
@@ -54,7 +58,7 @@ def skips() -> Sequential:
 
 
 def last(kind: str) -> Callable[[], Sequential]:
-    """Return a function that makes models that end with the given kind of layer."""
+    """Return a function that builds a model whose last layer is of the given kind."""
     return lambda: Sequential(Linear(4, 4), Linear(4, 4), KINDS[kind](shared_parts()))
 
 
@@ -78,11 +82,11 @@ def swapping() -> Sequential:
 X = torch.rand(6, 4)
 X_GRAD = torch.rand(6, 4, requires_grad=True)
 INTEGERS = torch.randint(5, (6,))
-# PyTorch itself raises an error for these kinds of layers: they change a tensor in place that their
-# own backward needs.
+# These kinds of layers change a tensor in place that their own backward needs. PyTorch raises an
+# error for them, with or without profiling.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# The values are pairs: a function that makes a model, and a sample input. For each kind of layer,
-# there is a model that ends with a layer of this kind.
+# Each value is a function that builds a model, and a sample input for this model. The first models
+# end with a layer of each kind in `KINDS`.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
@@ -100,7 +104,7 @@ MODELS |= {
 
 
 def state(module: Module, sample: Any) -> list[object]:
-    """Return copies of everything that profiling must not change."""
+    """Return copies of all values of a module and a sample that profiling must not change."""
     parameters = [*module.parameters()]
     samples = [sample] if isinstance(sample, Tensor) else [*sample]
     random = [torch.get_rng_state()]
@@ -148,9 +152,9 @@ def test_lazy_layers_stay_lazy(balance_by: Callable[..., list[int]]) -> None:
 
 
 class Look(Module):
-    """A layer that records its training mode and its grad mode.
+    """A layer that records whether it runs in training mode and whether autograd records it.
 
-    It also checks that only one copy of the layer is alive at a time.
+    The layer also checks that only one copy of it is alive at a time.
     """
 
     def __init__(self, copies: weakref.WeakSet[Module]) -> None:
@@ -172,8 +176,8 @@ class Look(Module):
         return twin
 
 
-# Each row has a function that sets the training modes of two layers, and the modes in which
-# profiling then has to run these layers (`True` is training mode).
+# Each row has a function that sets the training modes of two layers, and the two modes in which
+# profiling must then run these layers (`True` is training mode).
 @either
 @pytest.mark.parametrize(
     "mode, training",
@@ -244,8 +248,8 @@ MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((1, LOCKED, X), TypeError, r"layer 1 \(Do\) cannot be copied .*lock"),
     ((1, NOTHING_OUT, X), TypeError, "output of layer 1 must be a tensor"),
 ]
-# Each row has: the only balancing function that raises an error for the arguments; the sample; the
-# options; and a part of the error message.
+# These arguments are wrong for only one of the two balancing functions. Each row has this function,
+# the sample, the options, and a part of the error message.
 OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_time, X, {"timeout": -1.0}, "timeout must be .* got -1.0"),
     (balance_by_time, X, {"timeout": NAN}, "timeout must be .* got nan"),
@@ -257,14 +261,18 @@ OF_ONE: list[tuple[Callable[..., list[int]], Any, dict[str, Any], str]] = [
     (balance_by_size, (X, X[:1]), {"chunks": 2}, "the same batch size"),
 ]
 COSTS = [
-    ([1, -2], "not negative, got -2 for layer 1"),
-    ([1, NAN], "not negative, got nan for layer 1"),
-    ([1, 1, float("inf")], "finite and not negative, got inf for layer 2"),
+    ([1, -2], "not negative, but got -2 for layer 1"),
+    ([1, NAN], "not negative, but got nan for layer 1"),
+    ([1, 1, float("inf")], "finite numbers and not negative, but got inf for layer 2"),
 ]
 
 
 def misuses() -> list[tuple[Any, Any, Any, type[Exception], str]]:
-    """Return rows of: function, arguments, options, expected exception, pattern of its message."""
+    """List the wrong calls of balancing functions.
+
+    Each row has a function, its arguments, its options, the type of the exception that the call
+    must raise, and a pattern of the message.
+    """
     rows: list[tuple[Any, Any, Any, type[Exception], str]] = []
     on_cpu = {"device": "cpu"}
     for arguments, error, message in MISUSE:

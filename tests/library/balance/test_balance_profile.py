@@ -1,7 +1,7 @@
-"""Test what profiles count as a layer's time and as a layer's bytes.
+"""Check what a profile counts as the time and as the bytes of a layer.
 
-The tests also compare `minimise_heaviest` with all possible balances. test_balance.py tests wrong
-arguments.
+The tests also compare the balance of `minimise_heaviest` with all other possible balances. Wrong
+arguments are tested in test_balance.py.
 """
 
 import random
@@ -44,8 +44,9 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
-    # A run of `a` takes 3 seconds, and a run of `b` takes 7 seconds. Profiling runs both layers in
-    # rounds. The timeout ends the second round after the first timed run of `b`.
+    # A forward and backward of `a` takes 3 seconds, and one of `b` takes 7 seconds. Profiling times
+    # each layer several times, and then begins again with the first layer. The timeout of 65
+    # seconds ends this second round after the first timed run of `b`.
     assert clock.history == runs * a + runs * b + runs * a + 2 * b
     assert clock.now == 66.0
 
@@ -105,8 +106,8 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# The values are: a layer that takes a (4, 8) input; whether this input requires grad; and the bytes
-# that forward keeps, as a multiple of the input's bytes.
+# Each value has a layer whose input has the shape (4, 8), whether this input requires grad, and the
+# bytes that the layer's forward keeps for backward, as a multiple of the input's bytes.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -117,8 +118,8 @@ KEPT: dict[str, tuple[Module, bool, float]] = {
     "input saved twice": (Lambda(lambda x: x * x), True, 1),
     "between": (Lambda(lambda x: (x + 1).exp().sin()), True, 2),
     "between, without gradient": (Lambda(lambda x: (x + 1).exp().sin()), False, 1),
-    # Forward keeps the outputs of both layers, and the mean and the deviation of each channel.
-    # Weights and running statistics do not count.
+    # Forward keeps the outputs of both layers, and a mean and a deviation for each channel. Weights
+    # and running statistics exist already, and so they do not count.
     "no parameters, no buffers": (LINEAR_AND_NORM, False, 2 + 2 / 4),
     "views of one storage": (Lambda(lambda x: tuple((x + 1).unbind())), True, 1),
     "a part keeps the whole": (Lambda(lambda x: (x + 1)[:1]), True, 1),
@@ -152,7 +153,7 @@ def test_the_first_micro_batch_counts_and_stashed_tensors_where_they_are_made() 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the calls of `synchronize`, of the clock and of layers."""
+    """Return a list that records the calls of `synchronize`, of the clock and of layers."""
     calls: list[str] = []
 
     def note(name: str, answer: Any = None) -> Callable[..., Any]:
@@ -184,7 +185,7 @@ def test_the_clock_is_read_when_the_device_is_idle(calls: list[str]) -> None:
 
 
 def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fraction:
-    """Return the exact cost of the most expensive partition."""
+    """Return the cost of the most expensive partition of a balance, as an exact fraction."""
     assert sum(balance) == len(costs)
     partitions = []
     begin = 0
@@ -196,7 +197,7 @@ def heaviest(costs: Sequence[float | Fraction], balance: Sequence[int]) -> Fract
 
 
 def least_heaviest(costs: Sequence[float | Fraction], partitions: int) -> Fraction:
-    """Return the lowest possible cost of the most expensive partition, by trying all balances."""
+    """Try all balances, and return the lowest cost that their most expensive partition can have."""
     found = []
     for cuts in combinations(range(1, len(costs)), partitions - 1):
         bounds = [0, *cuts, len(costs)]
@@ -217,9 +218,9 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost is 1.5. A cut after the second layer has a cost of 2 before it, which
-    # is nearest to 1.5. If 1.5 was rounded down to 1, a cut with a cost of 0 before it would be as
-    # near.
+    # Half of the total cost is 1.5. The best cut is after the second layer: the cost before this
+    # cut is 2, which is nearest to 1.5. With a half that was rounded down to 1, a cut after the
+    # first layer (a cost of 0 before it) would be as near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),
@@ -255,10 +256,11 @@ def test_no_balance_is_lighter(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("decades", [0, 1, 12, 300], ids="decades={}".format)
 def test_thousands_of_layers(decades: int) -> None:
-    """Balance 5000 layers over 64 partitions, and prove that no balance has a smaller highest cost.
+    """Check that 5000 layers are balanced over 64 partitions as evenly as possible.
 
-    The proof fills partitions one after another, each to just below the highest cost that was
-    found. This takes more than 64 partitions.
+    The check fills partitions one after another, each to just below the cost of the most expensive
+    partition of the balance. If this takes more than 64 partitions, no balance of 64 partitions is
+    better.
     """
     generator = random.Random(decades)
     costs = []

@@ -1,6 +1,6 @@
 """Test calls of a pipeline over processes: their order, their checks and their errors.
 
-Calls can come in any order, if it is the same order on all ranks. Each error message is one line.
+Any order of calls is allowed if it is the same on all ranks. Each error message is one line.
 """
 
 import gc
@@ -36,13 +36,13 @@ def linears(
 
 
 def small(**options: Any) -> Any:
-    """Return a pipeline over ranks, and an equal pipeline over threads."""
+    """Return two pipelines with equal layers: one over ranks, and one over threads."""
     pair = []
     for make in (DistributedGPipe, partial(GPipe, devices=["cpu"] * WORLD, engine="workers")):
         torch.manual_seed(6)
         pair.append(make(linears(), [1] * WORLD, chunks=3, **options))
-    # Wait until all ranks have made their pipeline. Otherwise, if a rank fails in its first call,
-    # another rank could get the error while it makes its pipeline. The test expects it in the call.
+    # Wait until all ranks have made their pipeline. Otherwise, if a rank failed in its first call,
+    # another rank could raise this error while it still makes its pipeline.
     dist.barrier()
     return pair
 
@@ -63,7 +63,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Mix calls of two pipelines: training, evaluation, a loss without backward, two backwards."""
+    """Mix the calls of two pipelines: an evaluation, and losses with 0, 1 and 2 backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -81,9 +81,9 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
-    """Raise an error in a hook of a parameter, which a step calls at its end.
+    """Raise an error in a parameter's hook on one rank, and expect this error on all ranks.
 
-    Other ranks may have finished their step already. They then raise the error in the next step.
+    A step calls such hooks at its end. Ranks that have ended it raise the error in the next step.
     """
     model, _ = small(schedule="1F1B")
 
@@ -114,7 +114,7 @@ def test_a_criterion_that_calls_the_pipeline_is_refused_at_once() -> None:
 
 
 def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a criterion with a penalty over the parameters of all ranks' layers."""
+    """Return a criterion that adds a penalty on the parameters of `layers` to the loss."""
 
     def criterion(y: Tensor, target: Tensor) -> Tensor:
         penalty: Any = sum(p.square().sum() for p in layers.parameters())
@@ -124,7 +124,10 @@ def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def test_a_criterion_that_uses_parameters_of_another_rank_is_refused() -> None:
-    """The gradient of such a parameter would stay on the last rank, and not reach its own rank."""
+    """Check that a criterion is refused if it uses parameters of any rank but the last one.
+
+    The criterion runs on the last rank. Such a gradient would not reach its own rank.
+    """
     layers = linears()
     model = DistributedGPipe(layers, [1] * WORLD, chunks=3, schedule="1F1B")
     refusal = r"uses \d.\w+, a parameter of another rank's layers.*each rank"
@@ -196,10 +199,10 @@ def assert_an_error_of_the_criterion_is_told(ours: Any) -> None:
 
 
 def assert_mini_batches_are_compared(ours: Any) -> None:
-    """Let rank 1 be one mini-batch ahead of the others, which is an error on all ranks."""
+    """Put rank 1 one mini-batch ahead of the other ranks, and expect an error on all ranks."""
     if ours.rank == 1:
         ours._serial += 1
-    refusal = r"rank \d is in mini-batch \d, and rank \d in \d: every rank has to"
+    refusal = r"rank \d is in mini-batch \d, but rank \d is in mini-batch \d: every rank has to"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=refusal):
             loss_of(ours)
@@ -209,7 +212,7 @@ def assert_mini_batches_are_compared(ours: Any) -> None:
 def assert_clipping_is_compared(ours: Any) -> None:
     for name, of_rank_1 in (("max_norm", (2.0, 2.0)), ("norm_type", (1.0, 1.0))):
         given = of_rank_1 if ours.rank == 1 else (1.0, 2.0)
-        refusal = f"clip_grad_norm_ alike, but {name} is ..0 on rank . and"
+        refusal = f"clip_grad_norm_ with the same settings, but {name} is ..0 on rank . and"
         with pytest.raises((ValueError, RankFailed), match=refusal):
             ours.clip_grad_norm_(*given)
         ours.close()
@@ -224,7 +227,7 @@ def assert_settings_are_compared(ours: Any) -> None:
         (
             "chunks",
             2,
-            "every rank has to call the pipeline alike, but chunks is 3 on rank 0 and 2 on rank 1",
+            "call the pipeline with the same settings, but chunks is 3 on rank 0 and 2 on rank 1",
         ),
         (
             "_balance",
@@ -247,8 +250,8 @@ def test_errors_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = dist.get_rank()
     ours, threads = small()
     with monkeypatch.context() as patch:
-        # On a busy machine, a rank can be late by seconds. Without these patches, the other ranks
-        # would not wait for its answer to their final messages. It would then count them as failed.
+        # On a busy machine, a rank can be late by seconds. Without these patches, other ranks would
+        # not wait so long for its answer to their last messages, and count it as failed.
         for module in (liveness, connections):
             patch.setattr(module, "GRACE", 20.0)
         patch.setattr(RankMonitor, "answers", lambda monitor, peer: True)

@@ -1,8 +1,8 @@
-"""Test ranks on simulated GPUs: results, failures, and what is submitted to streams and to NCCL.
+"""Test ranks on simulated GPUs: their results, their failures, and what they submit to streams.
 
-No GPU is needed: the devices are `cpu:0`, `cpu:1` and so on. Streams are simulated in
-benchmarks/simulated.py, and NCCL and processes in threads.py. Times are tested in
-tests/library/test_simulated.py, and real GPUs in tests/test_cuda.py.
+The tests need no GPU: the devices are `cpu:0`, `cpu:1` and so on. Streams are simulated by
+benchmarks/simulated.py. NCCL and processes are simulated by threads.py. Simulated times are tested
+in tests/library/test_simulated.py, and real GPUs in tests/test_cuda.py.
 """
 
 import threading
@@ -42,7 +42,7 @@ WAYS = {
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
-    """Return four partitions with these skips between them, and their balance."""
+    """Return the layers of four partitions, which the given skips connect, and their balance."""
     torch.manual_seed(0)
     each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]
     return partitions(each, skips, torch.cos)
@@ -157,8 +157,8 @@ def test_a_failure_ends_all_that_streams_wait_for(
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # The program above keeps no reference to the error. The error's traceback would keep the loss
-    # alive, and with it the loss's graph and all tensors that were sent or awaited.
+    # The program above must keep no reference to the error. The error's traceback refers to the
+    # loss, and the loss's graph refers to all tensors that were sent or awaited.
     assert_gone(lost)
 
 
@@ -197,7 +197,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
-    """Return the two ends of the connection from rank 0 to rank 1: the sender's, the receiver's."""
+    """Return the sending end and the receiving end of a connection from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
     ends = []
     for own in (0, 1):
@@ -308,9 +308,10 @@ def test_the_first_rank_waits_until_its_pinned_input_is_copied(streams: Any) -> 
 def test_a_message_that_is_lost_as_a_rank_ends_is_noticed(
     streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate a message that Gloo loses, because the receiver has just closed the connection.
+    """Check that a sender raises an error if Gloo loses its message.
 
-    Such a send may never end. The sender has to raise an error nevertheless.
+    Gloo may lose a message when the receiver has just closed the connection. Then the send may
+    never end, so the sender must not rely on the end of the send.
     """
     world = simulate_ranks(streams, GPUS[:2])
     closed = threading.Event()

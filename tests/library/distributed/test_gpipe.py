@@ -1,7 +1,7 @@
-"""Test that a pipeline over processes gives the same bits as a pipeline over threads.
+"""Check that a pipeline over processes gives the same bits as a pipeline over threads.
 
-The tests also check that ranks send only what is needed, and that closed pipelines free their
-connections. What happens when a rank fails is tested in test_cuda.py and in tests/failures.
+The tests also check that ranks send only what is needed, and that a closed pipeline frees its
+connections. Failures of ranks are tested in test_cuda.py and in tests/failures.
 """
 
 import gc
@@ -42,10 +42,13 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 def layers(times: int = 1) -> nn.Sequential:
-    """Return layers on `meta`, with dropout, batch norm, a pair of tensors, and a skip over a rank.
+    """Return a model on `meta` that uses most features of a pipeline.
+
+    It has dropout, batch norm, a layer that returns a pair of tensors, and a skip over a whole
+    rank.
 
     Args:
-        times: A factor for the number of features.
+        times: The factor by which the model is wider than the smallest one.
     """
     torch.manual_seed(3)
     width = 6 * times
@@ -69,7 +72,10 @@ def reset(k: int, layer: nn.Module) -> None:
 
 
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
-    """Train on mini-batches of given sizes. Return all results and the random generator's state."""
+    """Train on mini-batches of the given sizes.
+
+    Return all results by name, with the state of the random generator after the training.
+    """
     torch.manual_seed(3)
     results = trained(model, adam(model), 5, sizes)
     results["generator"] = torch.get_rng_state()
@@ -81,7 +87,11 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
-    """Call `evaluate`, `step` and `loss` with a criterion that uses dropout. Return all results."""
+    """Call `evaluate`, `step` and `loss` with a criterion that uses dropout.
+
+    Return the results by name. `first` and `last` say whether this rank has the first and the last
+    stage. A rank without them gives no input or no target to `evaluate` and `step`.
+    """
     more: dict[str, Any] = {}
 
     def loss_of(x: Tensor, target: Tensor) -> Tensor:
@@ -104,11 +114,11 @@ def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]
 
 
 def assert_equal_to_threads(times: int = 1, **options: Any) -> None:
-    """Train with ranks and with workers, and compare all results.
+    """Train one pipeline over ranks and one over threads, and assert that all results are equal.
 
     Args:
-        times: A factor for the number of features.
-        options: Options of both pipelines.
+        times: The factor by which the model is wider than the smallest one.
+        options: The options of both pipelines, such as `chunks` and `schedule`.
     """
     name = options.setdefault("schedule", "GPipe")
     options["init"] = reset
@@ -139,9 +149,10 @@ def test_equal_to_threads(chunks: int, mode: str, deferred: bool) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_large_tensors(mode: str) -> None:
-    """Send tensors that are too large for one buffer with the message's description.
+    """Send tensors that are too large to share one buffer with the message's description.
 
-    They are sent separately. A rank receives each of them into memory that an earlier one has used.
+    Ranks send such tensors separately. The receiver puts each of them into memory that an earlier
+    tensor has used.
     """
     assert_equal_to_threads(3_000, chunks=4, checkpoint=mode)
 
@@ -182,9 +193,9 @@ def test_skips_may_be_fetched_in_another_order_than_they_are_left() -> None:
 
 
 def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that ranks send each activation, skip and gradient only once.
+    """Check that ranks send each activation, each skip and each gradient only once.
 
-    Ranks send the shapes of tensors only if the shapes are new.
+    Ranks describe the shape of a tensor only when they send the first tensor of this shape.
     """
     give = Sender.give
     counted = Counter[tuple[str, int]]()
@@ -220,9 +231,10 @@ def test_only_what_is_needed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_last_ranks_end_first() -> None:
-    """Close the connections of the last ranks while the first rank still runs its backward.
+    """Check that the last ranks can close the pipeline before the first rank ends its backward.
 
-    At this time, the last ranks need nothing more from other ranks. Closed connections are freed.
+    The last ranks have finished their backward by then, and need nothing more from other ranks. A
+    closed pipeline frees its connections.
     """
     rank = dist.get_rank()
     layer = Fails()
@@ -261,9 +273,9 @@ def test_a_process_forks_after_connections_were_closed() -> None:
 
 
 def test_a_fork_leaves_connections_to_the_process_that_has_them() -> None:
-    """Close the pipeline in a forked process, such as a worker of a data loader.
+    """Check that `close` in a forked process leaves the parent's connections open.
 
-    The connections must stay open in the parent process.
+    Workers of a data loader are such forked processes.
     """
     gc.collect()
     model, _ = small()
@@ -284,13 +296,13 @@ SPREAD: dict[str, Callable[[nn.Module, nn.Module, DeviceMesh], object]] = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> None:
-    """Compare a pipeline over 2 x 2 ranks with plain layers that are sharded or replicated equally.
+    """Compare a pipeline over 2 x 2 ranks with plain layers that are sharded or replicated.
 
     The plain layers run forward on each micro-batch, and then backward in one of two ways:
 
-    - Sharded by FSDP: one backward for each micro-batch, the last micro-batch first, because FSDP
-      reduces gradients over the replicas in each backward.
-    - Replicated by `replicate`: one backward for all micro-batches, because `replicate` reduces
+    - Sharded by FSDP: one backward for each micro-batch, from the last to the first, because FSDP
+      averages gradients over the replicas in each backward.
+    - Replicated by `replicate`: one backward for all micro-batches, because `replicate` averages
       gradients only once, at the end.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
@@ -319,8 +331,8 @@ def test_over_a_mesh_it_equals_plain_layers_that_are_spread_alike(how: str) -> N
         assert_same(trained(model, adam(model), replica), expected)
         model.close()
 
-    # A step's results are equal only up to rounding: this schedule adds up the gradients of
-    # micro-batches in another order.
+    # This schedule adds up the gradients of micro-batches in another order than the plain layers
+    # do, so the results are equal only up to rounding.
     model = DistributedGPipe(training.layers(), [1, 2, 2, 3], schedule="ZBVZeroBubble", **over)
     if how == "sharded":
         for partition in model.partitions:

@@ -1,4 +1,4 @@
-"""Test the processes that run tests over ranks (tests/ranks.py)."""
+"""Test tests/ranks.py, which starts the processes for tests over several ranks."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Test labels that a criterion ignores, over ranks: the warning and its advice, `weight=`."""
+"""Test what ranks do if a micro-batch has only labels that the criterion ignores.
+
+The last stage's rank must warn, and advise to use the argument `weight=`.
+"""
 
 import copy
 import warnings
@@ -20,7 +23,10 @@ def of_tokens(output: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_micro_batches_without_labels(schedule: str) -> None:
-    """Without `weight=`, the loss is NaN, and the last stage's rank warns and says what to do."""
+    """Check that the loss is NaN without `weight=`, and that one rank warns and says what to do.
+
+    That rank is the one with the last stage, because it computes the loss.
+    """
     torch.manual_seed(5)
     stages = 2 * WORLD if schedule == "ZBVZeroBubble" else WORLD
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(stages)])

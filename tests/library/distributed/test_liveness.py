@@ -1,6 +1,7 @@
-"""Test how ranks notice that other ranks are missing, idle or hanging.
+"""Test how ranks notice that another rank is missing, idle or hanging.
 
-In these tests, simulated clocks say how long a rank is idle. tests/failures tests real processes.
+In these tests, simulated clocks say how long a rank is idle. Real processes are tested in
+tests/failures.
 """
 
 import re
@@ -53,8 +54,8 @@ def test_who_does_not_come_or_came_twice(
     monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     c10d.PrefixStore("torchgpipe/(0, 7)/0", store).set("rank 0 is here", "process 5 on elsewhere")
     twice = (
-        r"rank 0 is process 5 on elsewhere, and process \d+ on .* has the same rank: "
-        "start each rank only once"
+        r"rank 0 is already taken by process 5 on elsewhere, but process \d+ on .* has the same "
+        "rank: start each rank only once"
     )
     with pytest.raises(RankFailed, match=twice):
         connections.Connections([0, 7], 0, None)
@@ -77,14 +78,14 @@ def test_a_rank_says_what_it_waits_for_and_ends() -> None:
 
 
 class Look(NamedTuple):
-    """One check of a rank's process, and the idle seconds that `Idle.look` must return for it.
+    """One check of how busy this process is, and the result that the check must have.
 
     Attributes:
-        seconds: The time since the last check.
-        cpu: The CPU time of the process since the last check.
+        seconds: The seconds since the last check.
+        cpu: The CPU seconds that this process has used since the last check.
         task: The task that the rank runs.
-        idle: The expected number of idle seconds.
-        descendants: The CPU time of the child processes since the last check.
+        idle: The seconds without any work that `Idle.look` must return.
+        descendants: The CPU seconds that child processes have used since the last check.
     """
 
     seconds: float
@@ -98,11 +99,11 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return the times that a monitoring thread sees in checks one second apart, in one task.
+    """Return checks that follow each other by one second, while the rank runs the same task.
 
     Args:
-        cpu: The CPU time of the process between two checks.
-        idle: The expected idle seconds, one number for each check.
+        cpu: The CPU seconds that the process uses between two checks.
+        idle: The idle seconds that each check must return.
     """
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 
@@ -132,7 +133,11 @@ LOOKS: dict[str, list[Look]] = {
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Replace the clocks of real time, and of CPU time (process, one thread, children)."""
+    """Replace the clocks that a check reads by numbers that the test sets.
+
+    These are the clocks of real time, and of the CPU time of the process, of one thread, and of
+    child processes.
+    """
     now = SimpleNamespace(time=1000.0, process=1000.0, thread=0.0, descendants=1000.0)
     monkeypatch.setattr(time, "process_time", lambda: now.process)
     monkeypatch.setattr(time, "thread_time", lambda: now.thread)
@@ -147,8 +152,8 @@ def test_how_long_a_task_has_been_idle(name: str, clocks: SimpleNamespace) -> No
     for look in LOOKS[name]:
         clocks.time += look.seconds
         clocks.process += look.cpu
-        # The CPU time that a check itself takes must not count as activity. Here, two pipelines
-        # each have a thread that checks, and a check takes half a second of CPU time.
+        # The CPU time of the checks themselves must not count as work of the process. Here, two
+        # pipelines have a checking thread each, and a check takes half a second of CPU time.
         clocks.thread += 0.5
         clocks.descendants += look.descendants
         for each in both:
@@ -216,7 +221,7 @@ def test_where_a_thread_is(run: Callable[[Callable[[], object]], object], said: 
 def monitoring(
     timeout: float | None, heard: tuple[int, ...] = (), *, waits: bool = False
 ) -> Iterator[tuple[RankMonitor, Activity, SimpleQueue[str]]]:
-    """Let rank 0 monitor three other ranks, of which only those in `heard` send messages."""
+    """Let rank 0 monitor three other ranks. Only the ranks in `heard` send messages."""
     wrong = SimpleQueue[str]()
     activity = Activity(wrong.put, [])
     label = Label(1, waits, "at home")
@@ -258,9 +263,10 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
 def test_who_may_be_silent(
     timeout: float | None, ended: tuple[int, ...], task: str, monkeypatch: Any
 ) -> None:
-    """Check that a rank may be silent if it has ended, has no timeout, or runs sharded layers.
+    """Check which ranks may be silent for longer than the timeout.
 
-    A task of sharded layers may have to wait for a slow rank in another pipeline.
+    These are ranks that have ended, ranks without a timeout, and ranks that run a task of sharded
+    layers. Such a task may have to wait for a slow rank of another pipeline.
     """
     # The processes of other tests' ranks use CPU time now and then.
     monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)

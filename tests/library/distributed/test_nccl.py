@@ -1,7 +1,7 @@
-"""Test how the ranks connect by NCCL, and what they do if NCCL does not connect them, or hangs.
+"""Test how ranks connect by NCCL, and what they do if NCCL hangs or does not connect them.
 
-NCCL and the ranks are simulated in threads.py. The simulation follows the source code of PyTorch's
-groups. Only tests on several GPUs can show how real groups behave.
+threads.py simulates the ranks and NCCL, according to the source code of PyTorch's process groups.
+Only tests on several GPUs can show how the real NCCL behaves.
 """
 
 import copy
@@ -28,7 +28,10 @@ CPU = torch.device("cpu", 0)
 
 
 def trained(world: World) -> list[Any]:
-    """Train a model over the ranks. Return each rank's loss and warnings, or its error."""
+    """Train a model over simulated ranks.
+
+    Return a list with each rank's losses and warnings, or its error.
+    """
     torch.manual_seed(0)
     x = torch.rand(6, 3)
     layers = nn.Sequential(nn.Linear(3, 3), nn.PReLU(), nn.Linear(3, 3))
@@ -47,7 +50,7 @@ def trained(world: World) -> list[Any]:
 
 
 def with_broken_pair(world: World, fails: Callable[[], None], streams: Any) -> None:
-    """Replace the first transfer from rank 1 to rank 2 by a call of `fails` on both ranks."""
+    """Make both ranks call `fails` instead of their first transfer from rank 1 to rank 2."""
 
     def made(store: str, own: int, *more: Any) -> Pair:
         pair: Any = world.pair(store, own, *more)
@@ -78,7 +81,7 @@ def test_if_nccl_does_not_connect_one_pair_all_ranks_use_host_memory(streams: An
 
 
 def test_a_rank_that_dies_while_others_connect_ends_them(streams: Any) -> None:
-    """The other ranks raise an error, and do not wait for `PATIENCE` seconds."""
+    """Check that the other ranks raise an error at once, instead of waiting for a dead rank."""
     world = simulate_ranks(streams, GPUS[:N])
 
     def die() -> None:
@@ -150,7 +153,11 @@ def test_pytorch_takes_these_arguments_and_has_these_methods() -> None:
 
 
 def test_all_pairs_are_aborted_at_the_same_time() -> None:
-    """In NCCL, the abort of one pair ends only when the transfers of all pairs have ended."""
+    """Abort the groups of all pairs of ranks in parallel.
+
+    In NCCL, the abort of one group ends only when the transfers of all groups have ended. Aborts
+    that follow each other would hang.
+    """
     n = 4
     together = threading.Barrier(n, timeout=PATIENCE)
 

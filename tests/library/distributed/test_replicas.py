@@ -1,4 +1,4 @@
-"""Test that a pipeline over ranks refuses data parallelism that would not average its gradients."""
+"""Test that ranks refuse a kind of data parallelism which would not average their gradients."""
 
 import gc
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""What calls of a pipeline return on each rank, and which mistakes with it raise an error.
+"""Test what the calls of a pipeline return on each rank.
 
-Also test the warning on a rank that has nothing to give to an optimizer.
+The tests also check that wrong uses of these results raise errors, and that a rank without
+parameters warns: it has nothing to give to an optimizer.
 """
 
 import warnings
@@ -59,7 +60,10 @@ def test_arguments_in_the_wrong_order_are_refused_on_all_ranks() -> None:
 
 
 def test_a_scaler_of_one_rank_is_refused() -> None:
-    """With such a scaler, ranks scale by different numbers after an overflow on one rank."""
+    """Check that ranks refuse PyTorch's `GradScaler`, which sees only one rank's gradients.
+
+    After an overflow on one rank, only this rank's scaler would use a smaller scale.
+    """
     plain = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = pipeline()
     dist.barrier()
@@ -181,7 +185,10 @@ def test_several_gradients_in_one_call_are_refused_on_all_ranks(schedule: str) -
 
 
 def test_it_moves_only_to_where_it_is() -> None:
-    """Calls of `to` with the model's own device and dtype work: training frameworks make them."""
+    """Check that `to` accepts only the device and dtype that the model has already.
+
+    Training frameworks make such calls, and they must not fail.
+    """
     model = pipeline()
     for there in ("cpu", torch.device("cpu"), torch.float32, X):
         assert model.to(there) is model
@@ -191,7 +198,11 @@ def test_it_moves_only_to_where_it_is() -> None:
 
 
 def test_after_the_process_group_was_destroyed() -> None:
-    """An open pipeline still works. If it is closed, the next call says that there is no group."""
+    """Check calls of a pipeline after the process group was destroyed.
+
+    A pipeline that is open still works. After `close`, a call raises an error which says that there
+    is no process group.
+    """
     model = pipeline()
     loss = model.step(mse_loss, X, X)
     dist.barrier()

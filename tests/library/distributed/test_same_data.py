@@ -1,6 +1,6 @@
-"""Test that the last rank warns once if ranks get different samples.
+"""Test that the last rank warns once if the ranks get different samples.
 
-The tests also check the statements of docs/data.md about data for ranks.
+The tests also check what docs/data.md says about the data of ranks.
 """
 
 import warnings
@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Collect the messages of warnings in a list, which is complete when the context exits."""
+    """Collect the texts of warnings in a list, which is filled when the `with` block ends."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -76,7 +76,10 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Check for one warning. A loss uses the input of rank 0 and the target of the last rank."""
+    """Give each rank other samples, and expect only one warning.
+
+    The loss must be that of the first rank's input with the last rank's target.
+    """
     rank = dist.get_rank()
     model = made()
     with warned() as said:
@@ -91,9 +94,9 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
 
 
 def test_inputs_are_compared_without_targets() -> None:
-    """Check that ranks compare their inputs if they have no targets.
+    """Check that ranks compare their inputs if there are no targets to compare.
 
-    This is so in `model(x)`, and if a rank passes `None` as its target.
+    There are no targets in a call `model(x)`, and if the target is `None`.
     """
     rank = dist.get_rank()
     x, _ = batch(rank)
@@ -138,7 +141,7 @@ def test_placeholders_are_no_other_data(name: str) -> None:
 
 
 def test_inputs_may_be_augmented_on_each_rank() -> None:
-    """Check that different inputs cause no warning if all ranks have the same target."""
+    """Check that ranks with the same targets do not warn about different inputs."""
     x, target = batch(0)
     with warned() as said:
         by_step(made(), x + dist.get_rank(), target)
@@ -146,7 +149,10 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Expect no warning if rank 0 has the first and the last stage: only its data is used."""
+    """Give each rank other data, when rank 0 has the first and the last stage.
+
+    The pipeline uses only the data of rank 0, so no rank may warn.
+    """
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
         by_step(model, *batch(dist.get_rank()))
@@ -181,10 +187,10 @@ def test_ranks_that_need_no_data_load_none() -> None:
 
 
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
-    """Add a penalty on the parameters of all ranks, by a backward after the step.
+    """Add a penalty on the parameters of all ranks, by a second backward after the step.
 
-    A penalty in the criterion would include only the last rank's parameters, because only this rank
-    calls the criterion. The test compares both.
+    A penalty in the criterion includes only the last rank's parameters, because only this rank
+    calls the criterion. The test compares both penalties.
     """
 
     def penalty(model: nn.Module) -> Tensor:

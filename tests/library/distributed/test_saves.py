@@ -1,7 +1,7 @@
-"""Test that ranks can save the state of a training, and continue from it with the same numbers.
+"""Test that ranks can save the state of a training, and go on from it with the same results.
 
-A state is loaded on the same number of ranks, on fewer ranks, and in one process. If one rank fails
-to save, all ranks raise an error.
+The tests load a state on the same number of ranks, on fewer ranks, and in one process. If one rank
+fails to save, all ranks must raise an error.
 """
 
 import tempfile
@@ -41,7 +41,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Load a state on the same number of ranks. Training and dropout must continue unchanged."""
+    """Load a state on the same number of ranks. Training and dropout must go on unchanged."""
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
@@ -75,7 +75,7 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Save a state on four ranks, then continue over two ranks, and in one process.
+    """Save a state on four ranks, and go on from it on two ranks and in one process.
 
     This model has no dropout, because dropout masks depend on the balance.
     """
@@ -99,7 +99,10 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 
 
 def test_failures() -> None:
-    """Check that all ranks raise if one rank sees another folder, or saves different values."""
+    """Check that all ranks raise an error if one rank cannot save.
+
+    This happens if one rank sees another folder, or if the values to save differ between ranks.
+    """
     rank = dist.get_rank()
     folder = shared_folder()
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
@@ -144,7 +147,10 @@ def test_failures() -> None:
 
 
 def two_optimizers(model: nn.Module, *, exchanged: bool = False) -> list[torch.optim.Optimizer]:
-    """Return an SGD for all weights and an Adam for all biases, or (`exchanged`) the reverse."""
+    """Return two optimizers: an SGD for all weights, and an Adam for all biases.
+
+    With `exchanged`, the SGD has the biases and the Adam has the weights.
+    """
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     if exchanged:
@@ -153,16 +159,16 @@ def two_optimizers(model: nn.Module, *, exchanged: bool = False) -> list[torch.o
 
 
 def growing_layers(seed: int) -> nn.Sequential:
-    """Return eight layers whose extra state becomes longer with each call."""
+    """Return eight layers with an extra state (`get_extra_state`) that grows with each call."""
     torch.manual_seed(seed)
     return nn.Sequential(*[Growing(4, 4) for _ in range(2 * WORLD)])
 
 
 def test_several_optimizers_and_extra_state_that_grows() -> None:
-    """Save on ranks; load over ranks, in one process, and into plain layers on each rank.
+    """Save on ranks. Load over ranks, in one process, and into plain layers on each rank.
 
-    The schedules differ, and so does the order in which they add up gradients. But a sum of only
-    two micro-batches' gradients has the same bits in both orders.
+    Each of these schedules adds up gradients in its own order. The sum of two micro-batches'
+    gradients still has the same bits, because a + b is b + a.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""Test that ranks train a parameter that their layers share, like the layers without a pipeline."""
+"""Test that ranks train a parameter that several layers share, as the plain layers do."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 class Head(nn.Module):
-    """The head of a language model, which has the embedding's weight and a bias of its own."""
+    """The last layer of a language model, with the embedding's weight and its own bias."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Head(nn.Module):
 
 
 def gpt(seed: int = 0) -> nn.Sequential:
-    """Return a small language model. Its embedding (layer 0) and head (layer 3) share a weight."""
+    """Return a small language model, whose embedding (layer 0) and last layer share a weight."""
     torch.manual_seed(seed)
     first = nn.Embedding(WORDS, WIDTH)
     return nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.Tanh(), Head(first))
@@ -49,7 +49,7 @@ def words(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> dict[str, Tensor]:
-    """Train on a mini-batch for each seed. Return losses, gradient norms and the final state."""
+    """Train on one mini-batch for each seed. Return losses, gradient norms and the state."""
     parameters = [*model.parameters()]
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, parameters))
     found = {}
@@ -79,7 +79,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def weight_of(model: DistributedGPipe) -> Tensor | None:
-    """Return this rank's copy of the shared weight, or `None` if the rank has none."""
+    """Return this rank's copy of the shared weight, or `None` if no layer of this rank has it."""
     names = [name for name in model.state_dict() if name in ("0.weight", "3.weight")]
     return model.state_dict()[names[0]] if names else None
 
@@ -115,9 +115,9 @@ def test_a_backward_of_the_callers_loss() -> None:
 
 
 def test_a_backward_for_the_input_only() -> None:
-    """Rank 0 computes only the gradient of the input, and none of the shared weight.
+    """Check that no rank waits for a gradient that another rank does not compute.
 
-    The other ranks must not wait for rank 0's gradient of the weight.
+    Rank 0 computes the gradient of the input only, and not that of the shared weight.
     """
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -135,7 +135,7 @@ def test_a_backward_for_the_input_only() -> None:
 
 
 def test_a_criterion_that_uses_the_weight() -> None:
-    """Add a penalty on the shared weight in the criterion. Its gradient must reach all copies."""
+    """Penalize the shared weight in the criterion. The gradient must reach all its copies."""
     plain, layers = gpt(), gpt()
     model = DistributedGPipe(layers, [1, 2, 1], chunks=4)
     x, target = words()
@@ -158,7 +158,7 @@ def test_a_criterion_of_loss_that_uses_the_weight_is_refused() -> None:
         return cross_entropy(y, target) + layers[3].weight.square().sum()  # type: ignore[operator]
 
     with pytest.raises(
-        (RuntimeError, RankFailed), match=r"of loss\(\) uses a parameter that ranks"
+        (RuntimeError, RankFailed), match=r"of loss\(\) uses a parameter that several ranks"
     ):
         model.loss(penalized, *words())
 
@@ -169,9 +169,10 @@ def uniform(k: int, layer: nn.Module) -> None:
 
 
 def test_layers_on_meta_begin_with_equal_copies() -> None:
-    """Expect the values that the shared weight has in one process.
+    """Check that all copies of the shared weight begin with the values it has in one process.
 
-    There, `init` fills the weight twice, once for each layer that has it. The last values stay.
+    In one process, `init` fills the weight twice, once for each of its two layers. The values of
+    the second time stay.
     """
     with torch.device("meta"):
         model = DistributedGPipe(gpt(), [1, 2, 1], init=uniform)
@@ -190,7 +191,7 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
 def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
     """Assert that a step raises an error on ranks 0 and 2, which have the shared weight.
 
-    Rank 1 may raise no error, because it may have finished its part of the step before.
+    Rank 1 may raise no error, because it may already have finished its part of the step.
     """
     error = ""
     try:
@@ -231,7 +232,7 @@ def test_copies_that_differ_are_refused(
 def test_copies_are_compared_again_later(
     first: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Give each rank another learning rate. The copies then differ, and a step must find this."""
+    """Let copies differ, by another learning rate on each rank. A later step must notice it."""
     monkeypatch.setattr(tied, "COMPARED_FIRST", first)
     monkeypatch.setattr(tied, "COMPARED_EVERY", 2)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
@@ -240,7 +241,7 @@ def test_copies_are_compared_again_later(
         model.step(cross_entropy, *words())
         optimizer.step()
         optimizer.zero_grad()
-    assert_refused_where_used(model, "give each of their optimizers the same")
+    assert_refused_where_used(model, "give the optimizers of these ranks the same")
 
 
 def test_a_frozen_weight() -> None:
@@ -260,10 +261,10 @@ def test_a_frozen_weight() -> None:
 
 
 def test_a_state_fits_any_balance() -> None:
-    """Save a model on three ranks, and load the state into one process and another balance.
+    """Save a model with a shared weight on three ranks, and load it elsewhere.
 
-    The optimizer's state of the shared weight is saved once, under the weight's name in one
-    process.
+    It is loaded in one process, and over ranks with another balance. The optimizer's state of the
+    shared weight is saved only once, under the name that the weight has in one process.
     """
     plain, model = gpt(), DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
     of_plain, optimizer = adam(plain), adam(model)
@@ -285,7 +286,7 @@ def test_a_state_fits_any_balance() -> None:
 
 
 class Functional(nn.Module):
-    """A language model that calls two functions with one weight: for the embedding and the head."""
+    """A language model that uses one weight in two functions: the embedding and the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +318,7 @@ def test_a_traced_module_that_uses_a_weight_twice() -> None:
 
 
 class Listed(nn.Module):
-    """A head that hides the embedding in a list, so that it is no submodule."""
+    """A last layer with the embedding in a list, where PyTorch does not see it as a submodule."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Test that messages between ranks arrive unchanged, and that tensors get memory of the right size.
+"""Test that messages between ranks arrive unchanged, and in buffers of the right size.
 
-A message holds tensors and plain values. threads.py replaces Gloo.
+A message has tensors and plain values. threads.py simulates Gloo, which sends the messages.
 """
 
 import random
@@ -114,9 +114,9 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
 
 
 def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
-    """Send a last message that nobody receives. The sender's thread must end nevertheless.
+    """Send a last message that nobody receives, and check that the sender's thread ends.
 
-    If it waited for the message to be sent, Gloo could let it wait for ever.
+    If the thread waited until the message was received, Gloo could make it wait for ever.
     """
     sender, _ = wire
     sender.give_last(Message(0, None, ()))

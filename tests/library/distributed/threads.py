@@ -1,8 +1,8 @@
-"""Simulate ranks as threads of this process, so that tests need no other processes and no GPUs.
+"""Simulate ranks by threads of this process, so that tests need no other processes and no GPUs.
 
-The pipeline, its connections and its threads are real. Two things are replaced: Gloo by queues in
-memory, and NCCL by operations that take time on simulated streams (benchmarks/simulated.py). Only
-tests on GPUs can show how the real NCCL behaves.
+The pipeline, its connections and its threads are real. Gloo is replaced by queues in memory, and
+NCCL by operations that take time on simulated streams (benchmarks/simulated.py). Only tests on GPUs
+can show how the real NCCL behaves.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """One rank's object for a Gloo process group."""
+    """A simulated Gloo process group, as one rank sees it."""
 
     world: World
     name: str
@@ -86,7 +86,7 @@ class Group:
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Add a send or a receive to its queue, and match sends with receives in their order."""
+        """Add a send or a receive to its queue. Pair the oldest send with the oldest receive."""
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
@@ -109,11 +109,11 @@ class Group:
 
 @dataclass(eq=False)
 class Move(Parcel):
-    """A tensor that NCCL transfers.
+    """A tensor that the simulated NCCL transfers.
 
     Attributes:
-        ready: The time at which the sender's stream reaches the transfer.
-        end: The time at which the tensor has arrived.
+        ready: The simulated time in seconds at which the sender's stream reaches the transfer.
+        end: The simulated time in seconds at which the tensor has arrived.
     """
 
     pair: Pair | None = None
@@ -132,7 +132,7 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """One rank's object for an NCCL group that has one sender and one receiver.
+    """A simulated NCCL group of one sender and one receiver, as one of these two ranks sees it.
 
     The first transfer of a group takes no time.
     """
@@ -203,12 +203,12 @@ class Pair:
 
 @dataclass
 class World:
-    """All simulated ranks, and their connections.
+    """All simulated ranks and the connections between them.
 
     Attributes:
-        streams: The simulated streams, with the seconds of transfers between ranks.
-        issued: The operations that each rank has submitted.
-        sent: The number of Gloo messages by kind, sender and receiver.
+        streams: The simulated streams, which know how long a transfer between ranks takes.
+        issued: The operations that each rank has submitted to its streams.
+        sent: The number of Gloo messages of each kind from each sender to each receiver.
         bytes: The total size of these messages.
     """
 
@@ -236,7 +236,7 @@ class World:
         return pair
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on all ranks. Return a list with each rank's result or exception."""
+        """Run a program on all ranks at once. Return the result or the exception of each rank."""
 
         def rank(index: int) -> Any:
             self.here.rank = index
@@ -246,14 +246,14 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """A counter for each thread, that is, for each simulated rank."""
+    """A dictionary of counts, of which each thread (that is, each simulated rank) has its own."""
 
     def __missing__(self, key: Any) -> int:
         return 0
 
 
 def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
-    """Patch torch.distributed so that threads are its ranks, with these names of GPUs."""
+    """Patch torch.distributed so that threads are its ranks, one for each name in `gpus`."""
     world = World(len(gpus), streams)
     patch = streams.patch
     of_distributed: dict[str, Callable[..., Any]] = {
@@ -272,9 +272,10 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     patch.setattr(connections, "_made", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
-        """Return the random seeds of a mini-batch, as in a single process.
+        """Return the random seeds of a mini-batch as in a pipeline of one process.
 
-        The reason is that all simulated ranks share one default generator.
+        Real ranks exchange their seeds. Simulated ranks need not, as they share one default
+        generator.
         """
         return Seeds(*given, **options)
 

@@ -1,4 +1,4 @@
-"""A small model for ranks, functions that train it and return the results, and checks of saves."""
+"""Define a small model for tests over ranks, with functions that train and save it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from ...behaviours.compare import differences
 
 
 def layers(seed: int = 4, *, draws: bool = False) -> Sequential:
-    """Return eight layers, with dropout if `draws` is true, else without."""
+    """Return eight layers. They include dropout only if `draws` is true."""
     torch.manual_seed(seed)
     between = partial(Dropout, 0.3) if draws else Tanh
     return Sequential(
@@ -41,17 +41,18 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train, and return all results by name.
+    """Train a model, and return its results by name.
 
-    The results are losses, gradient norms, gradients, and the final states of optimizer and model.
+    The results are losses, gradient norms, gradients, and the final states of the optimizer and of
+    the model.
 
     Args:
         model: A pipeline, or plain layers.
         optimizer: The optimizer of the model.
-        data: The seed of the mini-batches.
-        sizes: The sizes of the mini-batches.
-        loss_of: A function that runs forward and backward and returns the loss, given an input and
-            a target. By default, `model.loss` and `backward` do this.
+        data: The random seed from which the mini-batches are made.
+        sizes: The number of samples of each mini-batch.
+        loss_of: A function that runs forward and backward on an input and a target, and returns the
+            loss. By default, `model.loss` and `backward` do this.
     """
     draw = torch.Generator().manual_seed(data)
     seen: dict[str, Any] = {}
@@ -84,7 +85,7 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
-    """Assert that one rank's results are equal to the same results of the whole model.
+    """Assert that one rank's results are equal to the whole model's results of the same names.
 
     Only results whose names begin with `prefix` are compared.
     """
@@ -96,10 +97,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "
 
 
 def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Optimizer]]) -> None:
-    """Assert that training from a saved state gives the same results as an undisturbed training.
+    """Assert that a training gives the same results if it is interrupted by a save and a load.
 
-    The undisturbed pipeline and the saved one are made with seed 1, and the one that loads the
-    state with seed 2.
+    `make(seed)` makes a pipeline and its optimizer. The pipeline that loads the state is made from
+    another seed than the one that has saved it.
     """
     given = {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
     seen = []
@@ -107,8 +108,8 @@ def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Op
         saves = Saves(folder)
         model, optimizer = make(2 if run == "loaded" else 1)
         if run == "loaded":
-            # Loading must undo these two changes: another learning rate, and gradients of an
-            # earlier mini-batch.
+            # Loading must undo both of these: a changed learning rate, and the gradients of another
+            # mini-batch.
             optimizer.param_groups[0]["lr"] *= 3
             x = torch.ones(8, 5, dtype=next(model.parameters()).dtype)
             model.loss(lambda y, _: y.sum(), x, None).backward()

@@ -1,4 +1,7 @@
-"""Test layers that call collectives: one thread and ranks run them, and workers refuse them."""
+"""Test layers that call collectives: ranks and the engine of one thread allow them.
+
+The engine with worker threads refuses them, because its tasks have no fixed order.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 
 def reduced(x: Tensor, *, later: bool = False) -> Tensor:
-    """Subtract the mean over samples and processes, like a synchronized batch norm."""
+    """Subtract the mean over the samples of all processes, as a synchronized batch norm does."""
     mean = x.detach().mean(0)
     work = dist.all_reduce(mean, async_op=later)
     if work is not None:
@@ -38,7 +41,7 @@ def reduced(x: Tensor, *, later: bool = False) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Exchange `x` between two processes, and return the sum of both."""
+    """Send `x` to the other process, receive that process's tensor, and return the sum of both."""
     other = 1 - dist.get_rank()
     received = torch.empty_like(x)
     sends = dist.P2POp(dist.isend, x.detach().contiguous(), other)
@@ -55,7 +58,7 @@ def functionally(x: Tensor) -> Tensor:
 
 
 def summed(x: Tensor) -> Tensor:
-    """Call an operator of a DTensor that communicates."""
+    """Apply `relu` to a DTensor of partial sums, for which the DTensor has to communicate."""
     world: Any = dist.group.WORLD
     mesh = DeviceMesh.from_group(world, "cpu")
     part: Any = DTensor.from_local(x.detach(), mesh, [Partial()])
@@ -95,7 +98,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Run a step of plain layers, one micro-batch after another. Return the loss."""
+    """Run a step of plain layers, with one backward for each micro-batch. Return the loss."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -133,9 +136,9 @@ def test_one_thread_keeps_collectives_in_one_order(kind: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_workers_allow_what_one_thread_calls() -> None:
-    """Call collectives in the criterion and in hooks of parameters.
+    """Check that a pipeline with worker threads allows collectives that only one thread calls.
 
-    A single thread calls the criterion and these hooks, so collectives are allowed there.
+    These are the collectives in the criterion and in hooks of parameters.
     """
 
     def contrasting(y: Tensor, target: Tensor) -> Tensor:
@@ -159,7 +162,10 @@ def test_workers_allow_what_one_thread_calls() -> None:
 
 @pytest.mark.ranks(1)
 def test_workers_allow_collectives_of_a_process_alone() -> None:
-    """Call a collective in a group of one process, as a trial run of a distributed script does."""
+    """Check that worker threads may call a collective of a group that has only one process.
+
+    A trial run of a distributed script makes such calls.
+    """
     model = piped(layers(reduced))
     x, target = batch()
     plain = layers(reduced)
@@ -185,7 +191,10 @@ def parallelize(block: nn.Module, mesh: Any) -> None:
 
 
 def blocks(mesh: DeviceMesh | None = None) -> nn.Sequential:
-    """Return three blocks, parallelized if `mesh` is given, and a last layer that is not."""
+    """Return three blocks and a last linear layer.
+
+    If `mesh` is given, the blocks (not the last layer) are split by tensor parallelism.
+    """
     torch.manual_seed(0)
     parts = [Block(), Block(), Block()]
     made = nn.Sequential(*parts, nn.Linear(6, 3))
@@ -201,7 +210,7 @@ def whole(x: Any) -> Tensor:
 
 
 def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
-    """Assert that two steps with gradient clipping match steps of plain layers, up to rounding."""
+    """Assert that two steps with clipped gradients give what plain layers give, up to rounding."""
     x = torch.randn(8, 6)
     target = torch.randn(8, 3)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
@@ -223,7 +232,10 @@ def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(2)
 def test_tensor_parallelism_in_one_thread() -> None:
-    """Clip gradients that are DTensors together with ordinary gradients."""
+    """Train in one thread with tensor parallelism, and clip the gradients.
+
+    Some of the gradients are DTensors, and others are ordinary tensors.
+    """
     layers = blocks(init_device_mesh("cpu", (2,)))
     model = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, schedule="1F1B", engine="graph")
     assert_trains_as_plain(model, blocks())
@@ -237,7 +249,10 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMED if name not
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", [*QUICK, *SLOW])
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
-    """Use 2 x 2 ranks. Parallelize the layers before the pipeline is made, then afterwards."""
+    """Train a pipeline of two stages, each split over two ranks by tensor parallelism.
+
+    The layers are parallelized before the pipeline is made, and in a second pipeline afterwards.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     balance = [1] * 4 if twice else [2, 2]
@@ -273,7 +288,10 @@ def for_steps(layers: nn.Sequential, engine: Any) -> GPipe:
 
 @pytest.mark.ranks(2)
 def test_a_step_of_layers_that_fsdp_shards() -> None:
-    """Each rank has a whole pipeline of its own. FSDP averages the gradients of the ranks."""
+    """Shard the layers of a pipeline by FSDP, which averages gradients over processes.
+
+    Each process has a whole pipeline of its own.
+    """
     plain, layers = equal_layers(), equal_layers()
     samples = samples_of_ranks()
     for x in samples:
@@ -292,7 +310,10 @@ def test_a_step_of_layers_that_fsdp_shards() -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """Wrap the criterion in FSDP or DDP. Each rank has a whole pipeline of its own."""
+    """Wrap the criterion in FSDP or DDP, which average its gradients over processes.
+
+    Each process has a whole pipeline of its own.
+    """
 
     class Head(nn.Module):
         def __init__(self) -> None:

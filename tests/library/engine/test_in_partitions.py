@@ -1,7 +1,7 @@
-"""Test that the error of a backward arrives when no other thread is inside a partition.
+"""Test that a backward raises an error only when no other thread still runs a partition.
 
-On several GPUs, autograd has a thread for each GPU. Here two threads call nodes of a graph whose
-streams are simulated, in an order that the tests choose.
+On several GPUs, autograd has one thread for each GPU. These tests use two threads, which call the
+nodes of a graph on simulated streams, in an order that each test chooses.
 """
 
 import threading
@@ -22,14 +22,14 @@ PATIENCE = 30.0
 
 
 class Custom(Exception):
-    """An error that cannot be copied: its class takes two arguments, and `args` has only one."""
+    """An error that cannot be copied, because its class takes more arguments than `args` has."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"{number}: {text}")
 
 
 class Waits(nn.Module):
-    """A layer whose backward waits until the test lets it go on."""
+    """A layer whose backward does not end before the test tells it to go on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Raises(nn.Module):
 
 
 def nodes(y: Tensor) -> dict[tuple[int, int], Any]:
-    """Return the autograd node of each task in the graph of `y`, by micro-batch and stage."""
+    """Return the autograd node of each task in the graph of `y`, by (micro-batch, stage)."""
     found = {}
     unseen: list[Any] = [y.grad_fn]
     while unseen:
@@ -128,9 +128,9 @@ def test_two_threads_that_fail_do_not_wait_for_each_other() -> None:
 
 
 def test_the_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that fails waits for threads inside of partitions, but only for a limited time.
+    """Check that a failed thread waits only for a limited time for threads in other partitions.
 
-    Otherwise, two threads could wait for each other for ever.
+    Without a limit, two threads that fail could wait for each other for ever.
     """
     monkeypatch.setattr(in_partitions, "PATIENCE", 0.01)
     inside = InPartitions()

@@ -1,7 +1,7 @@
-"""Test the engines: which engine is used, its threads, and that no task starts too early.
+"""Test the engines: which one a pipeline uses, which threads it has, and when tasks start.
 
-Tests in other places: overlap of tasks (tests/benchmarks/gates/test_meeting.py), errors
-(tests/failures), the end of threads (tests/library/test_leaks.py), and forks
+Other tests check that tasks overlap (tests/benchmarks/gates/test_meeting.py), what happens after
+errors (tests/failures), that threads end (tests/library/test_leaks.py), and that forks work
 (tests/behaviours/rows/tools).
 """
 
@@ -38,9 +38,9 @@ def pipeline(n: int, *, chunks: int, checkpoint: Any = "never") -> GPipe:
 
 
 def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object] | None]) -> None:
-    """Run forward and backward of a mini-batch with one sample in each micro-batch.
+    """Run forward and backward of a mini-batch whose micro-batches have one sample each.
 
-    `observer` is called for each task. It may return a context, in which the task then runs.
+    `observer` is called for each task. If it returns a context, the task runs in that context.
     """
     model.observer = lambda task: observer(task) or nullcontext()
     model(torch.ones(model.chunks, 2)).sum().backward()
@@ -48,10 +48,10 @@ def step(model: GPipe, observer: Callable[[Task], AbstractContextManager[object]
 
 @pytest.mark.parametrize("chunks, n, workers", [(3, 3, 2), (1, 3, 0), (4, 1, 0)])
 def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, workers: int) -> None:
-    """Check that a partition always runs in the same thread.
+    """Check that each partition always runs in the same thread.
 
-    The calling thread would only wait, so it runs the last partition. If no tasks can overlap, it
-    runs all partitions.
+    The last partition runs in the calling thread, which would only wait otherwise. If no tasks can
+    overlap, all partitions run in the calling thread.
     """
     before = set(threading.enumerate())
     threads = [set[threading.Thread]() for _ in range(n)]
@@ -69,7 +69,7 @@ def test_each_partition_has_a_thread_of_its_own_for_good(chunks: int, n: int, wo
 def test_no_partition_is_far_ahead_of_the_next() -> None:
     """Check that a partition pauses when two of its outputs wait for the next partition.
 
-    More waiting outputs would only take memory.
+    A partition that ran further ahead would only use more memory.
     """
     seen: list[Task] = []
     ahead = threading.Event()
@@ -87,7 +87,7 @@ def test_no_partition_is_far_ahead_of_the_next() -> None:
 
 
 class Slow(SimpleQueue[Any]):
-    """A queue that pauses after each `put`, so that another caller can put its items meanwhile."""
+    """A queue that pauses after each `put`, so that other threads can put items in between."""
 
     def put(self, *item: Any) -> None:
         super().put(*item)
@@ -97,8 +97,8 @@ class Slow(SimpleQueue[Any]):
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call a pipeline from four threads at once.
 
-    Each call gives every worker a list of tasks. All workers must get these lists in the same order
-    of calls, because otherwise two workers could wait for each other for ever.
+    Each call puts a list of tasks into the queue of every worker. These lists must have the same
+    order in all queues, because otherwise two workers could wait for each other for ever.
     """
     monkeypatch.setattr("torchgpipe.engine.pool.SimpleQueue", Slow)
     model = pipeline(3, chunks=3)
@@ -174,7 +174,7 @@ def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> Non
 
 
 def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
-    """Begin a step while another thread evaluates. The step must not stop the evaluation."""
+    """Begin a step while another thread runs an evaluation, which the step must not stop."""
     model = pipeline(2, chunks=2)
     started, go_on = threading.Event(), threading.Event()
     ones = torch.ones(4, 2)
@@ -201,7 +201,7 @@ def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
 def test_a_hook_in_the_last_partition_may_call_the_pipeline(schedule: str, mode: Any) -> None:
-    """Call the pipeline in a hook, in first passes and in recomputations."""
+    """Call the pipeline in a forward hook of its last partition, also during a recomputation."""
     model = piped(linears(2), [1, 1], 2, checkpoint=mode, engine="workers", schedule=schedule)
     x = torch.linspace(-1, 1, 8).view(4, 2)
     with torch.no_grad():

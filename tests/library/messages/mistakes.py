@@ -1,4 +1,4 @@
-"""Common mistakes with a pipeline, and words that their error messages must have."""
+"""List common mistakes that users make, with words that the error messages must have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def longer(x: Tensor) -> Tensor:
 
 
 class Longer(nn.Module):
-    """A layer whose output has another length for each micro-batch."""
+    """A layer whose output has a different length for each micro-batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return longer(x)
@@ -207,7 +207,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(mse_loss, weight=0.5),
         ["weight must be a function", "got 0.5"],
     ),
-    "a step without gradients": (without_gradients, ["gradients are off", "evaluate()"]),
+    "a step without gradients": (without_gradients, ["gradients are disabled", "evaluate()"]),
     "fewer targets than micro-batches": (
         lambda: step(mse_loss, MicroBatches([X, X]), MicroBatches([X])),
         ["the input has 2 micro-batches, but the target has 1"],
@@ -267,7 +267,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a layer twice": (
         lambda: GPipe(nn.Sequential(LAYER, LAYER), [1, 1]),
-        ["layers '0' and '1' are the same module", "a layer of its own"],
+        ["layers '0' and '1' are the same module", "a separate layer for each place"],
     ),
     "layers without values": (
         lambda: GPipe(layers().to("meta"), [1, 1], devices=["cpu", "cpu"]),

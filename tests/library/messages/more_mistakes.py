@@ -1,4 +1,7 @@
-"""More mistakes with a pipeline: what `mistakes.py` has no room for."""
+"""List more common mistakes that users make.
+
+They are not in mistakes.py because a file may have at most 350 lines.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Test that common mistakes raise messages of one line: what was given, and what to do."""
+"""Check that common mistakes raise an error of one line: what was wrong, and what to do."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ HIDDEN = nn.Parameter(torch.ones(2))
 
 
 class Net(nn.Module):
-    """A module whose forward calls `function` with the module and the input."""
+    """A module whose forward returns `function(module, input)`, for mistakes in a forward."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Cached(nn.Module):
 
 
 class Linear(nn.Module):
-    """A layer whose class has the name of a class of PyTorch, like layers of adapter libraries."""
+    """A layer named like a class of PyTorch. Layers of adapter libraries often have such names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Positions(nn.Module):
 
 
 class Packs(nn.Module):
-    """A submodule that returns packed sequences, all of length 3."""
+    """A layer that returns its input as a packed sequence, with length 3 for every sample."""
 
     def forward(self, x: Tensor) -> Any:
         return pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True)
@@ -332,7 +332,10 @@ def test_a_criterion_that_needs_no_target() -> None:
 
 
 def test_success_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """`sequential` guesses which arguments have a batch dimension. Wrong guesses print nothing."""
+    """Check that `sequential` prints nothing when one of its guesses was wrong but it succeeds.
+
+    It guesses which arguments have a batch dimension.
+    """
     case = CASES["a mask as long as the batch"]
     sequential(case.make(), case.sample())
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Test predictions of training without a pipeline: data parallel, and FSDP."""
+"""Test predictions for training without a pipeline: on one device, by data parallelism, by FSDP."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,12 +29,12 @@ def model(width: int = 64, layers: int = 8) -> Sequential:
 
 
 def predictor(width: int = 64, link: float = NODE.link_bandwidth, rows: int = 1) -> Predictor:
-    """Make a predictor for a model with linear layers.
+    """Make a predictor for a model of linear layers.
 
     Args:
-        width: The number of features of the layers.
+        width: The number of input and output features of the layers.
         link: The bandwidth between devices in bytes per second.
-        rows: The number of rows of a sample, each with `width` features.
+        rows: The number of vectors in a sample. Each vector has `width` features.
     """
     counts = count(model(width), torch.empty(2, rows, width))
     return Predictor(counts, replace(NODE, link_bandwidth=link))
@@ -56,9 +56,9 @@ def test_plain_training_is_a_pipeline_of_one_device() -> None:
 
 
 def test_accumulation_is_a_pipeline_of_one_device() -> None:
-    """With less memory, one device accumulates gradients over micro-batches.
+    """Check that one device with little memory accumulates gradients over micro-batches.
 
-    The predicted time is that of a 1F1B pipeline on one device.
+    Its predicted time must be that of a 1F1B pipeline on one device.
     """
     made = predictor()
     (plain,) = alternatives(made, 512, 1, SGD, PLENTY)
@@ -71,9 +71,9 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
 
 
 def test_recomputation_takes_another_forward_and_saves_memory() -> None:
-    """Ask for a setup that fits 0 bytes. The result is the setup that needs the least memory.
+    """Ask for a setup that needs 0 bytes, which does not exist, and get the smallest setup instead.
 
-    It has micro-batches of one sample, and recomputation.
+    That setup has micro-batches of one sample, and recomputes its activations.
     """
     made = predictor(rows=100)
     (least,) = alternatives(made, 512, 1, SGD, 0.0)
@@ -109,11 +109,12 @@ def fsdp(made: Predictor, batch_size: int, devices: int) -> Alternative:
 
 
 def test_fsdp_shards_parameters_gradients_and_state() -> None:
-    """A device has one sample, so its activations take hardly any memory. The rest is as in ZeRO-3.
+    """Check the predicted memory of FSDP, which shards as ZeRO-3 does.
 
-    FSDP splits the layers into four equal units. A device has its shard of all parameters,
-    gradients and Adam states. It also has gathered parameters of two units, and whole gradients of
-    one unit.
+    FSDP splits the layers into four equal units. Each device has its shard of all parameters,
+    gradients and Adam states. It also has the gathered parameters of two units, and the whole
+    gradients of one unit. Activations take hardly any memory, because each device has only one
+    sample.
     """
     made = predictor(width=512)
     whole = bytes_of(made)

@@ -1,4 +1,4 @@
-"""Test pipelines that a plan makes, in one process and over ranks."""
+"""Test the pipelines that are made from a plan, in one process and over ranks."""
 
 import io
 import warnings
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"batch_size": BATCH, "hardware": "a100x8", "memory": 
 
 
 class Net(nn.Module):
-    """A module that is no sequence of layers."""
+    """A model that is no `nn.Sequential`, and so must be traced before it is partitioned."""
 
     def __init__(self, width: int = 4096) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_several_schedules_are_compared() -> None:
 
 
 def test_one_schedule_or_several() -> None:
-    with pytest.raises(ValueError, match="schedule is the schedule to use, and schedules are"):
+    with pytest.raises(ValueError, match="schedule= names the schedule to use, and schedules="):
         made(schedule="1F1B", schedules=["GPipe"])
 
 
@@ -85,7 +85,10 @@ def test_precision_and_headroom() -> None:
 
 
 def test_fewer_devices_than_given() -> None:
-    """With such small layers, one device is faster: copies between devices would take too long."""
+    """Check that a plan uses one device, and warns, if more devices would be slower.
+
+    The layers here are so small that copies between devices would take longer than the layers.
+    """
     with pytest.warns(UserWarning, match="uses 1 of the 3 devices that it was given") as caught:
         model = made(devices=["cpu"] * 3)
     assert len(model.devices) == 1

@@ -1,4 +1,4 @@
-"""Test the planner: plans fit in memory and describe themselves. Errors say why no plan fits."""
+"""Test the planner: its plans fit in memory and describe themselves, or an error says why not."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
 def out_of_memory(x: Tensor) -> Tensor:
-    """Raise OutOfMemoryError if `x` is not on `meta`."""
+    """Raise OutOfMemoryError when a layer really runs, that is, if its input is not on `meta`."""
     if not x.is_meta:
         explode(torch.OutOfMemoryError())
     return x
@@ -43,7 +43,7 @@ def model() -> Sequential:
 
 
 def on_cpus(found: Plan) -> GPipe:
-    """Make the pipeline of a plan on CPUs."""
+    """Make the pipeline that a plan describes, with CPUs as its devices."""
     return found.gpipe(devices=["cpu"] * len(found.balance))
 
 
@@ -93,10 +93,9 @@ def test_describes_a_pipeline_and_itself() -> None:
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
-    """Give only as much memory as a plan with the 1F1B schedule needs.
+    """Give a plan only as much memory as it needs with the 1F1B schedule.
 
-    With this schedule, devices keep fewer micro-batches in memory than with GPipe's schedule, which
-    does not fit.
+    GPipe's schedule does not fit, because devices keep more micro-batches in memory with it.
     """
     how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE}
     how["chunks"] = 16
@@ -118,11 +117,11 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
-    """Plan a layer with P bytes of parameters for a device with 2.5 P bytes.
+    """Plan a layer with P bytes of parameters for a device that has 2.5 P bytes of memory.
 
-    With one micro-batch, parameters and gradients take 2 P bytes, so the layer fits. With two, it
-    does not fit: the gradients of the second micro-batch take another P bytes until they are added
-    to the gradients of the first.
+    With one micro-batch, the layer fits: its parameters and its gradients take 2 P bytes. With two
+    micro-batches, it does not fit. The gradients of the second micro-batch take another P bytes,
+    until they are added to those of the first.
     """
     layer = Sequential(Linear(4096, 4096))
     sample = torch.empty(1, 4096)
@@ -135,9 +134,10 @@ def test_a_layer_fits_whose_gradients_are_made_once() -> None:
 
 
 def test_names_another_way_to_train_where_no_pipeline_has_room() -> None:
-    """Three layers do not fit on two devices: a pipeline gives two of the layers to one device.
+    """Check that an error recommends FSDP if only FSDP fits.
 
-    FSDP gives each device half of the optimizer's state, so it fits.
+    A pipeline has to give two of the three layers to one of the two devices, which has not enough
+    memory for them. FSDP gives half of everything to each device.
     """
     layers = [Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     sample = torch.empty(1, 256, dtype=torch.bfloat16)

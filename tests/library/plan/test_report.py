@@ -1,4 +1,4 @@
-"""Test what a plan says: its tables, its sentences, its precision, and its progress."""
+"""Test the text of a plan: its tables, its sentences, its rounded numbers, and its progress."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,10 @@ from .test_plan import NODE, X, model
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """Return the rows of a plan's table that begins with `heading`, each as a list of cells."""
+    """Return the rows of the table that begins with `heading` in a plan's text.
+
+    Each row is a list of the texts of its cells.
+    """
     (part,) = [part for part in text.split("\n\n") if part.lstrip().startswith(heading)]
     rows = []
     for line in part.splitlines():
@@ -118,5 +121,5 @@ def test_a_plan_for_exactly_so_many_devices() -> None:
         on = found.on(n)
         assert len(on.peaks) == n
         assert on.seconds == found.by_devices[n].limit >= found.seconds
-    with pytest.raises(Impossible, match="no setup for 4 devices fits; setups were found for"):
+    with pytest.raises(Impossible, match="no setup for 4 devices was found, but there are"):
         found.on(4)

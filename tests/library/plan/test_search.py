@@ -1,8 +1,8 @@
-"""Compare the search for the best setup with a trial of all setups of small models.
+"""Compare the search for the best setup with a trial of all setups, for small models.
 
 A setup is a balance, a number of micro-batches, and a mode of checkpointing. The search must find a
-nearly best setup. It also computes a lower bound of the seconds, and no setup may be faster than
-this bound.
+setup that is nearly as fast as the best one. It also computes a lower bound, and no setup may be
+faster than this bound.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,10 @@ def features() -> tuple[nn.Sequential, Tensor]:
 
 
 def images() -> tuple[nn.Sequential, Tensor]:
-    """Return layers for images, with a skip and with outputs that get smaller."""
+    """Return a convolutional model with a skip, and a sample input for this model.
+
+    The outputs of its last layers are smaller than those of its first layers.
+    """
     layers = (
         nn.Conv2d(3, 16, 3, padding=1),
         Stash(),
@@ -53,16 +56,16 @@ def images() -> tuple[nn.Sequential, Tensor]:
 
 
 def balance_between(cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each partition.
+    """Return the balance, that is, the number of layers of each partition.
 
-    `cuts` are the indices of the first layers of all partitions except the first one.
+    `cuts` are the indices of the layers with which the second and all later partitions begin.
     """
     bounds = (0, *cuts, layers)
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def every(predictor: Predictor, name: str) -> list[Candidate]:
-    """Predict the seconds and the memory of every setup."""
+    """Predict the seconds and the memory of every possible setup of a model."""
     layers = len(predictor.counts)
     optimizer = optimizer_named(name, foreach=True)
     found = []
@@ -76,14 +79,14 @@ def every(predictor: Predictor, name: str) -> list[Candidate]:
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
-    """Return the balance whose slowest partition takes the least time."""
+    """Return the balance whose slowest partition is as fast as possible."""
     seconds = predictor.layers(setup.sizes[0])
     costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     return tuple(minimise_heaviest(costs, len(setup.balance)))
 
 
 def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
-    """Assert that the seconds and the peak memory of a setup are not below the lower bounds."""
+    """Assert that a setup does not take less time or memory than the computed lower bounds."""
     assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
     lightest = work.balance(n, 1.0)
     assert heaviest(work.held, lightest) <= found.peak
@@ -99,10 +102,10 @@ def test_against_every_setup(
     device: str,
     optimizer: str,
 ) -> None:
-    """Search with memory for all setups, for half of the setups, and for few setups.
+    """Search with three sizes of memory, in which all setups fit, half of them, or only a few.
 
-    Few setups are the hardest case: moving one layer to the next partition seldom leads from one
-    setup that fits to another one that fits.
+    The search is hardest if only a few setups fit. Then, to move a layer to another partition
+    seldom leads from a setup that fits to another one that fits.
     """
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))
@@ -134,8 +137,8 @@ def test_against_every_setup(
                 assert each.best.peak <= memory
             least = min(least, each.limit)
         assert fastest <= least <= fastest * near
-        # The result is no slower than the balance that gives all partitions equal times, with any
-        # number of micro-batches and any mode of checkpointing.
+        # No setup that fits and whose balance gives all partitions nearly equal times may be faster
+        # than the result, whatever its number of micro-batches and its mode of checkpointing are.
         for x in time_balanced:
             if x.peak <= memory:
                 assert least <= x.seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Test plans for layers that share a parameter: its bytes, and the exchange of its gradients."""
+"""Test plans for models whose layers share a parameter: their memory, and the gradient exchange."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,10 @@ NONE = optimizer_named("none", foreach=True)
 
 
 def language_model(*, tied: bool, frozen: bool = False) -> Sequential:
-    """Return an embedding, two linear layers, and a head. If `tied`, both ends share a weight."""
+    """Return a small language model: an embedding, two linear layers, and an output layer.
+
+    If `tied`, the embedding and the output layer share a weight.
+    """
     embedding = Embedding(WORDS, WIDTH)
     head = Linear(WIDTH, WORDS, bias=False)
     if tied:

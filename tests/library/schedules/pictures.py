@@ -1,4 +1,4 @@
-"""Read schedules from text pictures, which `torchgpipe.schedules.texts` describes."""
+"""Read schedules from text pictures, whose format `torchgpipe.schedules.texts` describes."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ ENTRY = re.compile(r"([RBIW]?)(\d+)([a-z]?)")
 def pictured(
     picture: str, placement: Sequence[int] | None = None, name: str = "picture"
 ) -> Schedule:
-    """Return the schedule that a picture shows.
+    """Return the schedule that a text picture shows.
 
     Args:
-        picture: A line for each device. The heading of a line may be left out.
-        placement: The device of each stage. By default, each device has one stage.
-        name: The name of the schedule.
+        picture: The text. It has a line for each device, which may begin with a heading.
+        placement: The index of the device of each stage. By default, each device has one stage.
+        name: The name for the schedule.
     """
     rows = picture.strip().splitlines()
     placement = range(len(rows)) if placement is None else placement

@@ -1,7 +1,8 @@
 """Test every named schedule for many numbers of devices, micro-batches and stages.
 
-The expected bubbles (shares of idle time) and numbers of micro-batches in memory come from papers,
-or from formulas in the tests.
+The tests check each schedule's bubble (the share of time in which devices are idle), and how many
+micro-batches it keeps in memory. The expected numbers come from papers, or from formulas in the
+tests.
 """
 
 from collections.abc import Iterable
@@ -107,7 +108,7 @@ def starts(spans: Iterable[Event]) -> list[float]:
 def test_what_finds_no_room_waits() -> None:
     """Let the second device be slow, and limit the number of outputs that may wait for it.
 
-    If that many outputs wait, the first device pauses.
+    The first device must pause when so many outputs wait.
     """
     schedule = make("GPipe", 2, 4)
 
@@ -140,8 +141,8 @@ PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()
 def test_published_bubbles(line: str) -> None:
     """Compare bubbles with table 5 of the Zero Bubble paper (arXiv:2401.10241).
 
-    A bubble is the share of time in which devices are idle. The times of tasks are from table 9 of
-    the paper.
+    A bubble is the share of time in which devices are idle. The tasks take the times that are in
+    table 9 of the paper.
     """
     _, n_text, m_text, *numbers = line.split()
     n, m = int(n_text), int(m_text)

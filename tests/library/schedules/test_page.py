@@ -1,4 +1,4 @@
-"""Test that docs/schedules.md shows the schedules as the code makes them."""
+"""Test that docs/schedules.md shows each schedule as the code makes it."""
 
 from textwrap import indent
 
@@ -10,7 +10,7 @@ from torchgpipe.schedules.named import NAMED
 
 
 def seconds(name: str, n: int, m: int) -> float:
-    """Return how long a step takes, if one forward of a device's layers takes one second."""
+    """Return the seconds of a step, if the forward of all stages of a device takes 1 s."""
     made = make(name, n, m)
     stages_on_each = len(made.placement) / n
     return made.replay().seconds / stages_on_each

@@ -1,4 +1,7 @@
-"""Test schedules as pictures and as files in PyTorch's format, and errors of impossible orders."""
+"""Test schedules: their pictures, their files, and the errors for orders that are impossible.
+
+The files have the format of PyTorch's pipeline schedules.
+"""
 
 import csv
 import graphlib
@@ -58,8 +61,8 @@ WRONG_V = "plain has 1 stages on 1 devices, which does not fit 1 devices with 2"
 NO_MODE = "checkpoint is one of 'always', 'except_last', 'never', not 'last'"
 NO_NAME = "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B, Inter"
 SIZES = "needs n >= 1 devices, m >= 1 micro-batches and v = 1 stages on each device, but got"
-NO_V = f"1F1B {SIZES} n = 2, m = 4 and v = 2"
-NO_M = f"ZBH1 {SIZES} n = 2, m = 0 and v = 1"
+NO_V = f"the schedule 1F1B {SIZES} n = 2, m = 4 and v = 2"
+NO_M = f"the schedule ZBH1 {SIZES} n = 2, m = 0 and v = 1"
 REFUSED = [
     (lambda: Schedule("", (), []), "stages are on devices [], but lists are for 0 devices"),
     (lambda: pictured("0 B0", (0, 1)), "stages are on devices [0, 1], but lists are for 1 devices"),
@@ -89,7 +92,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """Yield copies of the schedule's lists, each with two neighbouring actions exchanged."""
+    """Yield copies of a schedule's lists of actions, each with two neighbours exchanged."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]
@@ -100,9 +103,10 @@ def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_order(name: str) -> None:
-    """Exchange two neighbouring actions. This must raise an error exactly if the order deadlocks.
+    """Exchange two neighbouring actions in a device's list, for all such pairs.
 
-    Any other order can be replayed: then each action comes after those that it needs.
+    If the new order would deadlock, it must raise an error. Otherwise the test replays it, and
+    checks that each action comes after the actions whose results it needs.
     """
     schedule = make(name, 3, 4)
     verdicts = set()

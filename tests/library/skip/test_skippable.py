@@ -1,7 +1,8 @@
-"""Test `@skippable`, `stash`, `pop` and `isolate`: a layer's skips, their copies, and misuse.
+"""Test the functions for skips: `@skippable`, `stash`, `pop` and `isolate`.
 
-A skip is a tensor that one layer stashes and a later layer pops. tests/behaviours tests that skips
-arrive, in pipelines and in a plain `nn.Sequential`.
+A skip is a tensor that one layer stashes and a later layer pops. The tests check which skips a
+layer has, how skips are copied to other partitions, and that misuse raises errors. Whole models
+with skips are tested in tests/behaviours.
 """
 
 import pickle
@@ -53,7 +54,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """Isolate two skips of a layer one after the other. A pickled copy must keep both."""
+    """Isolate two skips of a layer in different namespaces. A pickled copy must keep both."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
@@ -66,7 +67,10 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that runs a layer which declares `names` and yields `steps`."""
+    """Return a function that makes a layer with the skips `names`, and runs the layer.
+
+    In its forward, the layer yields each of `steps`.
+    """
 
     def forward(self: Module, x: Tensor) -> Any:
         yield from steps
@@ -105,17 +109,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "stash undeclared": (
         yielding(A, stash("z", X)),
         RuntimeError,
-        r"tried to stash 'z'.*declared to stash \['a'\]",
+        r"tried to stash the skip 'z'.*declared to stash only \['a'\]",
     ),
     "pop undeclared": (
         yielding(POP_A, pop("z")),
         RuntimeError,
-        r"tried to pop 'z'.*declared to pop \['a'\].*pop=\[",
+        r"tried to pop the skip 'z'.*declared to pop only \['a'\].*pop=\[",
     ),
     "pop what is stashed": (
         yielding(A, pop("a")),
         RuntimeError,
-        r"tried to pop 'a'.*declared to pop \[\]",
+        r"tried to pop the skip 'a'.*declared to pop only \[\]",
     ),
     "not stashed": (
         yielding(A),
@@ -138,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "both": (
         lambda: skippable(stash=["a", "b"], pop=["b"]),
         TypeError,
-        r"stash and pop one name; got \['b'\]",
+        r"the names \['b'\] are in stash and in pop",
     ),
     "stash int": (stash_a_number, TypeError, "takes a tensor or None, but got int"),
     "isolate str": (isolated_by_a_name, TypeError, "Namespace, but got str"),
@@ -158,7 +162,10 @@ def test_refused(do: Callable[[], object], error: type[Exception], message: str)
 
 
 def layer(word: str) -> Module:
-    """Make a layer from a word: "+ab" stashes the skips a and b, "-a" pops a, "." has no skips."""
+    """Make a layer with skips from a word, such as "+ab", "-a" or ".".
+
+    The layer of "+ab" stashes the skips a and b, that of "-a" pops a, and that of "." has no skips.
+    """
     if word == ".":
         return Identity()
     verb = {"+": "stash", "-": "pop"}[word[0]]
@@ -169,10 +176,10 @@ def layer(word: str) -> Module:
 
 
 # Each value has three lists:
-# 1. The partitions: a string for each, with a word for each layer (see `layer`).
-# 2. The expected copies with portals, which copy a skip straight to the target partition. "a03" is
-#    a copy of the skip a from partition 0 to partition 3.
-# 3. The expected copies without portals, from each partition to the next one.
+# 1. The partitions. Each is a string with a word for each layer (see the function `layer`).
+# 2. The expected copies with portals, which copy a skip straight to the partition that pops it.
+#    "a03" is a copy of the skip a from partition 0 to partition 3.
+# 3. The expected copies without portals: each goes from a partition to the next one.
 CASES = {
     "inside a partition": (["+a -a", "."], [], []),
     "past two": (["+a", ".", ".", "-a"], ["a03"], ["a01", "a12", "a23"]),

@@ -1,4 +1,4 @@
-"""Test what a saved state may contain, and into what it may be loaded."""
+"""Test which values a saved state may contain, and into which models it may be loaded."""
 
 import threading
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def with_a_parameter_twice(model: GPipe) -> Any:
     [
         (exchanged, ValueError, "the optimizer Adam for 1.weight, not with SGD"),
         (with_a_parameter_twice, ValueError, "two optimizers have the parameter 1.bias"),
-        (lambda model: "Adam", TypeError, "an optimizer, a list of optimizers, or None.*str"),
+        (lambda model: "Adam", TypeError, "a torch.optim.Optimizer, a list of these, or None.*str"),
     ],
 )
 def test_other_optimizers_are_refused(
@@ -83,7 +83,7 @@ def test_other_optimizers_are_refused(
 
 
 class Growing(Linear):
-    """A layer whose extra state becomes longer with each call, like a history of scales."""
+    """A layer whose extra state (`get_extra_state`) becomes longer with each call of the layer."""
 
     calls = 0
 
@@ -117,7 +117,7 @@ CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_tensors_of_any_layout_and_type(name: str, tmp_path: Path) -> None:
-    """Save such a tensor as a buffer, and as a value that is given by name."""
+    """Save a tensor of an unusual layout or dtype, as a buffer and as an additional value."""
     convert = CONVERSIONS[name]
 
     def with_buffer(x: Tensor) -> GPipe:
@@ -175,9 +175,9 @@ def test_plain_layers_load_a_state(tmp_path: Path) -> None:
 def test_a_reader_looks_again_if_its_state_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `keep=1`, a new save removes the state that a reader has begun to load.
+    """Check what a reader does if a new save removes the state that it has begun to load.
 
-    The reader must then load the new state.
+    With `keep=1`, each save removes the state before it. The reader must then load the new state.
     """
     model, reader = two_layers(0), two_layers(1)
     saves = Saves(tmp_path, keep=1)

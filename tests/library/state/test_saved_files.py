@@ -1,4 +1,4 @@
-"""Test that a save is complete or absent after a crash, and that only one job saves at a time."""
+"""Test that a crash leaves a save complete or absent, and that only one job saves at a time."""
 
 import os
 import shutil
@@ -22,7 +22,10 @@ PATIENCE = 300  # seconds; a test takes as long only if it hangs
 
 
 def forked(run: Callable[[], object]) -> int:
-    """Run a function in a forked process. Return the exit code, or -n after signal n."""
+    """Run a function in a forked process, and return the exit code.
+
+    If a signal has ended the process, the code is the negative number of the signal.
+    """
     with warnings.catch_warnings():
         # Python warns about a fork if the process has other threads. Here these threads do no harm.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -79,7 +82,10 @@ def a_second_job_is_refused(tmp_path: Path) -> None:
 
 
 def dies_at(operation: int, folder: Path) -> None:
-    """Kill this process right before file operation number `operation` (from 0) in a folder."""
+    """Make this process kill itself right before it does a file operation in `folder`.
+
+    `operation` is the number of this file operation, counted from 0.
+    """
     left = operation
 
     def count(name: str, *_: object) -> None:
@@ -106,7 +112,10 @@ def dies_at(operation: int, folder: Path) -> None:
 
 
 def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Kill a process at each file operation of a save. The old or new state must be complete."""
+    """Kill a process before each file operation of a save. Then load, and check the loaded state.
+
+    It must be either the old state or the new one, and it must be complete.
+    """
     os.fsync = lambda fd: None  # only matters if the machine crashes
     saved = []
     for seed in (1, 2):
@@ -143,7 +152,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """Run a test in another process, because a fork is only safe if there are no other threads."""
+    """Run tests that fork in a new process: a fork is safe only if there are no other threads."""
     process = forking().Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

@@ -1,4 +1,7 @@
-"""Test states of a training that one process saves: training continues unchanged, misuse raises."""
+"""Test that a training in one process can be saved and go on from its state with equal results.
+
+The tests also check that misuse raises errors.
+"""
 
 import json
 import math
@@ -90,9 +93,9 @@ NOT_ITS_OWN = {
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
-    """Check that only the newest states are kept, and that PyTorch's own functions can load them.
+    """Check that only the newest states are kept, and that PyTorch's functions can load them.
 
-    The newest states are the ones that were saved last, whatever their step numbers are.
+    The newest states are those that were saved last, whatever their step numbers are.
     """
     model = piped(1)
     optimizer = adam(model)
@@ -165,8 +168,8 @@ def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
 
 ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
 ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
-# Each row has: the optimizer whose state is saved; functions that make the model and the optimizer
-# that cannot load this state; and a pattern of the error.
+# Each row has a function that makes the optimizer to save, a function that makes the model and one
+# that makes the optimizer to load into, and a pattern of the error that this load must raise.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),
@@ -198,7 +201,10 @@ REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
 def test_refused(
     saved_with: Optimizers, make: Callable[[], GPipe], optimizers: Any, message: str, tmp_path: Path
 ) -> None:
-    """Check that the error is one line, and that it is raised before anything is changed."""
+    """Check that a state that does not fit is refused by an error of one line.
+
+    The error must be raised before the model, the optimizer or random generators are changed.
+    """
     saved = piped(0)
     Saves(tmp_path).save(0, saved, saved_with(saved))
     model = make()
@@ -247,7 +253,7 @@ def test_what_is_said_without_a_message_or_a_folder(tmp_path: Path) -> None:
     gone = r"000001-step-1 cannot be read \(FileNotFoundError"
     with pytest.raises(RuntimeError, match=gone):
         Saves(tmp_path).load(piped(0), None)
-    # If a process pretends to be rank 0 and names another folder, other ranks must not unpickle
+    # Another process may pretend to be rank 0, and name another folder. This rank must not unpickle
     # files from that folder.
     for elsewhere in ("..", "/tmp"):
         told = torch.tensor([*json.dumps(elsewhere).encode()], dtype=torch.uint8)
@@ -285,8 +291,8 @@ NOT_SAVED = r"step 0 cannot be saved .*; nothing was saved"
         (keeping(0), ValueError, KEEP),
         (keeping(True), ValueError, KEEP),
         (keeping(1.0), ValueError, KEEP),
-        (saving(0, slow), ValueError, "the optimizer holds 'slow', which belongs to no"),
-        (saving(0, counting), ValueError, "the optimizer holds 'steps', which belongs to no"),
+        (saving(0, slow), ValueError, "the optimizer's state has 'slow', which belongs"),
+        (saving(0, counting), ValueError, "the optimizer's state has 'steps', which belongs"),
         (lambda folder: saving(0)(folder / "file"), OSError, NOT_SAVED),
         # This error is raised when a state is loaded, before the training.
         (load_from_a_file, OSError, r"states cannot be saved in .*file"),

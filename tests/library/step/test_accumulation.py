@@ -1,4 +1,4 @@
-"""Gradients accumulated over several steps equal the gradients of one step with all samples."""
+"""Test that gradients add up over several steps, as if one step had all the samples."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def pipeline(schedule: str) -> GPipe:
 
 
 def gradients(model: GPipe) -> list[Tensor]:
-    """Return all gradients, none of which is missing."""
+    """Return the gradients of all parameters, and fail if one is missing."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(found) == 4
     return found

@@ -1,4 +1,4 @@
-"""The loss that `step` returns: its `backward()` raises an error; in all else it is a tensor."""
+"""Test the loss that `step` returns: an ordinary tensor, but `backward()` raises an error."""
 
 import copy
 import io

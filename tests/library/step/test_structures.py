@@ -1,4 +1,4 @@
-"""Test the structures of targets, outputs and logs that `step` handles."""
+"""Test `step` with nested structures as targets and outputs, and with criteria that return logs."""
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict
@@ -18,7 +18,7 @@ X = torch.arange(4)
 
 
 class Output(OrderedDict[str, Any]):
-    """A dictionary whose items are attributes, too, like the outputs of language models."""
+    """A dictionary whose items are also attributes, as the outputs of many language models are."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -27,7 +27,11 @@ class Output(OrderedDict[str, Any]):
 
 @dataclass
 class Scaled:
-    """A dataclass whose constructor changes a field, and takes an argument that is no field."""
+    """A dataclass that cannot be copied by a call of its constructor with the values of its fields.
+
+    The constructor changes one field, does not take another one, and takes an argument that is no
+    field.
+    """
 
     boxes: Tensor
     scale: InitVar[float] = 1.0
@@ -115,7 +119,7 @@ NESTED = torch.nested.nested_tensor([X, X[:2], X, X[:1]], layout=torch.jagged)
 
 @pytest.mark.parametrize("target", [SPARSE, NESTED, torch.ones(())], ids=["sparse", "nested", "0"])
 def test_a_tensor_that_cannot_be_split_is_refused_with_advice(target: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"MicroBatches\(\[...\]\)$|close over it$"):
+    with pytest.raises(ValueError, match=r"MicroBatches\(\[...\]\)$|closes over$"):
         parted(target, [3, 1])
 
 
@@ -151,14 +155,17 @@ def test_weights_of_small_types_do_not_overflow(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("weight", [lambda t: None, lambda t: t[:, 0], lambda t: "1"])
 def test_a_weight_must_be_a_number(weight: Any) -> None:
     x = torch.randn(4, 2)
-    with pytest.raises(TypeError, match="weight must return a number for each micro-batch"):
+    with pytest.raises(TypeError, match="weight must return the weight of a micro-batch's loss"):
         piped().evaluate(mse_loss, x, x, weight=weight)
 
 
 # torch.compile reads all attributes of a tensor, even `.grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_criterion_gives_the_same_gradients() -> None:
-    """The backward of a compiled criterion raises an error if `step` keeps the autograd graph."""
+    """Check that `step` frees the criterion's graph in backward, as compiled criteria require.
+
+    The backward of a compiled criterion raises an error if the graph has to be kept.
+    """
     criterion: Any = torch.compile(nn.CrossEntropyLoss(), backend="aot_eager")
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     plain = copy.deepcopy(layers)

@@ -1,6 +1,7 @@
-"""Test how `step` splits targets, and graphs that targets and criteria share with other networks.
+"""Test how `step` splits targets into micro-batches, and its use of graphs of other networks.
 
-tests/behaviours/test_every_schedule.py has more criteria, on every engine and schedule.
+Targets and criteria may have tensors that another network computes. More criteria are tested in
+tests/behaviours/test_every_schedule.py, with every engine and schedule.
 """
 
 from collections import UserDict
@@ -39,10 +40,10 @@ def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None
 
 
 def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
-    """Split a list of three images into two images and one image.
+    """Split a list of three images, one for each sample, into two images and one image.
 
-    Each image has three boxes. So the list and each of its tensors have the length 3, but the list
-    must be split.
+    Each image has three boxes, so the tensors inside also have the length 3. Nevertheless, the list
+    itself must be split.
     """
     images = [{"boxes": torch.full((3, 4), float(i))} for i in range(3)]
     first, last = parted(images, [2, 1])
@@ -52,7 +53,7 @@ def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
 
 
 def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
-    """Split a list of two tensors for two samples: the tensors must be split, not the list."""
+    """Split both tensors of a list, each with two samples. The list itself must not be split."""
     x = torch.arange(2)
     for other in (x + 2, None, 0.1):
         first, last = parted([x, other], [1, 1])
@@ -84,7 +85,7 @@ def assert_gradients_are_close(parameters: list[nn.Parameter], expected: list[Te
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engine: str) -> None:
-    """Use targets that another network computes, which is trained with the same loss."""
+    """Use targets that another network computes. The backward of the loss trains both networks."""
     module, tower = layers(), nn.Linear(6, 5)
     parameters = [*module.parameters(), *tower.parameters()]
     x = torch.randn(8, 6)
@@ -103,7 +104,10 @@ def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engin
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_criterion_may_close_over_a_tensor_with_a_graph(schedule: str, engine: str) -> None:
-    """Use class weights that have a graph, which a step frees. Each step computes new weights."""
+    """Use a criterion with class weights that are computed with autograd from a parameter.
+
+    Each step frees the graph of the weights. Therefore each step computes new weights.
+    """
     module, learned = layers(), nn.Parameter(torch.randn(5))
     parameters = [*module.parameters(), learned]
     x, target = torch.randn(8, 6), torch.randn(8, 5)

@@ -1,4 +1,4 @@
-"""Test deferred batch norm: its statistics equal those of `nn.BatchNorm` for whole mini-batches."""
+"""Test deferred batch norm, whose running statistics must be those of whole mini-batches."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ convert: Callable[..., Any] = DeferredBatchNorm.convert_deferred_batch_norm
 def batch(
     *shape: int, mean: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draw a mini-batch whose samples grow, so that micro-batches differ in mean and variance."""
+    """Draw a mini-batch of growing numbers, so that its micro-batches have different means."""
     generator = torch.Generator().manual_seed(seed)
     samples, *others = shape
     drift = torch.linspace(0.5, 2, samples, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """Compare with plain batch norm, also for means whose squares would lose precision."""
+    """Compare with plain batch norm, also for means so large that their squares lose precision."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)
@@ -88,8 +88,8 @@ def test_statistics_of_the_mini_batch(
         x = batch(sum(sizes), 3, *shape, mean=mean, seed=seed, dtype=torch.double).to(device)
         before = statistics(deferred)
         for part in x.split(sizes):
-            # In training, a micro-batch is normalized by its own statistics. The running statistics
-            # change only in `commit`.
+            # In training mode, the layer normalizes each micro-batch by its own mean and variance.
+            # Its running statistics change only in `commit`.
             assert_close(deferred(part), fresh(part))
             with CheckpointPhase(recomputing=True):
                 assert_close(deferred(part), fresh(part))
@@ -100,15 +100,15 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# Each row describes a layer: its momentum; its dtype; whether it has a `num_batches_tracked`; and
-# the sizes of its micro-batches.
+# `TOGETHER` has a row for each layer: its momentum, its dtype, whether it has a
+# `num_batches_tracked`, and the sizes of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]
 TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """Commit the statistics of layers of several dtypes at once. Each keeps its precision."""
+    """Update the statistics of many layers in one `commit`. Each layer keeps its own precision."""
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
         layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
@@ -143,28 +143,28 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches but the first. Return the layer."""
+    """Run a layer on all micro-batches except the first one, and return the layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
 def evaluated(layer: Any) -> Any:
-    """Run all micro-batches but the first in eval mode, and then again in training mode."""
+    """Run a layer in eval mode, and then in training mode, on all micro-batches but the first."""
     rest(layer.eval())
     return rest(layer.train())
 
 
 def switched_off(layer: Any) -> Any:
-    """Run all micro-batches but the first without `track_running_stats`, and then again with it."""
+    """Run without `track_running_stats`, then with it, on all micro-batches but the first."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
     return rest(layer)
 
 
-# The values are: a function that runs a layer on all micro-batches but the first, in an unusual
-# way; and the tolerance of the comparison.
+# Each value has a function that runs a layer in an unusual way on all micro-batches but the first,
+# and the tolerance for the comparison of its statistics.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),
@@ -211,7 +211,7 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts kernel launches, that is, all operators except those that only make views."""
+    """Counts kernel launches. All operators launch a kernel, except those that only make views."""
 
     count = 0
 
@@ -229,9 +229,10 @@ class Launches(TorchDispatchMode):
 def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
     arguments: dict[str, Any], device: str
 ) -> None:
-    """Check that 100 layers launch as many kernels as 1 layer.
+    """Check that `commit` launches as many kernels for 100 layers as for one layer.
 
-    A wait for the device would raise an error on `meta`, and in CUDA's sync debug mode.
+    The test would raise an error if `commit` waited for the device: on `meta` this is impossible,
+    and for CUDA the sync debug mode is on.
     """
     dtype = arguments.get("dtype")
     counts = []
@@ -254,7 +255,7 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
 
 
 def test_conversion_shares_everything_with_the_original() -> None:
-    """Check that a converted layer shares tensors, hooks and mode with its original."""
+    """Check that a converted layer has the tensors, the hooks and the mode of its original."""
     seen: list[type] = []
     first, other = BatchNorm1d(3), BatchNorm1d(3, affine=False)
     first.weight.requires_grad_(False)

@@ -1,6 +1,7 @@
-"""Test that docs/how-it-works.md lists all guards, and which methods each guard overrides.
+"""Test that the table in docs/how-it-works.md lists all guards, and what each of them does.
 
-A guard keeps one thing the same for a forward and its recomputation, such as random numbers.
+A guard keeps one thing, such as random numbers, the same in a forward and its recomputation. Each
+column of the table stands for a method that a guard can override.
 """
 
 import importlib
@@ -28,7 +29,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the rows of the table of guards in docs/how-it-works.md, by file name."""
+    """Read the table of guards in docs/how-it-works.md. Return each row's cells, by file name."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():

@@ -1,8 +1,8 @@
 """Test that a backward in two halves gives the same bits as a whole backward.
 
 The first half computes the gradients of inputs, and the second half those of weights. Between the
-halves, a task must keep only what the second half needs. A stage describes which weights it leaves
-to the second half.
+halves, a task must keep only what the second half needs. The tests also check the text by which a
+stage describes what it leaves to the second half.
 """
 
 import copy
@@ -137,8 +137,8 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# The values are: layers; their input; and how the stage describes its backward. A number stands for
-# the usual description, with so many matrix products of weights in the second half.
+# Each value has the layers, their input, and the text by which the stage describes its backward. A
+# number k stands for the usual text, with k matrix products of weights in the second half.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),
@@ -202,7 +202,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
 
 
 class Tasks:
-    """A stage with a copy of the layers, and two tasks that have run forward on it."""
+    """A stage with a copy of some layers, and two tasks of this stage whose forward has run."""
 
     def __init__(
         self,
@@ -230,8 +230,7 @@ class Tasks:
                 outputs, _ = task.forward(Item((given,), Tensor, (False,)))
             grads: list[Tensor | None] = []
             for k, y in enumerate(outputs):
-                # If there are several outputs, the second micro-batch has a gradient for the first
-                # output only.
+                # The second micro-batch has a gradient only for its first output.
                 without = i > 0 and k > 0
                 if y is None or not y.requires_grad or without:
                     grads.append(None)
@@ -240,7 +239,7 @@ class Tasks:
             self.each.append((task, tuple(grads)))
 
     def backward(self, *, split: bool, keep: bool = False) -> list[Tensor | None]:
-        """Run both tasks backward. Return the gradients of the inputs, then of the parameters."""
+        """Run the backward of both tasks. Return the gradients of inputs, then of parameters."""
         kind: Kind = "backward_inputs" if split else "backward"
         found: list[Tensor | None] = []
         for task, grads in self.each:
@@ -252,7 +251,7 @@ class Tasks:
 
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Return whether gradients have equal bits and equal strides."""
+    """Return whether two lists of gradients are equal, bit for bit and with the same strides."""
     for x, y in zip(found, expected, strict=True):
         if x is None or y is None:
             if x is not y:
@@ -291,8 +290,8 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
     linear_grads = (16 + 1) * vector_bytes
 
     task.backward(grads, kind="backward_inputs")
-    # The task keeps the input of the second linear layer, the gradients of the outputs of both
-    # linear layers, and the gradients of the norm's two parameters, which are complete.
+    # The task keeps the input of the second linear layer, the gradients of both linear layers'
+    # outputs, and the finished gradients of the norm's two parameters.
     ledger.assert_comes_to(3 * 50 * vector_bytes + norm_grads)
 
     task.backward_weights()
@@ -300,9 +299,9 @@ def test_only_inputs_and_gradients_of_products_are_kept_between_the_halves(again
 
 
 def once_or_twice(module: Any, x: Tensor) -> Tensor:
-    """Apply a layer twice if the input's first number is not 0, and else once.
+    """Apply a layer twice if the first number of the input is not 0, and else only once.
 
-    In the tests, only the second micro-batch has such a number.
+    In these tests, only the second micro-batch begins with such a number.
     """
     if x[0, 0] != 0:
         x = module.a(x)

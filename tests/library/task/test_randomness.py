@@ -1,7 +1,7 @@
-"""Test the random generators of tasks, and their seeds.
+"""Test the random generators of tasks, and the seeds with which these generators start.
 
-A task is a forward or a recomputation of one partition on one micro-batch. tests/behaviours tests
-the numbers that layers draw.
+A task is the forward or the recomputation of one partition for one micro-batch. The numbers that
+layers draw are tested in tests/behaviours.
 """
 
 import threading
@@ -83,7 +83,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
     set_state = seeded._set_default
 
     def set_and_wait(state: Any) -> None:
-        """Set the generator's state, and let other threads run."""
+        """Set the state of the generator, and pause to let other threads run."""
         set_state(state)
         time.sleep(1e-3)
 
@@ -96,9 +96,9 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """Draw random numbers in another thread during a recomputation, which waits for this thread.
+    """Draw random numbers in another thread, while a recomputation waits for that thread.
 
-    This happens if a layer of a pipeline calls another pipeline, whose workers draw numbers.
+    This happens if a layer calls another pipeline, whose worker threads draw random numbers.
     """
     randomness = Randomness([torch.default_generator])
     drawn: list[Tensor] = []
@@ -121,9 +121,9 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
 def numbers(
     meanwhile: Callable[[], object] = lambda: None, *, alone: bool = False
 ) -> list[list[float]]:
-    """Return the random numbers of a mini-batch with two partitions.
+    """Run a mini-batch over two partitions, and return the random numbers that were drawn.
 
-    Only the first partition draws numbers.
+    Only the first partition draws numbers, once for each of three micro-batches.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []
@@ -157,10 +157,10 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """Run two mini-batches of an inner pipeline in a task of an outer one, and repeat the task.
+    """Run two mini-batches of an inner pipeline within a task of an outer one. Repeat the task.
 
-    The outer task draws one seed for each inner mini-batch, and nothing else. When it is
-    recomputed, it draws these seeds again, so the inner mini-batches draw the same numbers.
+    The outer task draws one seed for each inner mini-batch, and nothing else. Its recomputation
+    draws the same seeds again, so that the inner mini-batches draw the same numbers.
     """
     before = torch.get_rng_state()
     found = []

@@ -1,6 +1,7 @@
-"""Test what a recomputation and other threads meanwhile see: buffers, modes and hooks of layers.
+"""Test which buffers, modes and hooks of layers are seen during a recomputation.
 
-Only the recomputation sees earlier buffers. All threads see earlier modes and hooks.
+Only the recomputation itself sees the buffers as they were in its forward. Modes and hooks are
+restored for all threads meanwhile.
 """
 
 import copy
@@ -17,7 +18,7 @@ from ...behaviours.parts.layers import Do
 
 
 def look(layer: Any) -> tuple[dict[str, float], float, bool]:
-    """Return a layer's state dict as numbers, its `count`, and its training mode."""
+    """Return the state dict of a layer as numbers, its attribute `count`, and its training mode."""
     state = {name: float(x) for name, x in layer.state_dict().items()}
     return state, float(layer.count), layer.training
 
@@ -40,8 +41,8 @@ def test_other_threads_find_the_real_buffers(engine: Any) -> None:
     with ThreadPoolExecutor(1) as counting.elsewhere:
         model = GPipe(layers, [2, 1], devices=["cpu"] * 2, **options)
         model(torch.rand(6, 2)).sum().backward()
-    # Micro-batches are recomputed from the last to the first. Each recomputation gets the buffers
-    # as they were before the first forward of its micro-batch.
+    # Recomputations run from the last micro-batch to the first. Each one must get the buffers as
+    # they were before the forward of its own micro-batch.
     for (here, there), n in zip(counting.seen, (3.0, 2.0, 1.0), strict=True):
         assert here == ({"count": n}, n, True)
         assert there == ({"count": 3.0}, 3.0, True)
@@ -73,7 +74,7 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
 
 
 class Elsewhere:
-    """Runs functions in another thread. Copies of a layer share this object."""
+    """Runs functions in another thread. A deep copy of this object is the object itself."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.submit = pool.submit
@@ -117,7 +118,7 @@ def hook(layer: Any, inputs: object, output: object) -> None:
 
 
 def dictionaries(layers: nn.Module) -> list[int]:
-    """Return the ids of the dictionaries of hooks and buffers of all modules."""
+    """Return the ids of the dictionaries that hold the hooks and the buffers of all modules."""
     found = []
     for module in layers.modules():
         found.append(id(module._forward_hooks))
@@ -127,9 +128,10 @@ def dictionaries(layers: nn.Module) -> list[int]:
 
 
 def modes_and_hooks(layer: nn.Module) -> tuple[bool, list[Any], bool]:
-    """Return a layer's mode and hooks, and whether its buffers are in a plain dictionary.
+    """Return a layer's training mode, its hooks, and whether its buffers are in a plain dictionary.
 
-    Also register a hook and remove it.
+    The function also registers a hook and removes it again. This must not change what other threads
+    find.
     """
     hooks = [*layer._forward_hooks.values()]
     layer.register_forward_hook(print).remove()

@@ -1,7 +1,7 @@
-"""Test stages (partitions on a device): locks, in-place layers, modes and stand-ins.
+"""Test stages, which run the layers of a partition: their locks, modes and stand-ins.
 
-A stand-in is the tensor that tasks use in place of a parameter. tests/behaviours tests what layers
-see.
+A stand-in is the tensor that tasks use in place of a parameter, so that its gradient adds up over a
+mini-batch. What layers see of a stage is tested in tests/behaviours.
 """
 
 import gc
@@ -64,7 +64,7 @@ def test_which_partitions_run_one_at_a_time(
 
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
-    """Check that autograd's accumulation nodes exist before threads run.
+    """Check that autograd's nodes that accumulate gradients are made before threads run.
 
     In anomaly mode, two threads that create the same node at the same time can deadlock.
     """
@@ -78,7 +78,7 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 
 
 class Place(dict[str, Any]):
-    """A dictionary whose `count`-th assignment from now on raises KeyboardInterrupt."""
+    """A dictionary that raises KeyboardInterrupt in its `count`-th assignment from now on."""
 
     count = 0
 
@@ -114,9 +114,10 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """Enter a context in two threads. Changes must stay until both threads have left it.
+    """Let two threads enter a context that changes a layer. The last to leave undoes the changes.
 
-    For example, after a second Ctrl-C, the caller leaves while another thread still runs its tasks.
+    The calling thread can leave early: after a second Ctrl-C, another thread may still run its
+    tasks.
     """
     place = {"held": "parameter"}
     swap = Swap(place, "held", "stand-in")
@@ -189,9 +190,9 @@ def test_autocast_of_each_kind_of_device_is_seen(kind: str) -> None:
 
 
 def test_autocast_keeps_no_casts_of_weights_in_other_threads_and_recomputations() -> None:
-    """Check that autocast's cache of cast weights is off in other threads and in recomputations.
+    """Check that autocast does not cache casts of weights in other threads and in recomputations.
 
-    Two tasks that use the same cast would share a part of their autograd graphs.
+    Two tasks that used the same cached cast would share a part of their autograd graphs.
     """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = AmbientModes(DEVICES)

@@ -1,6 +1,6 @@
-"""Test `torchgpipe.tensors.accelerator` with simulated GPUs: its calls of PyTorch, in order.
+"""Test `torchgpipe.tensors.accelerator` with simulated GPUs: which calls of PyTorch it makes.
 
-Other modules of the library may not name CUDA, except by the names in `NAMES`. No module may create
+Only this module of the library may name CUDA, except for the names in `NAMES`. No module may create
 a tensor on the user's default device.
 """
 
@@ -38,7 +38,7 @@ class FakeStream:
 
 
 class FakeAccelerator:
-    """Simulated GPUs: one of them is the current device, and each has a current stream."""
+    """Simulates several GPUs, each with a current stream. One of the GPUs is the current device."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.index = 0
@@ -160,7 +160,7 @@ def test_what_streams_and_events_have(kind: type) -> None:
 
 
 def names_of_cuda(path: Path) -> set[str]:
-    """Return the names and strings in a file that contain "cuda", but no strings with spaces."""
+    """Return the names and the strings without spaces in a source file that contain "cuda"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         for field in ("id", "attr", "name", "asname", "module", "arg", "value"):
@@ -181,9 +181,9 @@ def test_one_place_names_cuda() -> None:
 
 
 def without_device(path: Path) -> Iterator[str]:
-    """Yield the line of each call of a factory function of PyTorch without `device=`.
+    """Yield the line of each call in a source file that creates a tensor without `device=`.
 
-    This includes calls of `partial` with such a function.
+    A call of `partial` with a function that creates tensors counts, too.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):

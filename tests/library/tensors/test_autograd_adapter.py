@@ -1,7 +1,7 @@
 """Test that PyTorch still has the private names that the library uses.
 
-If a name is missing, the error says which. Only the tests import torchgpipe, not the file's top: so
-the tests also run if torchgpipe cannot be imported.
+If a name is missing, the error says which. Each test imports torchgpipe itself, so that the other
+tests run even if torchgpipe cannot be imported.
 """
 
 import ast
@@ -83,7 +83,7 @@ def test_still_there(name: str) -> None:
 
 
 def names_in(node: ast.AST) -> list[str]:
-    """Return the names that an import statement imports, or the name of an attribute, with dots."""
+    """Return the full names, with dots, that an import statement or an attribute refers to."""
     if isinstance(node, ast.ImportFrom) and node.module:
         return [f"{node.module}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Import):
@@ -94,7 +94,10 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is of torch and private: a part of it begins with one underscore."""
+    """Return whether a name is a private name of torch, such as `torch._C._nn`.
+
+    A name is private if one of its parts begins with exactly one underscore.
+    """
     parts = name.split(".")
     if parts[0] != "torch" or not all(map(str.isidentifier, parts)):
         return False
@@ -102,9 +105,9 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private names of torch in some source code.
+    """Return the private names of torch that a source text uses.
 
-    Of `torch._C` and `torch._C._nn`, only the longer one is returned.
+    If both `torch._C` and `torch._C._nn` are found, only the longer name is returned.
     """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

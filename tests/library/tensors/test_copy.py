@@ -1,6 +1,6 @@
-"""Test copies between devices: which streams wait for each other, in forward and in backward.
+"""Test copies between devices: which streams wait for which others, in forward and in backward.
 
-The streams of the devices `cpu:0` and `cpu:1` are simulated and keep a log, so no GPU is needed.
+The devices `cpu:0` and `cpu:1` have simulated streams that keep a log, so the tests need no GPU.
 Whole steps are tested in test_simulated.py, and real GPUs in tests/test_cuda.py.
 """
 
@@ -24,7 +24,7 @@ SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
-    """Copies tensors from one device to the other, as between two tasks."""
+    """Copies tensors from device `cpu:0` to `cpu:1`, as a pipeline does between two tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
@@ -44,7 +44,7 @@ class Passage:
 
 
 def log_of_a_copy(source: str, target: str) -> list[str]:
-    """Return the log that a copy on copy streams must have."""
+    """Return the log entries that one copy must cause if it runs on copy streams."""
     return [
         f"{source} copies waits for {source} compute",
         f"memory is used by {source} copies",
@@ -82,9 +82,9 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """Copy several tensors of a task at once. All copies have one autograd node.
+    """Copy all tensors of a task together, so that these copies have only one autograd node.
 
-    Therefore the backward starts to copy all gradients before any stream waits for one of them.
+    As a result, backward starts to copy all gradients before any stream waits for one of them.
     """
     first = torch.rand(3, requires_grad=True)
     last = torch.rand(2, requires_grad=True)
@@ -164,7 +164,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
-    """Train a pipeline with skips between devices, and compare it with plain layers."""
+    """Train a pipeline with skips between simulated devices, and compare it with plain layers."""
     layers = partial(paired, PATTERN)
     row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []

@@ -1,4 +1,4 @@
-"""Test timelines of pipelines: mini-batches, synchronized clocks, bubbles, and Perfetto files."""
+"""Test timelines: their mini-batches, their clocks, their bubbles, and files for Perfetto."""
 
 import json
 import time
@@ -26,9 +26,9 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record steps with a clock that advances by one second whenever it is read.
+    """Record two mini-batches, with a clock that advances by one second whenever it is read.
 
-    A step has 8 tasks. Each takes one second, and one second passes between two tasks.
+    Each mini-batch has 8 tasks. As a result, each task takes 1 s, and 1 s passes between two tasks.
     """
     model = pipeline(2)
     ticks = count()
@@ -86,9 +86,11 @@ def clock_stamps(values: list[list[tuple[float, float]]]) -> list[Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in values]
 
 
-# Each row has three items. The first is how many seconds rank 1's clock is ahead of rank 0's clock.
-# The second is a list of exchanges: the times when both ranks send a message, and the seconds that
-# both messages take. The third is the expected bound of the error.
+# Each row has three items:
+# 1. How many seconds rank 1's clock is ahead of rank 0's clock.
+# 2. A list of exchanges of messages. Each has the times at which the two ranks send, and the
+#    seconds for which the two messages travel.
+# 3. The bound that must be returned for the error of the measured difference, in seconds.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Modules that `sequential` refuses, and what the error message says about each module."""
+"""List modules that `sequential` refuses, and what the error message must say about each."""
 
 import random
 from collections.abc import Callable
@@ -73,9 +73,9 @@ def after(change: Callable[[Module], object]) -> Module:
     return module
 
 
-# These forwards cannot be recorded. `SAID` has the expected texts of the errors. The texts are not
-# here, because an error can quote a whole line of this table: it would then contain any text in
-# that line.
+# Each value is a forward that cannot be recorded. The texts that its error must have are in another
+# table, `SAID`: an error can quote the whole line of a forward, and would then contain these texts
+# anyway if they were in that line.
 FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a branch": lambda net, x: net.b(x) if net.a(x).sum() > 0 else x,
     "a number": lambda net, x: net.b(x) * net.a(x).mean().item(),
@@ -129,9 +129,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# The keys are names in `FORWARDS`. The values are: whether the error quotes the line of the
-# forward; and other texts that the error must have. For names that are not here, the error quotes
-# the line and has the texts of `asks_for(name)`.
+# The keys are those of `FORWARDS`. Each value says whether the error must quote the line of the
+# forward, and which other texts the error must have. If a key is missing here, the error must quote
+# the line and have the texts of `asks_for(key)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),
@@ -177,7 +177,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a draw that is not noted": (True, ["asks for a random state"]),
 }
 SCRIPTED_PART = "Sequential has a scripted part, '0'"
-WITHOUT_SHAPES = "without shapes, such as in '0'; run it once"
+WITHOUT_SHAPES = "without shapes, such as in '0'; run the module once"
 
 
 class WithExtraState(traced.Residual):
@@ -186,7 +186,7 @@ class WithExtraState(traced.Residual):
 
 
 def recurrent() -> Module:
-    """Return a module with an LSTM whose first dimension is time, not the batch."""
+    """Return a module with an LSTM that takes the batch dimension of its input as time."""
 
     def forward(net: Any, x: Tensor) -> Any:
         output, _ = net.recurrent(x.unsqueeze(1))
@@ -204,8 +204,8 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# The values are: a function that makes a module; whether the error quotes a line of `FORWARDS`; and
-# other texts in the error.
+# Each value has a function that makes a module, whether the error must quote a line of `FORWARDS`,
+# and the other texts that the error must have.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

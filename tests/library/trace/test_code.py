@@ -1,4 +1,4 @@
-"""Test the Python code of traced layers: how it reads, and that it copies and compiles."""
+"""Test the generated Python code of traced layers: whether it is readable, copies and compiles."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def layer_1_a(self, inputs):
 
 
 class Reading(nn.Module):
-    """A module with operations that generated code does not write as calls, such as `x[0]`."""
+    """A module with operations that Python writes without a call, such as `x[0]` and `x.T`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ def test_an_error_shows_the_line_of_the_code() -> None:
     assert "x1 = self.a(x0)" in lines
 
 
-# torch.compile reads all attributes of a layer's input, even `.grad`. The warning also comes
-# without a pipeline.
+# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning. It
+# does so without a pipeline, too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["residual", "a dataclass", "attention by hand"])
 def test_it_copies_and_compiles(name: str) -> None:
@@ -140,7 +140,10 @@ def test_other_numbers_have_no_formula() -> None:
 
 
 class Columns(nn.Module):
-    """A layer that takes columns by name, and returns a Python value for each sample."""
+    """A layer that takes its tensors as keyword arguments, and returns a list of Python numbers.
+
+    The list has a number for each sample.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Test submodules that are kept as one layer (`whole=`) and need the values of their inputs.
+"""Test submodules that `sequential` keeps as one layer (`whole=`), and that need real values.
 
-Such a submodule is never run on inputs that the tracer made up. Their values could be wrong: for
-example, a packed sequence of length zero is an error.
+`sequential` must not run such a submodule on made-up inputs. For example, with made-up lengths of
+zero, a packed sequence would raise an error.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ WORDS, WIDTH, LENGTH = 12, 6, 7
 
 
 class Encoder(nn.Module):
-    """A module that encodes sentences of different lengths by an LSTM over packed sequences."""
+    """A module that encodes sentences of different lengths by an LSTM on packed sequences."""
 
     def __init__(self, are_sorted: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def sentences(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("are_sorted", [False, True])
 @pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
-    """Compare with the module, also for other batch sizes than the sample's, and in eval mode."""
+    """Compare a pipeline with its module, in training and eval mode, for several batch sizes."""
     module = Reader(Encoder(are_sorted))
     layers = sequential(module, sentences(4), whole=[Encoder])
     assert [name.partition(":")[2] for name, _ in layers.named_children()] == [
@@ -80,7 +80,7 @@ def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
 
 
 class AllWords(Encoder):
-    """An encoder whose output is as long as all sentences of the micro-batch together."""
+    """An encoder with an output whose length is the sum of the lengths of all sentences."""
 
     def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         encoded = super().forward(words, lengths)

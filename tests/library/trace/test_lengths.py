@@ -1,7 +1,7 @@
-"""Test the argument `dynamic_shapes` of `sequential`: what it takes, and what is refused.
+"""Test the argument `dynamic_shapes` of `sequential`: its forms, and what is refused.
 
-Tests that the layers compute the same as the module for each length are in
-tests/behaviours/test_any_model.py.
+The argument says which dimensions may have another length in each call. Whether the layers compute
+the same as the module for each length is tested in tests/behaviours/test_any_model.py.
 """
 
 from typing import Any
@@ -21,7 +21,10 @@ LENGTH = Dim("length")
 
 
 class Joined(nn.Module):
-    """A module with a nested argument, two lengths, and a number that follows from both."""
+    """A module with inputs of two different lengths, which also uses the product of both lengths.
+
+    One of its arguments is a dictionary of tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ def test_what_it_takes(shapes: Any) -> None:
 
 
 class Attends(nn.Module):
-    """A module with two arguments, whose lengths may differ from each other."""
+    """A module with two arguments, which may have different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"tokens": {2: LENGTH}}, ValueError, "has dimension 2 of tokens, which has 2 dimensions"),
     ({"tokens": (None,)}, ValueError, "has 1 entries for tokens, which has 2 dimensions"),
     ({"tokens": {1: 2 * LENGTH}}, TypeError, r"has 2\*length for tokens, but a length that is"),
-    ({"tokens": {1: Dim("t", min=7, max=8)}}, ValueError, "finds too few between 7 and 8: give"),
+    ({"tokens": {1: Dim("t", min=7, max=8)}}, ValueError, "are too few between 7 and 8: give"),
     ({"tokens": {1: Dim("t", max=7)}}, ValueError, "t is 8, but dynamic_shapes allows at least 1"),
     (
         {"tokens": {1: LENGTH}, "mask": {0: LENGTH, 1: None}},
@@ -141,7 +144,7 @@ def test_wrong_lengths(tokens: tuple[int, int], mask: tuple[int, int], message: 
 
 
 class Scaled(nn.Module):
-    """A module that multiplies by a number that depends on the length, and is not whole."""
+    """A module that multiplies by 1 / length, which is a Python number but not a whole one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +164,7 @@ def test_what_does_something_else_for_another_length() -> None:
 
 
 class At(nn.Module):
-    """A module that takes the entries at an index, which is a number or a tensor with numbers."""
+    """A module that returns the entry at `index` of each sample. All samples may have one index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +180,7 @@ class Indexed(nn.Module):
 
 
 class Counted(Indexed):
-    """A submodule that converts the values of the tensor `index` to Python numbers."""
+    """A submodule that needs the values of the tensor `index`, as Python numbers."""
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         return x[torch.arange(len(x)), [int(k) for k in index]]
@@ -211,9 +214,9 @@ def test_a_sample_that_does_not_fit_longer_lengths() -> None:
 
 
 class Divided(nn.Module):
-    """A submodule that divides by a length. It finds the length in a dictionary.
+    """A submodule that divides by a length, which it reads from a dictionary.
 
-    The module around it writes the length into this dictionary.
+    The forward of the module around it writes the length into this dictionary.
     """
 
     def __init__(self, known: dict[str, int]) -> None:
@@ -236,10 +239,10 @@ class Noting(nn.Module):
 
 
 def test_lengths_are_compared_with_the_module() -> None:
-    """`sequential` must find layers that use an old length, and so differ from the module.
+    """Check that `sequential` refuses layers that use the sample's length for every input.
 
-    The module's own forward does not run in layers, so nothing writes the new length into the
-    dictionary.
+    Only the module's own forward writes the length into the dictionary that a submodule reads. A
+    pipeline's layers do not run this forward.
     """
     sample = torch.randn(2, 8, WIDTH)
     sequential(Noting(), sample)
@@ -254,7 +257,7 @@ def test_without_dynamic_shapes_the_error_says_how_to_give_them() -> None:
 
 
 class DynamicCache:
-    """A stand-in for the class of Hugging Face, which holds keys and values."""
+    """A stand-in for the class of Hugging Face's transformers that stores keys and values."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -282,7 +285,7 @@ def test_a_cache_is_refused_with_the_recipe(past: Any, message: str) -> None:
 
 
 def test_generation_without_a_cache() -> None:
-    """Generate tokens greedily by calls of a pipeline. They must equal the module's tokens."""
+    """Generate the likeliest tokens by a pipeline and by its module, and compare them."""
     module = GPT().eval()
     layers = sequential(module, text(2, 4), dynamic_shapes=SHAPES)
     model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)

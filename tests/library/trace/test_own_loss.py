@@ -1,4 +1,4 @@
-"""Test models that compute their own loss: the error says how to compute this loss in `step`."""
+"""Test the error for models that compute their own loss: it says how `step` can compute it."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ WORDS = 9
 
 
 class WithLoss(nn.Module):
-    """A language model that computes its own loss, as Hugging Face's models do."""
+    """A language model whose forward also returns its loss, as Hugging Face's models do."""
 
     class config:
         vocab_size = WORDS

@@ -1,4 +1,4 @@
-"""Test errors of `sequential`: they quote the line that cannot be converted, and give advice."""
+"""Test the errors of `sequential`: they quote the line that cannot be traced, and give advice."""
 
 import weakref
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_refused(name: str) -> None:
 
 
 def each_with_each(net: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return the scores of all pairs of a row of `x` (an image) and a row of `y` (a text)."""
+    """Return a matrix with a score for each pair of a sample of `x` and a sample of `y`."""
     return net.a(x) @ net.b(y).t()
 
 
@@ -51,10 +51,10 @@ class Pairs(traced.Net):
 
 
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
-    """Trace a module that scores all pairs of rows of `x` and `y`.
+    """Trace a module that computes a score for each pair of a sample of `x` and a sample of `y`.
 
-    Each micro-batch needs a part of `x` and the whole `y`, so `y` must be given as shared. If `y`
-    was split too, pairs from different micro-batches would be missing.
+    A micro-batch needs a part of `x` and the whole `y`, so the caller must say that `y` is shared.
+    If both were split, the pairs of samples from different micro-batches would be missing.
     """
     sample = (rows(), rows())
     with pytest.raises(Untraceable, match=r"shape \(3, 3\) for 3 samples(?s:.*)shared=\[…\]"):
@@ -69,7 +69,10 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A mixture of experts with one expert, which changes a limited number of rows."""
+    """A mixture of experts with only one expert, which changes some of the samples.
+
+    It changes about a quarter of them, so the result depends on the batch size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
 
 
 def masked(**given: Any) -> dict[str, Any]:
-    """Return arguments of `traced.Masked`: the defaults, replaced by `given`."""
+    """Return arguments for a call of `traced.Masked`, of which those in `given` are replaced."""
     mask = torch.arange(WIDTH) > 2
     return {"x": rows(), "mask": mask, "double": True, **given}
 
@@ -160,10 +163,10 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Record layers without autocast, and run them under autocast.
+    """Trace a module without autocast, and run its layers under autocast. This must raise an error.
 
-    The module casts to the dtype of a linear layer's output. The recorded layers would cast to a
-    constant dtype, that of the output without autocast.
+    The module casts to the dtype of a linear layer's output, which depends on autocast. The traced
+    layers would always cast to the dtype without autocast.
     """
     module = does(lambda net, x: net.b(x).to(net.a(x).dtype))
     layers = sequential(module, rows())

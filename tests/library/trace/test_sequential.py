@@ -1,7 +1,7 @@
-"""Test where `sequential` cuts a module into layers, and that the module itself is not changed.
+"""Test where `sequential` cuts a module into layers, and that the module stays as it was.
 
-Some tests also call `pipeline`, which makes a pipeline of a module. Tests that the layers compute
-the same as the module are in tests/behaviours/test_any_model.py.
+Some tests also call `pipeline`, which makes a pipeline of a module. Whether the layers compute the
+same as the module is tested in tests/behaviours/test_any_model.py.
 """
 
 import copy
@@ -43,8 +43,9 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# Each value has a module, and a text for each of its layers: the layer's first submodule, then a +
-# for each skip that the layer stashes and a - for each skip that it pops.
+# Each value has a module, and a text for each layer that must result. The text names the layer's
+# first submodule. It then has a + for each skip that the layer stashes, and a - for each skip that
+# the layer pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
@@ -145,8 +146,8 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-# torch.compile reads all attributes of a layer's input, even `.grad`. The warning also comes
-# without a pipeline.
+# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning. It
+# does so without a pipeline, too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_in_place, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(
@@ -226,7 +227,7 @@ def test_deferred_batch_norm() -> None:
 
 
 class Mixed(Module):
-    """A module that does not use its parameters in alphabetical order."""
+    """A module that uses its parameters in another order than that of their names."""
 
     ORDER = "chafdbge"
 
@@ -242,10 +243,10 @@ class Mixed(Module):
 
 
 def test_parameters_are_in_the_order_of_use_and_the_sample_as_it_was() -> None:
-    """Check the order of parameters, and that the sample does not change.
+    """Check the order of the layers' parameters, and that tracing does not change the sample.
 
-    Parameters are in the order in which the module uses them. This order is the same in every
-    process. An optimizer's state depends on it.
+    The parameters must be in the order in which the module uses them, which is the same in every
+    process. Optimizers save their state in this order.
     """
     sample = -torch.ones(5, traced.WIDTH)
     changing = Sequential(ReLU(inplace=True), Mixed())

@@ -1,4 +1,4 @@
-"""Small language models, whose inputs have lengths that change from call to call."""
+"""Define small language models that take texts of any length, for tests of `sequential`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model with learnt positions, so that inputs have a largest length."""
+    """A language model with learnt positions, for which a text cannot be longer than `LONGEST`."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class Long(GPT):
-    """A language model that does something else with long inputs."""
+    """A language model that computes something else for texts of more than nine tokens."""
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         y = super().forward(tokens, mask)
@@ -60,7 +60,7 @@ def text(n: int, length: int) -> Tensor:
 
 
 def generated(model: Any, tokens: Tensor, count: int) -> Tensor:
-    """Extend each row of tokens by the likeliest tokens, `count` times."""
+    """Append `count` tokens to each row of `tokens`, each time the token with the highest score."""
     for _ in range(count):
         likeliest = model(tokens)[:, -1].argmax(1, keepdim=True)
         tokens = torch.cat([tokens, likeliest], 1)

@@ -1,4 +1,7 @@
-"""Tests of the command `compare`: its output formats, and when `--fail-on-regression` fails."""
+"""Tests of the command `compare`, which compares records of benchmark results.
+
+They check the output formats, and when the option `--fail-on-regression` fails.
+"""
 
 import csv
 import io
@@ -19,7 +22,7 @@ from ..made import STEADY, one_line, record, row
 
 PAPER, SPEED = shlex.quote(str(RESULTS / "paper")), "--filter experiment=amoebanet-speed"
 BETTER = "e: throughput in samples/s; higher is better"
-NONE_JUDGED = "no row could be judged, so nothing shows that there is no regression"
+NONE_JUDGED = "no row could be judged, so it is not known whether there is a regression"
 ACCEPT = "--allow-missing accepts this"
 TOO_FEW = "too few samples (B/A; needs 5)"
 MISSING = "missing in B: n2m4 (e), n10m1 (e), n10m4 (e)"
@@ -34,7 +37,7 @@ def published(seconds: float) -> list[Result]:
     """Make two measured results that reproduce two rows of a published table.
 
     In the published table, the second row is 1.54 times as fast as the first row. In the measured
-    results, it is `1 / seconds` times as fast.
+    results, a step takes 1 s in the first row, and `seconds` in the second row.
     """
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
@@ -51,7 +54,7 @@ def sized(
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change into a folder with records of runs.
+    """Change into a folder with records of runs, which the tests compare.
 
     The records `a`, `b` and `c` have results for several sizes. `b` is twice as fast as `a` with
     four micro-batches (m=4), and `c` lacks some results.
@@ -244,9 +247,10 @@ GATE: list[tuple[str, int, str, str]] = [
 
 @pytest.mark.parametrize(("asked", "code", "said", "shown"), GATE)
 def test_the_gate(asked: str, code: int, said: str, shown: str, command: Any) -> None:
-    """`--fail-on-regression` changes the exit code of `compare`, but not the printed table.
+    """Check that `--fail-on-regression` changes the exit code of `compare`, but not its table.
 
-    The option prints an error unless every row of A was judged, and none is worse.
+    With this option, `compare` fails if a result is worse than in the first record, or if a result
+    of the first record could not be judged.
     """
     arguments = shlex.split(asked)
     if not said.startswith(ALLOWED):

@@ -32,9 +32,10 @@ HOST = "https://host.example"
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a repository with a package and its cases; return the repository's folder.
+    """Change into a git repository with a package and its benchmark cases. Return its folder.
 
-    If git is given an address on the server `HOST`, it uses the folder above the repository.
+    If git is given an address on the made-up server `HOST`, it uses the folder above the repository
+    instead.
     """
     root = tmp_path / "own"
     (root / "mine").mkdir(parents=True)
@@ -54,7 +55,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the trial of the cases: a case runs unless the returned dictionary has a reason."""
+    """Replace the trial run of benchmark cases by a fake.
+
+    Returns:
+        A dictionary to which a test adds the names of cases that must not run, and the reasons.
+    """
     reasons: dict[str, str] = {}
 
     def unable(project: object, cases: Mapping[str, object]) -> dict[str, str]:
@@ -80,7 +85,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_the_workflow_of_another_package(
     options: list[str], installs: str, file: str | None, command: Any
 ) -> None:
-    """The workflow has the address of this program once, and installs it from no package index."""
+    """Check the CI workflow that is written for a package other than torchgpipe.
+
+    The workflow must contain the git address of this program exactly once. It must install the
+    program from there, and not from a package index.
+    """
     if file is not None:
         Path(file).touch()
 
@@ -110,9 +119,9 @@ def test_a_command_of_ones_own_installs_everything(own: Path, command: Any) -> N
     assert "REPRODUCE:" not in text
 
 
-NO_ADDRESS = "no way, so name the git repository that CI installs it from, as in --from https://"
-FOLDER = "CI cannot install from a folder of this machine: give https://HOST/OWNER/REPOSITORY@TAG"
-BOTH = "--from goes with --package and without --set-up"
+NO_ADDRESS = "no way, so name the git repository from which CI installs this program, as in --from"
+FOLDER = "a folder of this machine: give an address such as https://HOST/OWNER/REPOSITORY@TAG"
+BOTH = "use --from together with --package, and without --set-up"
 REFUSED: list[tuple[list[str], str]] = [
     (MINE, NO_ADDRESS),
     ([*MINE, "--from", "a b"], "a b: give https://HOST/OWNER/REPOSITORY@TAG"),
@@ -166,7 +175,7 @@ def test_where_there_is_nothing_to_judge(
     asked = ["init-ci", "--package", "mine", "--cases"]
     monkeypatch.chdir(own / "bench")
     _, err = command(*asked, "cases.py", code=2)
-    assert f"run it in the top folder of the repository, {own}\n" in err
+    assert f"run this command in the top folder of the repository, {own}\n" in err
 
     monkeypatch.chdir(own.parent)
     _, err = command(*asked, "outside.py", code=2)

@@ -1,8 +1,8 @@
 """Tests of the commands `publish` and `history`.
 
-`publish` copies a finished run to results/measured, under a fixed name. The run's source code must
-be committed. `history` adds a line for each git revision to a file, in a folder or on a branch, and
-changes nothing else. The report draws the history.
+`publish` copies the record of a finished run to results/measured. The source code of the run must
+be committed. `history` adds the results of a git revision, as one line, to a file in a folder or on
+a branch. The report draws this history.
 """
 
 import json
@@ -28,7 +28,7 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into an empty folder, and return its subfolder for published runs."""
+    """Change into a new folder for runs, and return its subfolder for published runs."""
     measured = tmp_path / "measured"
     measured.mkdir()
     (tmp_path / "runs").mkdir()
@@ -39,7 +39,10 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Save a run to runs/, with `changes` of its fields. Unchanged, the run can be published."""
+    """Save the record of a run to runs/mine.json.
+
+    Without `changes` (fields of the run with other values), the run can be published.
+    """
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])
     assert record.run is not None
@@ -59,7 +62,11 @@ def keep(**changes: Any) -> tuple[Record, Run]:
 def test_a_run_is_published_and_found_by_its_new_name(
     named: str, measured: Path, command: Any
 ) -> None:
-    """In a published run, the recorded command does not contain folders of the user's machine."""
+    """Publish a run, and show it by its new name.
+
+    In the published record, paths in the command of the run are cut to the file's name, so that no
+    folders of the user's machine are shown.
+    """
     private = ["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
     public = ["run", "x/y", "--out", "runs/", "--link=my.json", "/"]
     made, run = keep(command=private)
@@ -133,7 +140,8 @@ def test_the_name_says_which_devices() -> None:
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Change into a git checkout with two revisions, and return the hashes of the revisions.
 
-    The checkout has a recorded run of each revision, and a file of counts.
+    The checkout has the record of a run of each revision, and a file of counts (such as how often
+    threads wait).
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured").mkdir()
@@ -203,10 +211,10 @@ def test_what_github_action_benchmark_takes(at: list[str], command: Any) -> None
 def test_what_is_refused(at: list[str], command: Any) -> None:
     branch = git(Path(), "branch", "--show-current")
     refused = {
-        "measured": "4 undisturbed numbers of revision",  # the folder has two revisions
+        "measured": "4 undisturbed numbers, of the revisions",  # the folder has two revisions
         "counts.json --out measured/1.json": "measured/1.json is not a history",
         f"counts.json --branch {branch}": "is checked out",
-        "counts.json --branch x --out ../h": "../h: on a branch, give a relative path within",
+        "counts.json --branch x --out ../h": "../h: name the file on the branch by a relative path",
         "counts.json --branch a..b": "'a..b' is not a valid branch name",
     }
     for asked, said in refused.items():
@@ -228,7 +236,7 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
 def test_a_report_is_written_into_the_current_folder(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not into the folder of the results, which may be those of a checkout."""
+    """Check that `report` does not write into the folder of results, which may be a checkout."""
     record, _ = keep()
     save(record, Path("measured/mine.json"))
     Path("here").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of the command line: its help, `list`, and what keeps the program from starting."""
+"""Tests of the command line of `reproduce`: its help, `list`, and errors at the start."""
 
 import json
 import subprocess
@@ -125,7 +125,7 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 
 
 def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:
-    """Return the first cell of each line of a table, if this cell is in `names`."""
+    """Return the first cells of the lines of a table, but only those that are in `names`."""
     cells = [line.partition("  ")[0] for line in lines]
     return [cell for cell in cells if cell in names]
 
@@ -245,10 +245,10 @@ print('torch' in sys.modules)"""
 
 
 def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
-    """Commands that run no model do not import torch, because this import takes seconds.
+    """Check that commands which run no model do not import torch, which would take seconds.
 
-    For that reason, command-line options repeat names and defaults of other modules. The test
-    checks that they agree.
+    To avoid the import, the definitions of options repeat names and defaults of other modules. The
+    test also checks that both are equal.
     """
     process = start("-c", WITHOUT, *FAST)
     out, err = process.communicate(timeout=PATIENCE)

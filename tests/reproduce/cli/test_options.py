@@ -1,6 +1,6 @@
-"""Tests that an option has one meaning in all commands, and that commands have the usual options.
+"""Tests that an option means the same in all commands, and that commands have the usual options.
 
-`ONE_WORD` has each option that several commands have, with the forms in which the help shows it.
+The table `ONE_WORD` has the options that several commands share, as the help shows them.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ WRITES = ["run", "history", "report", "predict", "regression", "schedule", "impo
 
 
 def forms() -> Iterator[tuple[str, str, str]]:
-    """Yield each option of each command: the command, the option, and its form in the help."""
+    """Yield for each option of each command: the command, the option, and how the help shows it."""
     for command in COMMANDS:
         context = click.Context(command)
         for parameter in command.params:

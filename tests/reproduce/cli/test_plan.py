@@ -26,7 +26,7 @@ def own() -> nn.Module:
 
 
 def deep(layers: int = 2, width: int = 128) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model whose layers have equal sizes."""
+    """Return a model with layers of equal sizes, and a sample input."""
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]), torch.rand(2, width)
 
 
@@ -81,13 +81,14 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 
 
 def test_times_of_schedules_are_in_one_unit(command: Any) -> None:
-    """Times of two schedules can be compared, because they have the same unit.
+    """Check that the command `schedule` shows the times of two schedules in the same unit.
 
-    There are 3 devices and 6 micro-batches. A forward takes one unit, and a backward two.
+    There are 3 devices and 6 micro-batches. Through a third of the model, which is the part of a
+    device, the forward of a micro-batch takes one unit of time, and the backward takes two.
 
     - A step of 1F1B takes the time of 6 + 2 forwards and backwards: 8 x 3 units.
-    - Interleaved1F1B has two stages on each device, which halves the idle time: 7 x 3 units. Its
-      stages are half as large, so a column of the picture is half a unit.
+    - A step of Interleaved1F1B takes 7 x 3 units, because two stages on each device halve the idle
+      time. These stages are half as large, so a column of the picture is half a unit.
     """
     size = ("-n", "3", "-m", "6")
     plain, _ = command("schedule", "1F1B", *size)
@@ -135,7 +136,10 @@ def half() -> tuple[nn.Module, torch.Tensor]:
     ],
 )
 def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None:
-    """Options for the precision change the predicted time, and PyTorch's settings are restored."""
+    """Check that options for the precision change the time that `plan` predicts.
+
+    Afterwards, PyTorch's own settings must be as before.
+    """
     given = "--hardware a100x8 --devices 1 --optimizer adam --batch-size 4096"
 
     def planned(*options: str) -> float:
@@ -160,9 +164,9 @@ def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None
 def test_a_run_is_predicted_row_by_row(
     hardware: str, how: str, tmp_path: Path, command: Any
 ) -> None:
-    """`predict --run` predicts each row (configuration) of a recorded run.
+    """Check that `predict --run` predicts each row (configuration) of a recorded run.
 
-    The run of this test has a small model and published balances.
+    The recorded run has a small model, split by the published balances.
     """
     paper = EXPERIMENTS["unet-speed"].scale("paper")
     balances = {row.name: row.balance for row in paper.rows if row.published}

@@ -1,4 +1,7 @@
-"""For wrong options, commands print one line, exit with code 2, and run and write nothing."""
+"""Tests of wrong command-line options.
+
+The command must print an error in one line, exit with code 2, and neither run nor write anything.
+"""
 
 import shlex
 import shutil
@@ -23,7 +26,7 @@ OWN = "tests.reproduce.cli.test_plan:own"
 REFUSED = {
     "run amoebanet-sped": "no experiment is called 'amoebanet-sped'; did you mean amoebanet-speed",
     "run tiny-accuracy --scale small --data x": (
-        "--data x: scale small makes its own data; leave --data out"
+        "--data x: the scale small trains on images that it generates; leave --data out"
     ),
     "run tiny-accuracy --on cpu --data x": (
         "--scale paper: it needs CUDA devices with 22 GiB of memory each"
@@ -37,7 +40,7 @@ REFUSED = {
     ),
     "run tiny-memory --on meta --scale small": "its balances are profiled, and devices that",
     f"{SPEED} --resume": (
-        "--resume: no run of this command in runs was interrupted; omit --resume"
+        "--resume: the folder runs has no interrupted run of this command; omit --resume"
     ),
     f"{SPEED} --out text": "--out text: cannot be written (File exists); name another",
     f"{SPEED} --row GPipe_n2": "--row 'GPipe_n2': no row is called so; did you mean",
@@ -51,7 +54,7 @@ REFUSED = {
     "run unet-speed unet-memory --row 'naive n2'": (
         "unet-memory has none of the rows naive n2; do not name this"
     ),
-    f"{SPEED} --set n=4 m=16": "--set n=4 m=16: name the row to change by --row, such as",
+    f"{SPEED} --set n=4 m=16": "--set n=4 m=16: also name the row to change by --row,",
     f"{SPEED} --row n2m4 --set k=4": "--set k=4: n2m4 has no k to set; there are n, m, batch_size,",
     f"{SPEED} --row n2m4 --set n=4 m=x": "--set m=x: m is a number of micro-batches, such as 16",
     f"{SPEED} --row n2m4 --set": "Option '--set' requires an argument",
@@ -60,7 +63,7 @@ REFUSED = {
     f"{SPEED} --trace /dev/null/x/t": "--trace /dev/null/x: cannot be written (Not a directory)",
     "show none.json": "none.json: cannot be read (No such file or directory)",
     "show text": "text: not JSON: ",
-    "compare record.json": "give A, B and so on: from 2 to 26 results to compare, not 1",
+    "compare record.json": "give from 2 to 26 results to compare, called A, B and so on, not 1",
     "compare record.json :results": (
         ":results: no such file or folder, and no git revision here; name a record"
     ),
@@ -76,7 +79,7 @@ REFUSED = {
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),
     f"{TWO} --metric speed": (
-        "--metric speed: no row has this metric; the rows' metrics are throughput, time, speedup"
+        "--metric speed: no row of the records has this metric; they have the metrics throughput"
     ),
     PREDICT: "name either experiments, or a run by --run",
     f"{PREDICT} unet-speed --run record.json": "name either experiments, or a run by --run",
@@ -84,17 +87,19 @@ REFUSED = {
     f"{PREDICT} --run record.json --out .": "--out is for published tables",
     f"{PREDICT} unet-speed": "predict --run RUN --hardware here for the models of a run",
     "predict unet-speed --hardware p41": "no hardware is called 'p41': use one of a100x8",
-    "predict --run RUN --fp32-precision tf32": "a run is predicted in float32, as it ran",
+    "predict --run RUN --fp32-precision tf32": "a run is predicted in float32, the precision",
     "predict unet-speed --autocast bfloat16": (
-        "name a folder by --out, because results/predicted is"
+        "also name a folder by --out, because the default folder"
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule missing.csv": "missing.csv",
-    "schedule GPipe --out picture": ("--out picture: the name of a picture ends in .svg or .png"),
-    "schedule GPipe --out picture.pdf": (
-        "--out picture.pdf: the name of a picture ends in .svg or .png"
+    "schedule GPipe --out picture": (
+        "--out picture: the name of a picture must end in .svg or .png"
     ),
-    "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', got '24'",
+    "schedule GPipe --out picture.pdf": (
+        "--out picture.pdf: the name of a picture must end in .svg or .png"
+    ),
+    "plan unet --memory 24": "text with a unit such as '24GiB' or '80GB', but got '24'",
     "plan resnet101 --size 1 2": "leave --size out",
     "plan amoebanet --size 4 32": "positive multiple of 3",
     "plan unet --size 1 8 --devices 1 --memory 1MiB": "alone needs",
@@ -109,8 +114,8 @@ REFUSED = {
     ),
     "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
-    "plan math:pi": "math:pi has to be a function that returns a model, got float",
-    "plan torch:Generator": "has to return a model, or a model and an input; got Generator",
+    "plan math:pi": "math:pi has to be a function that returns a model, but it is of type float",
+    "plan torch:Generator": "or a model and an example input; it returned Generator",
     f"plan {OWN}": "returns a model but no example input: let it return both",
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",

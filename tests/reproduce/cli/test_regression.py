@@ -1,7 +1,7 @@
-"""Tests of the command `regression`, which measures two revisions in turn.
+"""Tests of the command `regression`, which checks whether one git revision is slower than another.
 
-They check exit codes and tables for made-up samples. `test_regression_for_real.py` runs the command
-for real.
+They replace the measurements by made-up ones, and check exit codes and tables.
+`test_regression_for_real.py` runs the command with real measurements.
 """
 
 import contextlib
@@ -38,17 +38,18 @@ def made_up(
     lost: str | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace the gates (checks that measure no time) and the timing of the revisions by fakes.
+    """Replace all measurements by fakes: the timing, and the gates (checks that measure no time).
 
     Args:
         monkeypatch: The fixture that replaces the functions.
-        slower: For each case that is slower in the head revision, the factor.
+        slower: For each case that is slower in the new revision, the factor.
         ends: An error that the fake timing raises after its first samples.
-        since: The factor by which the head revision is slower than the older revision that the
+        since: The factor by which the new revision is slower than the older revision that the
             option `--also` names.
         busy: Whether other programs use the cores during the timing.
         lost: The name of the gate that reports a loss of speed.
-        unable: For each revision (`base` or `head`), the cases that it cannot run.
+        unable: For each revision (`base` is the old one, `head` the new one), the cases that it
+            cannot run.
     """
 
     @contextlib.contextmanager
@@ -150,7 +151,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
         "--base v1 --case gpipe --case x",
         2,
         None,
-        "--case x: no case has this text in its name; the cases are ranks",
+        "--case x: no case (timed work) has this text in its name; the names of the cases are",
     ),
     (
         {},
@@ -247,9 +248,9 @@ def test_a_clock_for_all_cases(
 
 @pytest.mark.parametrize("style", ["text", "markdown", "csv", "json"])
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
-    """With `--slow-down`, the table in each output format says that a delay was planted.
+    """Check each output format, with a delay that `--slow-down` adds to the new revision.
 
-    `--out` writes its file even if a case is slower.
+    The output must name this delay. The file of `--out` is written even if a case is slower.
     """
     made_up(monkeypatch, dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"

@@ -1,4 +1,4 @@
-"""The command `regression`, run for real in a repository that is made from this working tree."""
+"""Run the command `regression` with real measurements, in a copy of this repository."""
 
 import shlex
 import shutil
@@ -46,7 +46,7 @@ def test_for_real(
 ) -> None:
     """Run `regression` in a repository with two commits and an uncommitted edit.
 
-    The command leaves no files, even if an error or a signal ends the command.
+    The command must leave no temporary files, even if a signal ends it.
     """
     root, copies = tmp_path / "repository", tmp_path / "tmp"
     copies.mkdir()

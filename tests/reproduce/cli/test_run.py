@@ -1,4 +1,7 @@
-"""Tests of the command `run`, which writes a record and tables even if an error ends the run."""
+"""Tests of the command `run`, which runs experiments.
+
+It must write a record and tables even if an error ends the run.
+"""
 
 import json
 import signal
@@ -41,7 +44,10 @@ TITLES = [
 
 
 def order_in(trace: Path) -> list[tuple[int, str, int]]:
-    """Return the device, the kind and the micro-batch of each task in a trace, ordered by time."""
+    """Return the tasks in a trace file, ordered by device and start time.
+
+    Each task is a tuple of its device, its kind (such as "forward") and its micro-batch.
+    """
     whole = json.loads(trace.read_text())
     (seconds,) = whole["otherData"]["step_seconds"]
     step = 1e6 * seconds + 0.001  # microseconds, and a possible rounding error
@@ -78,9 +84,9 @@ def check_run(run: Run | None, page: str) -> None:
 
 
 def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
-    """`run` measures and emulates the chosen rows (configurations).
+    """Run some rows (configurations) of two experiments, and check all that `run` writes.
 
-    It writes a record, a page and traces.
+    It writes a record, a page in Markdown, and a trace of each measured and each emulated row.
     """
     folder = Path("new/folder")
     options = ["--steps", "2", "--out", str(folder), "--trace", "t.png"]
@@ -142,7 +148,10 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
 def test_words_from_end_to_end(
     tiny: Tiny, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With every engine, the recorded loss is equal to the loss of the module itself."""
+    """Run a language model, which is a traced module and no `nn.Sequential`.
+
+    With every engine, the recorded loss must be that of the module itself.
+    """
     options = "--engine threads --engine ranks --steps 1 --out runs"
     command("run", "tiny-words", *SMALL, *options.split())
 
@@ -224,9 +233,9 @@ def test_a_signal_keeps_what_was_finished(
     broken_modules: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    """After Ctrl-C or SIGTERM, `run` keeps the finished results.
+    """Check that `run` keeps the finished results after Ctrl-C or SIGTERM.
 
-    Packages that only other commands need may be missing.
+    The test also checks that `run` works if packages are missing that only other commands need.
     """
     others = {}
     for name in ("torchvision", "jinja2", "matplotlib", "scipy", "pytest"):

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP end any command with one line, wherever the signal arrives."""
+"""Tests that Ctrl-C, SIGTERM and SIGHUP end any command with an error of one line.
+
+This must hold wherever in the program the signal arrives.
+"""
 
 import signal
 import sys
@@ -20,7 +23,10 @@ SIGNALS = [
 
 
 class Dying:
-    """An object whose destructor calls a function. Python swallows exceptions in destructors."""
+    """An object whose destructor calls a function.
+
+    Python prints exceptions that are raised in a destructor, and then ignores them.
+    """
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
@@ -32,7 +38,10 @@ class Dying:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """Let signals have their usual handlers, because the test suite can run under `nohup`."""
+    """Give SIGTERM and SIGHUP their default handlers during a test.
+
+    Other handlers may be set, for example if the tests run under `nohup`.
+    """
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -69,7 +78,7 @@ def test_an_ignored_signal_stays_ignored(number: int) -> None:
 def test_a_signal_ends_any_command_with_one_line(
     number: int, code: int, told: str, tmp_path: Path, monkeypatch: Any, command: Any
 ) -> None:
-    """The signal arrives while the command `compare` reads the first record."""
+    """Check a signal that arrives while the command `compare` reads its first record."""
 
     def read(name: str) -> Path:
         signal.raise_signal(number)
@@ -85,7 +94,10 @@ def test_a_signal_ends_any_command_with_one_line(
 
 
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a destructor is remembered. Other exceptions in destructors are still shown."""
+    """Check that Ctrl-C still ends the program if it arrives while a destructor runs.
+
+    Python itself would ignore it there. Other exceptions in destructors must be shown as usual.
+    """
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
     with interruptible() as check:

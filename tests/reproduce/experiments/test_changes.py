@@ -1,4 +1,4 @@
-"""Tests of `run … --set`, which changes rows (configurations) from the shell."""
+"""Tests of `run … --set`, which changes settings of rows (configurations) from the shell."""
 
 from typing import Any
 
@@ -47,7 +47,10 @@ def test_each_setting_gets_its_option(words: str, expanded: str) -> None:
     ],
 )
 def test_settings_change_a_row(row: str, settings: list[str], fields: dict[str, Any]) -> None:
-    """A changed row has its own name and group, and reproduces no published row."""
+    """Change settings of a row (configuration), and check the new row.
+
+    It has a name and a group of its own, and is not compared with a published result.
+    """
     changed = change_row(row_of("amoebanet-speed", row), settings)
     for name, value in fields.items():
         assert getattr(changed, name) == value

@@ -1,4 +1,7 @@
-"""Tests of data sets: an epoch always has the same samples, and a wrong folder raises an error."""
+"""Tests of data sets.
+
+An epoch must have the same samples in each run, and a wrong folder must raise an error.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,9 +68,10 @@ def test_every_epoch_is_its_own_and_comes_again(
 
 
 def test_the_class_is_the_direction_of_the_wave() -> None:
-    """A wave of class 0 varies along rows only, and a wave of class 1 varies along columns only.
+    """Check generated images of waves, where the direction of the wave is the class to learn.
 
-    The images have no noise here.
+    An image of class 0 varies along rows only, and one of class 1 along columns only. In this test,
+    the images have no noise.
     """
     images, labels = gratings(noise=0.0, classes=2).train
     other_images, _ = gratings(seed=1, noise=0.0, classes=2).train
@@ -93,7 +97,7 @@ def test_the_class_is_the_direction_of_the_wave() -> None:
         (["train/a/1", "val/a/1"], "train/ has 1 folders of classes, not 2; put ImageNet there"),
         (
             ["train/a/1", "train/b/1", "val/a/1", "val/c/1"],
-            "train/ has a folder b, but val/ has none; add it to val/",
+            "train/ has a folder of the class b, but val/ has none; add this folder to val/",
         ),
         (
             ["train/a/1", "train/b/1.txt"],
@@ -111,9 +115,10 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
 
 
 def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> None:
-    """A broken image leads to a one-line error that names the file, even in a worker process.
+    """Check two errors: for a broken image, and for an experiment without its data set.
 
-    ImageNet needs the option `--data`.
+    The first names the file, although a worker process reads it. The second asks for the option
+    `--data`.
     """
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")

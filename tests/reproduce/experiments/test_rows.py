@@ -1,7 +1,7 @@
 """Tests of experiments, which are lists of rows (configurations to run).
 
-Test that rows agree with the published tables and with committed runs. By default, an experiment
-runs at the largest scale (set of sizes) that fits the devices.
+Rows must agree with the published tables and with committed runs. By default, an experiment must
+run at the largest scale (set of sizes) that fits the devices.
 """
 
 import re
@@ -33,8 +33,8 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Fields that published configurations have, but rows of speed experiments do not have: units of
-# measurement, and fields that follow from other fields.
+# Fields of published configurations that the rows of experiments do not have. They describe a
+# measurement, or follow from other fields.
 NOT_OURS = {
     "n",
     "m",
@@ -83,7 +83,10 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 
 @pytest.mark.parametrize("experiment", TIMED, ids=name_of)
 def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
-    """Each row of a default run has as many steps as a significant difference needs."""
+    """Check that runs with default options have enough steps in each row (configuration).
+
+    With fewer steps, no difference between two runs could be significant.
+    """
     least = needed(Rule().alpha, paired=False)
     for scale in experiment.scales:
         assert min(scale.steps, scale.least_steps) >= least
@@ -94,9 +97,10 @@ HOW_OFTEN = ("steps", "least_steps")
 
 
 def newest_run(experiment: Experiment, rows: list[Row]) -> tuple[Run, list[Result]]:
-    """Return the newest committed run of an experiment that has all usual rows, and its results.
+    """Return the newest committed run of an experiment, and its results.
 
-    The run may also have rows that only `run --all` runs.
+    The run has all rows (configurations) that run by default. It may also have rows that run only
+    with the option `--all`.
     """
     usual = {row.name for row in rows if not row.extra}
     for record in reversed(RUNS):
@@ -110,10 +114,10 @@ def newest_run(experiment: Experiment, rows: list[Row]) -> tuple[Run, list[Resul
 
 @pytest.mark.parametrize("experiment", ALL, ids=name_of)
 def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Experiment) -> None:
-    """The newest committed run of an experiment has the configurations that the code runs now.
+    """Check that the newest committed run of an experiment has the rows that the code runs now.
 
-    Balances and links are not compared, because they depend on the machine. Older versions did not
-    record the name of a row's group.
+    Balances and links are not compared, because they depend on the machine. The name of a row's
+    group may be missing, because older versions did not record it.
     """
     scale = experiment.scale("small")
     rows = {row.name: row for row in scale.rows}
@@ -143,10 +147,10 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """The rows that are not from papers are equal at both scales (`paper` and `small`).
+    """Compare the rows that are not from papers at both scales, `paper` and `small`.
 
-    They differ only in sizes. The largest number of micro-batches is 32 at the scale `paper`, and 8
-    at the scale `small`.
+    They may differ only in sizes. The largest number of micro-batches is 32 at the scale `paper`,
+    and 8 at the scale `small`.
     """
 
     def ours(scale: str) -> list[Row]:

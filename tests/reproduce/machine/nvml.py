@@ -1,4 +1,4 @@
-"""A stand-in for NVML, the C library of NVIDIA's driver."""
+"""A stand-in for NVML, the C library that reads the states of NVIDIA GPUs."""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -9,11 +9,12 @@ NOT_SUPPORTED = 3
 
 
 class Nvml:
-    """A fake C library. Each function writes its answer to the place that its last argument names.
+    """A fake C library. As in NVML, a function writes its answer to its last argument, a pointer.
 
     Args:
-        tell: For each function of the library, a Python function that returns the answer for the
-            other arguments. If it raises `LookupError`, the C function returns an error code.
+        tell: For each function of the library, a Python function that takes the other arguments and
+            returns the answer. If it raises `LookupError`, the function of the library returns an
+            error code.
     """
 
     def __init__(self, tell: Mapping[str, Callable[..., Any]]) -> None:
@@ -26,7 +27,7 @@ class Nvml:
 
 
 def _as_int(x: Any) -> Any:
-    """Convert a Python `int` to an `int` of C, which has 32 bits. Leave other values unchanged."""
+    """Cut a Python `int` to the 32 bits of a C `int`. Return other values unchanged."""
     return ctypes.c_int(x).value if isinstance(x, int) else x
 
 

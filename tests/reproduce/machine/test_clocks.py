@@ -1,6 +1,7 @@
-"""Tests of the clock rates and other states of GPUs. A fake library stands in for NVIDIA's driver.
+"""Tests of how clock rates and other states of GPUs are read and recorded.
 
-Records have the driver's answers from the start and the end of a run, and from each round.
+A fake library stands in for NVIDIA's. A record has the states at the start and at the end of a run,
+and in each round. In a round, every configuration runs one step.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Records describe the machine and the git checkout correctly.
+"""Tests that records describe the machine and the git checkout correctly.
 
-A missing device or revision leads to a one-line error.
+A missing device or git revision must lead to an error of one line.
 """
 
 import json
@@ -65,12 +65,12 @@ def test_what_others_have_of_the_machine(
     have: int, others: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def at(seconds: float, stat: str, own: int, waited: int) -> None:
-        """Set the clock to `seconds`, and write the fake files of /proc for this time.
+        """Set a fake clock, and write fake files of /proc as they are at this time.
 
         Args:
             seconds: The time of the clock.
-            stat: The numbers of one core in `/proc/stat`; all three cores have the same numbers.
-            own: The CPU time (in ticks) of this process, and the same for its child.
+            stat: The numbers of a core in `/proc/stat`, which are the same for all three cores.
+            own: The CPU time of this process in ticks of 10 ms. Its child has the same CPU time.
             waited: The microseconds in which some process waited for a core.
         """
         clock = SimpleNamespace(monotonic=lambda: seconds)
@@ -259,9 +259,9 @@ def test_starts_over_once(given: dict[str, str], starts: int, found: dict[str, s
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Make a git repository with two revisions, `old` and HEAD.
+    """Make a git repository with two revisions, which are tagged `old` and `new`.
 
-    The folder `shallow` next to it is a clone with HEAD only.
+    The folder `shallow` next to the repository is a clone that has only the newer revision.
     """
     root = tmp_path / "root"
     root.mkdir()

@@ -1,4 +1,4 @@
-"""Tests of the git address from which this program can be installed on another machine."""
+"""Tests of the git address from which `reproduce` can be installed on another machine."""
 
 import json
 from importlib import metadata
@@ -40,7 +40,12 @@ def test_an_address(given: str, expected: str, url: str, revision: str | None) -
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> None:
-    """Pretend that pip installed this program, and noted `source` about it."""
+    """Pretend that pip has installed this program.
+
+    Args:
+        monkeypatch: The fixture that replaces a function.
+        source: What pip has noted about the source of the program, or `None` for no note.
+    """
     text = None if source is None else json.dumps(source)
     made = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(metadata, "distribution", lambda name: made)
@@ -61,7 +66,11 @@ def test_what_was_installed_from_a_folder_has_no_address(monkeypatch: pytest.Mon
 def test_a_checkout_comes_from_its_remote(
     source: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit must have been pushed. The address names it by its tag, or else by its hash."""
+    """Check the address of a program that runs from a git checkout.
+
+    The commit must have been pushed to the remote repository. The address has the tag of the commit
+    if it has one, and otherwise its hash.
+    """
     installed(monkeypatch, source)
     monkeypatch.setattr(origin, "ROOT", tmp_path)
     monkeypatch.setattr(origin, "checkout", lambda: checkout(tmp_path))

@@ -1,6 +1,7 @@
-"""Tests of every model: its number of parameters, its outputs and gradients, and errors for sizes.
+"""Tests of the models that experiments train.
 
-Models of torchvision that are split into layers compute the same results to the bit.
+They check numbers of parameters, outputs, gradients, and errors for impossible sizes. Models of
+torchvision, here split into layers, must have equal results to the bit.
 """
 
 import sys
@@ -32,9 +33,9 @@ PUBLISHED = [  # model, size, parameters, layers
 
 Build = Callable[[], Sequential]
 Shape = tuple[int, ...]
-# Each value holds four things: a small model; the shape of its input; the shape of its output; and
-# a checksum of the output. Before the checksums were recorded, each operation of each model was
-# checked separately.
+# Each value has four parts: a function that builds a small model; the shape of its input; the shape
+# of its output; and a checksum of the output. Before the checksums were recorded, each operation of
+# these models was checked separately.
 SMALL: dict[str, tuple[Build, Shape, Shape, float]] = {
     "AmoebaNet-D": (
         lambda: amoebanetd(3, 8, num_classes=10),
@@ -107,9 +108,10 @@ def test_sizes_are_the_published_ones(
 
 @pytest.mark.parametrize(("build", "images", "outputs", "number"), SMALL.values(), ids=SMALL)
 def test_what_it_computes(build: Build, images: Shape, outputs: Shape, number: float) -> None:
-    """The output of a model has the recorded checksum.
+    """Check that the output of a model has the recorded checksum.
 
-    All parameters and pixels are different, so that any other computation changes the checksum.
+    All parameters and pixels are different numbers, so that any change of the computation changes
+    the checksum.
     """
     model = build().double().eval()
     with torch.no_grad():
@@ -152,7 +154,10 @@ def test_what_no_model_is_built_of(build: Build, kind: type[Exception], message:
 
 
 def test_torchvision_weights_load_into_the_flat_model_and_back() -> None:
-    """Weights of torchvision's ResNet-101 can be loaded, and the outputs are equal to the bit."""
+    """Check that weights can be exchanged with torchvision's ResNet-101, in both directions.
+
+    With equal weights, the outputs of both models must be equal to the bit.
+    """
     from torchvision import models as theirs
 
     torch.manual_seed(0)
@@ -216,7 +221,10 @@ def test_models_that_ask_for_more_are_built_without_memory_and_for_any_image(nam
 def test_torchvision_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """If torchvision was built for another PyTorch, its import error becomes a one-line error."""
+    """Check the error if torchvision cannot be imported.
+
+    For example, it may have been built for another PyTorch. The error must be a single line.
+    """
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('no operator\\ntorchvision::nms')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in list(sys.modules):

@@ -1,6 +1,6 @@
-"""Tests of the comparison of benchmark results.
+"""Tests of the comparison of records of benchmark results.
 
-Numbers of one machine are compared, otherwise ratios. Notes name the rows that a record lacks.
+On one machine, numbers are compared. Between machines, only ratios to a baseline are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return each line's ratio and verdict, or `None` if the line has no decision."""
+    """Return for each line of a comparison its ratio and verdict, or `None` if it is not judged."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -61,9 +61,9 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 
 
 def emulated_too(x: float, **more: Any) -> Record:
-    """Make a benchmark record with measured and emulated results for the rows x and y.
+    """Make a record in which the row y is faster than the row x (rows are configurations).
 
-    y is four times as fast as x in the measured results, and twice as fast in the emulated results.
+    It is four times as fast in the measured results, and twice as fast in the emulated results.
     """
     x_measured, y_measured = row("x", x, over="x"), row("y", x / 4, over="x")
     x_emulated, y_emulated = emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x"))
@@ -71,7 +71,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a record in which y is `factor` times as fast as x, and both slow down over time."""
+    """Make a record whose rows slow down over time. The row y is `factor` times as fast as x."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -91,7 +91,7 @@ ONE = record(X)
 
 
 def of_rows(*seconds: float, **changes: Any) -> Record:
-    """Make a record of the rows x, y, z, …, whose baseline is x."""
+    """Make a record of rows x, y, z and w with the given times of a step. x is the baseline."""
     rows = []
     for name, time in zip("xyzw", seconds, strict=False):
         rows.append(row(name, time, over="x"))
@@ -125,7 +125,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
-    """Make a record of the row x, and of the rows y and z with the given fields."""
+    """Make a record of the row x, and of two rows, y and z, with the given link, size and scale."""
     rows = []
     for name in "yz":
         config = {"row": name, "link": link, "size": size}
@@ -288,8 +288,8 @@ def test_only_rows_that_were_run_alike_differ_in_a_field() -> None:
 @pytest.mark.parametrize(
     ("rows", "bases"),
     [
-        ("xyz", {"x": "z", "y": "z", "z": "z"}),  # all rows name z as their base
-        ("xy", {"x": "x", "y": "x", "z": "z"}),  # if z is missing, the first row is the base
+        ("xyz", {"x": "z", "y": "z", "z": "z"}),
+        ("xy", {"x": "x", "y": "x", "z": "z"}),  # without z, the first row is the baseline
     ],
 )
 def test_what_rows_are_divided_by(rows: str, bases: dict[str, str]) -> None:

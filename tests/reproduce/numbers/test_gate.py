@@ -1,4 +1,4 @@
-"""Test what `--fail-on-regression` says of rows that cannot be judged."""
+"""Test what `compare --fail-on-regression` says of results that cannot be judged."""
 
 import pytest
 

@@ -1,6 +1,7 @@
-"""Tests of `match`, which finds results of several records that have the same configuration.
+"""Tests of `match`, which finds the results of several records that can be compared.
 
-The order, the names and the records of the results do not matter.
+Results can be compared if they have the same configuration. Their order and their names do not
+matter.
 """
 
 from typing import Any
@@ -43,9 +44,11 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record with a result that reproduces a published result.
+    """Make a record with a measured result that reproduces a published result.
 
-    The result has the published configuration, with the given changes.
+    Args:
+        name: The name of the measured result.
+        changes: Fields of its configuration that differ from the published configuration.
     """
     config = {**CONFIG, **changes}
     return record(row(name, 1.0, experiment="amoebanet-speed", published=N2M4, config=config))
@@ -58,8 +61,9 @@ PUBLISHED = published("n2m4", **CONFIG, parameters_exact=1)
 ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"L": 6, "m": 4}, {"L": 6, "m": 4}, True),
     ({"L": 6, "m": 4}, {"L": 6, "m": 8}, False),
-    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),  # balances may differ
-    ({"L": 6}, {"L": 6, "components": []}, True),  # older records do not have `components`
+    # Balances may differ, and older records do not have the field `components`.
+    ({"L": 6, "balance": [1, 2]}, {"L": 6, "balance": [2, 1]}, True),
+    ({"L": 6}, {"L": 6, "components": []}, True),
     ({"checkpoint": None}, {"checkpoint": "always"}, False),
     ({"L": 6}, {"benchmark": "x"}, False),
     ({"L": 6}, {"L": 6, "changed_from": "x"}, False),  # changed by `--set`: never the original
@@ -68,9 +72,10 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """If several results have one configuration, a result is matched with the most similar one.
+    """Check which of several results with one configuration is compared: the most similar one.
 
-    If results differ only in scale (set of sizes) or device, labels name the scale or the device.
+    If these results differ only in scale (set of sizes) or device, labels name the scale or the
+    device.
     """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 
@@ -84,7 +89,12 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a record of a prediction, with the hardware's name in its result or in the record."""
+    """Make a record of a prediction for a hardware.
+
+    Args:
+        name: The name of the hardware.
+        in_row: Whether the result has this name. Otherwise, the record has it.
+    """
     if in_row:
         result = row("x", status="predicted", hardware=name)
         return Record(f"x-{name}", "T", "predicted", {}, [result])
@@ -100,9 +110,9 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# Each value holds the input and the expected lines of a comparison. The input is a list of records
-# for each side (A, B, …). A line holds its name and, by the number of the side, the names of the
-# results that are compared in this line.
+# Each value has two parts: the records to compare, and the expected lines of the comparison. The
+# records are given as one list for each side (A, B, …). A line has a name, and a dictionary from
+# the index of a side to the name of its result in this line.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

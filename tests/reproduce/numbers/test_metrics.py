@@ -1,6 +1,6 @@
-"""Tests of metrics, such as throughput, and of the significance of differences between samples.
+"""Tests of metrics, such as throughput, and of the significance test for differences of samples.
 
-The significance test detects real differences. It ignores noise and tiny differences.
+The significance test must find real differences, and ignore noise and tiny differences.
 """
 
 import math
@@ -48,11 +48,11 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Return the emulated throughput divided by the measured throughput.
+    """Return the throughput of an emulated result, divided by that of a measured result.
 
     Args:
-        here: The `here_time` of the emulated result: seconds of each step without copies over links
-            between devices. The emulated throughput is computed from these seconds.
+        here: For each step of the emulated result, its seconds without copies between devices. The
+            emulated throughput is computed from these seconds.
         theirs: The measured result.
     """
     emulated = timed([99.0, 99.0], [0, 1])
@@ -133,9 +133,10 @@ def test_values(
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
-    """A training's error is the error after its last epoch, for each seed with all epochs.
+    """Check how the error of a training (the share of wrong classes) is read from a result.
 
-    A published error is a number with a deviation.
+    It is the error after the last epoch, for each random seed whose training ended. A published
+    error is a number with a deviation.
     """
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
@@ -167,8 +168,10 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     [
         (EIGHT, times(1.2), False, "higher"),
         (EIGHT, times(0.8), False, "lower"),
-        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),  # a significant, but small difference
-        (POWERS, times(1.2, POWERS), False, "~"),  # a large, but not significant difference
+        # The difference is significant, but too small to matter.
+        (EIGHT * 9, times(1.03, EIGHT * 9), False, "~"),
+        # The difference is large, but not significant.
+        (POWERS, times(1.2, POWERS), False, "~"),
         (POWERS, times(1.2, POWERS), True, "higher"),
         ([5.0] * 8, [5.0] * 8, False, "~"),
         ([5.0] * 8, [5.0] * 8, True, "~"),
@@ -183,7 +186,11 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
-    """`compare_samples` returns the expected outcome, or raises the expected error."""
+    """Check that `compare_samples` returns the expected outcome or raises the expected error.
+
+    A sample is a measured number. The first argument has the samples of the old version, and the
+    second those of the new version.
+    """
     try:
         decision = compare_samples(base, head, paired=paired)
     except ValueError as error:
@@ -195,7 +202,11 @@ def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: s
 
 @pytest.mark.parametrize("second", [1.0, 1.005])
 def test_equal_samples_have_an_exact_p(second: float) -> None:
-    """Of the 252 divisions of ten samples into two fives, two are as extreme as the given one."""
+    """Check the exact p-value of a comparison of five samples with five larger ones.
+
+    There are 252 ways to divide ten samples into two groups of five. Two of them are as extreme as
+    this one, so the p-value is 2/252.
+    """
     base = [1.0, second, 1.01, 1.02, 1.03]
 
     decision = compare_samples(base, [2.0, 2.01, 2.02, 2.03, 2.04])
@@ -213,7 +224,7 @@ def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     head = [draw.lognormvariate(0, 0.1) for _ in range(12)]
 
     def p_of(ratio: float) -> float:
-        """Return the p-value of the hypothesis that the true ratio is `ratio`."""
+        """Return the p-value of the hypothesis that `head` is `ratio` times as large as `base`."""
         decision = compare_samples(times(ratio, base), head, paired=paired)
         return decision.p or 0
 

@@ -1,7 +1,7 @@
-"""Records are read from files, folders, pytest-benchmark's files and git revisions.
+"""Tests of how records are found in files, folders, pytest-benchmark's files and git revisions.
 
-If several runs have the same configuration, the runs with the most rows count, and of these the
-newest run. The tables of predictions follow this rule, too.
+If several runs have results for the same experiment, those with the most rows (configurations) are
+used, and of these the newest. The tables of predictions follow the same rule.
 """
 
 import json
@@ -29,7 +29,7 @@ GPUS = Machine("Linux", "a CPU", 4, 8, None, [Gpu("a GPU", 2**30)] * 4)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a git checkout with two runs in results/measured. Only the old run is committed."""
+    """Make a git checkout with two runs in results/measured. Only the older run is committed."""
     monkeypatch.chdir(tmp_path)
     measured = tmp_path / "results" / "measured"
     measured.mkdir(parents=True)
@@ -104,7 +104,12 @@ def test_pytest_benchmark_outside_a_checkout(commit: Any, tmp_path: Path) -> Non
 
 
 def result(name: str = "n2m1", **changes: Any) -> Result:
-    """Make a result of three steps for a published configuration, with the given changes."""
+    """Make a result with three steps of a published configuration.
+
+    Args:
+        name: The name of the configuration.
+        changes: Fields of the result with other values.
+    """
     fields: dict[str, Any] = {
         "experiment": "amoebanet-speed",
         "scale": "paper",
@@ -187,7 +192,7 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
 
 
 def test_each_machine_has_a_column() -> None:
-    """The rows of two GPUs stand side by side, in columns with the names of the GPUs."""
+    """Check that a table has a column for each GPU, with its name, if runs used several GPUs."""
     predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
     measured = {
         "1 x GPU A": {"n2m1": MeasuredRow(1.0, how="emulated")},

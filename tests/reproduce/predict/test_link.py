@@ -1,4 +1,4 @@
-"""Test the links between emulated devices: how long copies take, and which node has such links."""
+"""Tests of the links between emulated devices, which decide how long copies take."""
 
 from dataclasses import replace
 
@@ -25,11 +25,12 @@ ROW = replace(
 
 
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
-    """An emulated copy takes as long as on given hardware, or a share of a forward's time.
+    """Check how long an emulated copy between devices takes.
 
-    The share is predicted for the published row with the same name, or for the first published row
-    if there is none. The prediction does not use the balance of the published row, because this
-    balance was made for other devices.
+    Without published rows, it takes as long as on the given hardware. With published rows, it takes
+    the share of a forward's time that is predicted for the published row of the same name, or else
+    for the first published row. The balance of the published row is not used, because it was made
+    for other devices.
     """
     large, small = replace(ROW, batch_size=8, size=(1, 8)), ROW
     hardware = Link(HARDWARE, None)

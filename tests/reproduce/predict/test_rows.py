@@ -1,7 +1,7 @@
-"""Predictions equal the committed predictions, and their errors are as large as documented.
+"""Tests of predictions of published tables.
 
-The errors are differences from published numbers. The search for the largest model that fits in
-memory finds the right model.
+They must equal the committed predictions, and differ from the published numbers by as much as the
+docs say. The search for the largest model that fits in memory is tested, too.
 """
 
 from statistics import median
@@ -69,9 +69,9 @@ def test_rows_are_not_stale(experiment: str, rows: str) -> None:
 
 
 def test_how_far_throughput_and_speed_ups_are() -> None:
-    """Predicted throughputs and speed-ups have the documented errors.
+    """Check that predicted throughputs and speed-ups have the errors that the docs name.
 
-    The target for speed-ups was a median error of 3%, and nine in ten errors below 10%.
+    For speed-ups, the target was a median error of 3%, with nine in ten errors below 10%.
     """
     throughputs: list[float] = []
     speed_ups: dict[tuple[str, str], float] = {}
@@ -91,10 +91,10 @@ def test_how_far_throughput_and_speed_ups_are() -> None:
 
 
 def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
-    """The planner's headroom is the median over published rows, rounded up.
+    """Check the planner's constant `HEADROOM`, the memory that it leaves free for the allocator.
 
-    The headroom is the memory that PyTorch reserves beyond the allocated memory, as a share of the
-    allocated memory. The reserved memory is published, and the allocated memory is predicted.
+    It is the share by which published reserved memory is larger than predicted allocated memory:
+    the median over the rows (configurations) of two published tables, rounded up.
     """
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):

@@ -1,6 +1,7 @@
-"""Records of every version can be loaded and saved, and writes are atomic.
+"""Tests of the files of results, called records.
 
-Errors say which place in a record is broken.
+Records of every version can be loaded and saved, and are written atomically. Errors say which place
+in a record is wrong.
 """
 
 import json
@@ -188,7 +189,13 @@ TASK = {
 
 
 def changed(file: str, *place: Any, to: object) -> Any:
-    """Return the JSON contents of a file in `data`, with the value at `place` replaced by `to`."""
+    """Return the JSON contents of a file in the folder `data`, with one value replaced.
+
+    Args:
+        file: The name of the file.
+        place: The keys and indices that lead to the value.
+        to: The new value.
+    """
     text = (DATA / file).read_text()
     data = json.loads(text)
     inner: Any = data
@@ -220,15 +227,15 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
     load: [
         (None, "cannot be read (No such file or directory)"),
         (b'{"x": NaN,}', "not JSON: invalid character (byte 6)"),
-        (b'{"x": [1, -Infinity]}', "x[1]: the value is -inf, which is not a number"),
+        (b'{"x": [1, -Infinity]}', "x[1]: the value is -inf, but JSON allows only finite numbers"),
         (
             of_row(samples={"loss": [1.0, float("nan")]}),
-            "results[0].samples.loss[1]: the value of 'r' is nan, which is not a number",
+            "results[0].samples.loss[1]: the value of 'r' is nan, but JSON allows only",
         ),
-        (of_row(samples={"step_time": [1, 0]}), f"results[0].samples.step_time[1]: {NO_TIME} 0, a"),
-        (of_row(samples={"time": [-0.5]}), f"results[0].samples.time[0]: {NO_TIME} -0.5, and a "),
-        (of_row(values={"step_time": 0}), f"results[0].values.step_time: {NO_TIME} 0, and a time"),
-        (b"[]", 'not a record (its "format" is not "torchgpipe-reproduce")'),
+        (of_row(samples={"step_time": [1, 0]}), f"results[0].samples.step_time[1]: {NO_TIME} 0, "),
+        (of_row(samples={"time": [-0.5]}), f"results[0].samples.time[0]: {NO_TIME} -0.5, but a "),
+        (of_row(values={"step_time": 0}), f"results[0].values.step_time: {NO_TIME} 0, but a time"),
+        (b"[]", 'this file is not a record (its "format" is not "torchgpipe-reproduce")'),
         (fields(version=4), "record version 4; this program reads versions 1 and 2 and 3"),
         (fields(version=True), "record version True; this program reads versions 1 and 2 and 3"),
         (of_row(emulated=True), "results[0].emulated: is True, and its"),
@@ -258,17 +265,17 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
         (BENCHMARK("benchmarks", to=3), "benchmarks: Expected `array`, got `int`"),
         (
             BENCHMARK("benchmarks", 0, "stats", "data", 2, to=0.0),
-            "benchmarks[0].stats.data[2]: the time of 'test_one[1]' is 0, and a time is above 0",
+            "benchmarks[0].stats.data[2]: the time of 'test_one[1]' is 0, but a time must be",
         ),
         (
             BENCHMARK("benchmarks", 1, "stats", "median", to=-1.0),
-            "benchmarks[1].stats.median: the time of 'test_two' is -1, and a time is above 0",
+            "benchmarks[1].stats.median: the time of 'test_two' is -1, but a time must be",
         ),
     ],
     read_trace: [
         ({}, f"{NO_TRACE}: Object missing required field `traceEvents`"),
-        (trace(), f'{NO_TRACE} (no event is a task, "ph": "X")'),
-        (trace({**TASK, "cat": "copy"}), f"{NO_TRACE} (no event is a task"),
+        (trace(), f'{NO_TRACE} (it has no task, an event with "ph": "X")'),
+        (trace({**TASK, "cat": "copy"}), f"{NO_TRACE} (it has no task"),
         (trace(TASK, 3), f"{NO_TRACE}: traceEvents[1]: "),
         (trace({**TASK, "cat": "sleep"}), f"{NO_TRACE}: traceEvents[0].cat: "),
     ],

@@ -1,4 +1,8 @@
-"""Tests of the gates of `regression`: programs that check a version, and measure no time."""
+"""Tests of the gates of `regression`.
+
+A gate is a program that checks a version of a package without measuring time, for example by
+counting operators.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,14 +39,21 @@ def test_a_gate_judges_the_new_version_beside_the_old_one(
 
 
 def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
-    """If a gate says that the package does not run, an error is raised, and nothing is timed."""
+    """Check that an error is raised if a gate cannot judge, because the package does not run."""
     made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
     with pytest.raises(Error, match=r"^gate: the package does not run$"):
         gates.judged_by("a.gate", *made)
 
 
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
-    """Make two versions of a package, each with the exit code and the output of its gate."""
+    """Make two versions of a package, and a fake gate.
+
+    Args:
+        base: The exit code and the lines of output of the gate for the old version.
+        head: The exit code and the lines of output of the gate for the new version.
+        folder: The folder in which the versions and the gate are made.
+        monkeypatch: The fixture that makes the gate known.
+    """
     monkeypatch.setattr(gates, "ROOT", folder)
     (folder / "a").mkdir()
     (folder / "a" / "gate.py").write_text(GATE)

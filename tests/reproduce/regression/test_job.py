@@ -1,7 +1,8 @@
-"""Tests of the job of `regression`, which measures two revisions of the code.
+"""Tests of the job of `regression`, a program that measures two revisions of the code.
 
-The job warms up the cases of both revisions, then runs one case at a time, and restarts its
-processes. The tests also check what happens if a revision cannot run a case, and how the job ends.
+The job has a process for each revision. It warms up all benchmark cases, then times one case at a
+time, and restarts the processes several times. The tests also check what happens if a revision
+cannot run a case, and how the job ends.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Return a function that replaces the measuring program by a script.
 
-    The program's input is in the script's variable `job`.
+    In the script, the variable `job` has the input of the program.
     """
 
     def be(script: str) -> None:
@@ -50,7 +51,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """If a revision cannot run a case, the job reports this once, and never retries the case."""
+    """Check that the measuring program is started anew for every few restarts.
+
+    If a revision cannot run a case, the job must report this once, and leave out the case in later
+    starts.
+    """
     stand_in("""
 for case in list(job["cases"]):
     if case == "b":
@@ -88,7 +93,10 @@ for i in range(job["first"], job["first"] + job["restarts"]):
 
 
 def test_a_second_old_version_is_a_third_side(stand_in: Callable[[str], None]) -> None:
-    """A version that cannot run a case is left out, and the other two are still compared."""
+    """Measure a third version, older than the other two.
+
+    If one version cannot run a case, the other two must still be compared.
+    """
     stand_in("""
 if job["first"] == 0:
     print(json.dumps({"case": "a", "unable": {"base": "gone"}}))
@@ -123,7 +131,7 @@ def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None
 
 
 def test_it_ends_with_its_forks(stand_in: Callable[[str], None]) -> None:
-    """The job ends its forked processes, so the test does not wait until they end themselves."""
+    """Check that a job that is closed early ends its forked processes, which would run for long."""
     stand_in("""
 if os.fork():
     print(json.dumps({"case": "a"}), flush=True)
@@ -148,10 +156,10 @@ how often this request came before.
 
 
 class Fake:
-    """A fake process that measures one revision, and logs the requests that it gets.
+    """A fake of the process that measures one revision. It logs its requests and answers.
 
-    It answers the first request for a case (the warm-up) with `None`, and later requests with its
-    own number.
+    It answers the first request for a case, the warm-up, with `None`. It answers later requests
+    with its own number, or with a text of `texts`.
     """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
@@ -193,7 +201,7 @@ def run(
 def test_all_are_warm_before_any_sample_and_are_asked_one_at_a_time(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All cases are warmed up before the first sample, and only one case runs at a time."""
+    """Check that all cases are warmed up before the first is timed, and run one at a time."""
     expected = []
     for restart in (5, 6):
         for case, ways in cases.items():
@@ -264,7 +272,7 @@ def test_what_cannot_run_is_told_once_and_left_out(
 def test_what_ran_before_and_no_longer_does_is_an_error(
     answer: int, first: int, finished: list[str]
 ) -> None:
-    """It is an error if a case ran before and cannot run now, for example for lack of memory."""
+    """Check the error if a case ran before and cannot run now, for example for lack of memory."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
     for case in finished:
@@ -275,7 +283,10 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """A process refuses to measure a folder if it imports torchgpipe from another folder."""
+    """Check the error of a process that imports torchgpipe from another folder than it should.
+
+    Otherwise it would measure another version.
+    """
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
         answer = side.recv()
@@ -309,7 +320,10 @@ def test_a_process_that_ended_by_itself(
 def test_packages_may_be_in_the_folders_of_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkout comes before PYTHONPATH, so packages of the checkout are measured."""
+    """Check that a checkout comes before the folders of PYTHONPATH.
+
+    So packages of the checkout are measured, and others may be in the folders of PYTHONPATH.
+    """
     (tmp_path / "told.py").write_text(
         "import json, reproduce; print(json.dumps({'path': [*reproduce.__path__]}))"
     )

@@ -1,4 +1,7 @@
-"""Git revisions are copied to temporary folders, and a bisection finds the first slower commit."""
+"""Tests of how `regression` copies git revisions to temporary folders.
+
+They also test the bisection, which finds the first commit that is slower.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +82,10 @@ def test_what_cannot_be_had(
     ids=["a file in src", "a folder", "built"],
 )
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
-    """A package is found in both copies. Files that git ignores, like builds, are not copied."""
+    """Check in which folder of a copied revision a package is found.
+
+    Files that git ignores, such as builds, must not be copied.
+    """
     root = tmp_path / "root"
     files = {place: "", ".gitignore": "*.so", "parts/one/old.so": ""}
     for name, text in files.items():
@@ -111,9 +117,14 @@ CASES: dict[str, Clock] = {"a": "cpu", "b": "cpu"}
 
 
 class History:
-    """A git repository with commits of the versions 0, 1, …, and a fake measurement of them.
+    """A git repository with the versions 0, 1, … of a package, and a fake measurement of them.
 
-    In the measurement, the cases in `slower` are slower from version `culprit` on.
+    Args:
+        root: The folder of the repository.
+        monkeypatch: The fixture that replaces the measurement.
+        commits: The number of versions.
+        culprit: The first version that is slower.
+        slower: The benchmark cases that are slower from this version on.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Tests of the samples that `regression` takes: what is timed, with which clock, and the verdicts.
+"""Tests of the samples (times of steps) that `regression` takes, and of its verdicts about them.
 
-Significance tests compare restarts. A difference counts if it is significant and large.
+Processes are restarted several times, and a significance test compares the restarts. A difference
+counts only if it is significant and large enough.
 """
 
 import os
@@ -58,9 +59,9 @@ def test_a_file_without_cases_of_their_own_names(text: str, tmp_path: Path) -> N
 def test_each_case_has_its_clock_and_cores(
     own: Clock, clock: Clock | None, cores: int, monkeypatch: Any
 ) -> None:
-    """Each case has its own clock (of wall time or CPU time) and its own number of cores.
+    """Check that each benchmark case is timed by its own clock, on its own number of cores.
 
-    In this test, one process runs two cases.
+    The clock counts wall time or CPU time. In this test, one process runs two cases.
     """
     before = os.sched_getaffinity(0)
     counts: list[int] = []
@@ -89,10 +90,10 @@ def test_each_case_has_its_clock_and_cores(
 def test_a_planted_delay_is_a_share_of_the_usual_step(
     slow_down: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted delay makes a step longer by `slow_down` times the usual time of a step.
+    """Check that a planted delay makes a step longer by `slow_down` times the usual time of a step.
 
     In this test, a fake clock advances by 1 s in a usual step, and by 9 s in a warm-up step. The
-    clock also advances a little whenever it is read, so that the delay ends.
+    clock also advances a little whenever it is read, because the delay reads it until it is over.
     """
     now, steps = 0.0, 0
 
@@ -119,10 +120,15 @@ SAME, SLOWER = 1.0, 1.1
 
 
 def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: int = 0) -> Samples:
-    """Make random samples of two revisions, in which the second takes `ratio` times as long.
+    """Make random samples (times of steps) of two revisions.
 
-    Each restart of the processes has its own ratio. Each pair of samples has its own speed of the
-    machine, and each sample has noise.
+    Args:
+        ratio: How many times as long the second revision takes: a number, or a function that
+            returns this ratio for a restart of the processes.
+        noise: The largest random change of a sample, as a share of it.
+        restarts: The number of restarts.
+        rounds: The number of samples in each restart. In each round, the machine has another speed.
+        seed: The seed of the random numbers.
     """
     draw = random.Random(seed)
     samples = Samples()
@@ -175,7 +181,13 @@ def test_what_is_called_real(name: str, pytestconfig: pytest.Config) -> None:
 
 
 def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, Samples]:
-    """Make samples of the overlap cases. Other programs use the cores in `busy` of 20 restarts."""
+    """Make samples of the overlap cases, which are timed by the wall clock.
+
+    Args:
+        ratio: How many times as long the second revision takes.
+        noise: The largest random change of a sample, as a share of it.
+        busy: In how many of 20 restarts other programs use the cores.
+    """
     found = {}
     for k, case in enumerate(OVERLAP):
         samples = made(ratio, noise, seed=9 + k)
@@ -184,9 +196,10 @@ def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, S
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """Overlap cases (which measure wall-clock time) do not change the mean of the other cases.
+    """Check that overlap cases, which are timed by the wall clock, have a mean of their own.
 
-    The allowed risk of a false alarm is divided by the number of all significance tests.
+    They must not change the mean of the other cases. The allowed risk of a false alarm is divided
+    by the number of all significance tests.
     """
     others = eight(SAME, 0.01)
     overlap = overlapping(SLOWER)
@@ -234,7 +247,11 @@ def test_cpu_time_is_judged_on_a_busy_machine() -> None:
     [(1 + WALL * ALSO * 0.9, None), (1 + WALL * ALSO * 1.1, "worse than v1: overlap never, ")],
 )
 def test_many_small_losses_add_up(since: float, said: str | None) -> None:
-    """The comparison with the older version of `--also` has a wider threshold of its own."""
+    """Check the comparison with the older version that the option `--also` names.
+
+    It finds losses that are too small to be found from one version to the next. It has its own,
+    wider threshold.
+    """
     samples = {}
     for case, each in overlapping(since, 0.001).items():
         samples[case] = replace(each, base=each.head, also=each.base)

@@ -28,7 +28,10 @@ RUN = Run(
 
 
 def on_gpus(record: Record) -> Record:
-    """Change a run's record as if the run was on GPUs, with twice as much reserved memory."""
+    """Return a copy of a record, changed as if it was measured on GPUs.
+
+    The reserved memory is twice the allocated memory.
+    """
     results = []
     for result in record.results:
         values = dict(result.values)
@@ -40,10 +43,10 @@ def on_gpus(record: Record) -> Record:
 
 @pytest.fixture(scope="session")
 def records() -> list[Record]:
-    """Return the committed records with two changes.
+    """Return the committed records, with two changes for these tests.
 
-    The hardware of one prediction has HTML markup in its name. A made-up run on GPUs replaces the
-    real runs on GPUs.
+    One prediction has a hardware whose name looks like HTML markup. A made-up run on GPUs replaces
+    the committed runs on GPUs.
     """
     found, measured = [], []
     for folder in FOLDERS:
@@ -61,9 +64,9 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="session")
 def own(records: list[Record]) -> list[Record]:
-    """Return two runs that the reader of the report made. The report shows only the newer run.
+    """Return two runs as a user of the report would make them. The report shows only the newer run.
 
-    In both runs, other programs used the cores while one row was timed.
+    In both runs, other programs used the cores while one row (configuration) was timed.
     """
     source = records[-1]
     results = []

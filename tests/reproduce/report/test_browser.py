@@ -1,4 +1,7 @@
-"""The report can be read in a real browser: on phones and desktops, on paper, light and dark."""
+"""Tests of the report in a real browser.
+
+They use the screens of phones and desktops, printed pages, and light and dark colours.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,9 +43,9 @@ def number(value: float) -> Number:
 
 @pytest.fixture(scope="module")
 def whole(records: list[Record], own: list[Record]) -> str:
-    """Return a page with everything that a report can have.
+    """Return the HTML of a report with everything that a report can have.
 
-    This includes traces, a history, and a list of files that could not be read.
+    For example, it has traces, a history, and a list of files that could not be read.
     """
     title = "amoebanet-speed: a name of a row that does not fit into one line of a title"
     lines = []
@@ -75,7 +78,10 @@ def run(
 
 
 def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> None:
-    """No word in a table is broken over two lines. Elsewhere, no word with a digit is."""
+    """Check that no word in a table is broken over two lines.
+
+    Outside of tables, this is checked only for words with digits.
+    """
     count, broken = run(
         """const broken = [];
         let count = 0;
@@ -102,7 +108,10 @@ def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> N
 
 
 def test_tables_scroll_and_the_page_does_not(run: Callable[..., Any]) -> None:
-    """On screens, only tables scroll. On paper, tables fit. On wide screens, figures are wide."""
+    """Check that nothing is wider than the page, except for tables on screens, which scroll.
+
+    On wide screens, figures must use most of the width.
+    """
     width, paper, wide, figures = run(
         """const limit = document.documentElement.clientWidth, wide = [];
         const paper = matchMedia("print").matches;
@@ -123,7 +132,7 @@ def test_tables_scroll_and_the_page_does_not(run: Callable[..., Any]) -> None:
 
 
 def test_figures_are_whole(run: Callable[..., Any]) -> None:
-    """Texts are inside of their figure and large enough, and no axis cuts off a marker."""
+    """Check that texts are large enough and within their figure, and that no marker is cut off."""
     outside, cut, markers, smallest = run(
         """const outside = [], cut = [], sizes = [];
         let markers = 0;
@@ -163,7 +172,7 @@ def test_figures_are_whole(run: Callable[..., Any]) -> None:
 
 
 def test_two_series_of_a_figure_differ_in_dash_and_marker(run: Callable[..., Any]) -> None:
-    """If two curves of a figure have the same colour, their dashes and their markers differ."""
+    """Check that two curves of the same colour in a figure have different dashes and markers."""
     several, alike = run(
         """const alike = [];
         let several = 0;
@@ -211,7 +220,10 @@ def luminance(color: str) -> float:
 def test_the_scheme_is_followed_and_text_stands_out_from_its_ground(
     run: Callable[..., Any],
 ) -> None:
-    """The page follows the colour scheme. Text has the contrast that WCAG demands: 4.5 to 1."""
+    """Check that the page follows the colour scheme of the browser, light or dark.
+
+    The contrast of text must be at least 4.5 to 1, as the accessibility guidelines WCAG demand.
+    """
     dark, ground, colors = run(
         """const texts = ["p.lead", "td", "h2", "a", "figure text", "dd", "figcaption"];
         const colors = texts.map(what => {

@@ -1,4 +1,7 @@
-"""The report is a single self-contained HTML file with every experiment and all results."""
+"""Tests of the report, a single HTML file that needs no network.
+
+It must have every experiment and all results.
+"""
 
 import html
 import re
@@ -80,9 +83,10 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
     assert len(text) < 1_500_000
 
 
-# For each section, texts that must be in it: cells of rows, and descriptions of figures. A `#`
-# stands for a number of a committed run, such as 1.86 (1.84-1.94), because a new run changes it.
-# `test_the_numbers_are_those_of_the_records` checks these numbers.
+# For each section of the report, texts that it must have: lines of tables, and descriptions of
+# figures. A `#` stands for a number of a committed run, such as 1.86 (1.84-1.94), which changes
+# with the next run. Another test, `test_the_numbers_are_those_of_the_records`, checks these
+# numbers.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
         "samples/s row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
@@ -194,9 +198,9 @@ def test_figures_fit_a_page(text: str) -> None:
 def test_own_runs_are_shown_and_what_is_left_out_is_named(
     records: list[Record], own: list[Record]
 ) -> None:
-    """The reader's own runs have columns of their own, unless these runs are published.
+    """Check that a user's own runs have columns of their own, unless they are published.
 
-    A star marks numbers of disturbed runs.
+    A star must mark numbers of runs that other programs disturbed.
     """
     published = replace(records[0], name="a copy", kind="measured", run=own[1].run)
     made = one_line(re.sub("<[^>]*>", " ", page(records, own=own, skipped=["x.json: broken"])))
@@ -230,7 +234,14 @@ def test_what_records_say_is_text_and_no_markup(text: str) -> None:
 
 
 def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> Record:
-    """Make the record of a run. `steps` holds the number of steps of each row, in order."""
+    """Make the record of a run.
+
+    Args:
+        started: When the run started.
+        steps: The number of steps of each row (configuration). A row with no steps has failed.
+        state: The state of the run.
+        changes: Fields of the results with other values.
+    """
     results = []
     for i, count in enumerate(steps):
         status = "measured" if count else "failed"
@@ -264,9 +275,9 @@ BOTH = ["run 2020", "run 2021"]
     ],
 )
 def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
-    """If there are several runs, the report and `compare` choose the same run.
+    """Check which of several runs of an experiment the report shows.
 
-    If a table shows several runs, a note says so.
+    It must be those that `compare` chooses. If a table has results of several runs, a note says so.
     """
     subjects = find_subjects(runs)
     side = side_of("A", "A", runs)
@@ -291,7 +302,7 @@ def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -
 
 
 def test_two_gpus_are_two_columns() -> None:
-    """Runs on different GPUs are shown side by side, and their labels name the GPUs."""
+    """Check that runs on different GPUs are shown side by side, with the names of the GPUs."""
     runs = []
     for started, name in (("2020", "GPU A"), ("2021", "GPU A"), ("2022", "GPU B")):
         made = run(started, 1, device="cuda")

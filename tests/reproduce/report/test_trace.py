@@ -1,4 +1,4 @@
-"""Traces of steps are drawn as timelines, and can be read back from files."""
+"""Tests that traces of steps are drawn as timelines, and can be read back from their files."""
 
 import dataclasses
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Fixtures that run tiny experiments with the command `run`, with real or fake trainings.
+"""Fixtures that run tiny experiments by the command `run`, with real or fake trainings.
 
-A fake training raises the given errors at the given steps.
+A fake training runs no model. A test can make it raise an error in a certain step.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ for row in ROWS:
 
 
 class Fake:
-    """A fake training, which runs no model, and which raises the errors in `raises`."""
+    """A fake training, which runs no model. It raises the errors that a test puts into `raises`."""
 
     raises: ClassVar[dict[str, Callable[[int], object]]] = {}
     """For each row: a function that takes the number of steps so far, and can return an error."""
@@ -74,9 +74,9 @@ class Fake:
 
 
 class Emulated(Fake, Emulation):
-    """A fake emulation, which runs no model.
+    """A fake emulation, which runs no model. It raises the errors that tests put into `raises`.
 
-    Its key in the dictionary `raises` is the name of the row, followed by ` emulated`.
+    The key of an error is the name of the row (configuration), followed by ` emulated`.
     """
 
     kind = " emulated"
@@ -116,7 +116,7 @@ counted: dict[str, dict[str, Any]] = {}
 
 
 def counted_once(row: Row) -> dict[str, Any]:
-    """Count a model's parameters and bytes. Count each model once, because this takes a second."""
+    """Count a model's parameters and bytes. Keep the counts, because counting takes a second."""
     model = str((row.model, row.size, row.num_classes, row.optimizer))
     if model not in counted:
         counted[model] = count(row)
@@ -126,12 +126,12 @@ def counted_once(row: Row) -> dict[str, Any]:
 class Runner:
     """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
-    The results are in a dictionary. The key of a result is the name of its row (configuration),
-    followed by ` emulated` if it was emulated, by its engine if this is not "threads", and by
-    ` paper` if the model has the published size.
+    It is called with the name of the experiment, options of the command `run`, and keyword
+    arguments that replace settings of the scale `small` (a set of sizes).
 
-    A call has the experiment's name, options of the command `run`, and `changes`: changed settings
-    of the experiment's scale `small`.
+    It returns a dictionary of results. The key of a result is the name of its row (configuration).
+    To this, the key adds "emulated" if the result is emulated, the engine if it is not "threads",
+    and "paper" if the model has the published size.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Tests of accuracy runs, which train to the end and save every epoch.
+"""Tests of accuracy runs, which train a model to the end and save its state in every epoch.
 
-After an interruption at any place, the next run continues and gets the same results.
+If a run is interrupted at any place, the next run must continue it and get the same results.
 """
 
 import io
@@ -39,7 +39,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
-    """Return the results that depend neither on the clock nor on interruptions."""
+    """Return the statuses and samples of results, without those that depend on the clock."""
     found = {}
     for row, result in results.items():
         samples = {**result.samples, "epoch_time": None}
@@ -72,16 +72,16 @@ def fail(
     where: str = "step",
     row: str = "",
 ) -> None:
-    """Make a function raise an error from the `at`-th call on.
+    """Make a function of an accuracy run raise an error, from a given call on.
 
     Args:
         monkeypatch: The fixture that replaces the function.
         error: The error.
-        at: The number of the first call that raises.
+        at: The index of the first call that raises, counted from 0.
         where: The name of the function. `step` raises before it does anything, and any other
             function raises after it has done its work.
-        row: The name of a row. Only calls for this row count and fail. If the name is empty, calls
-            for all rows count and fail.
+        row: The name of the row (configuration) whose calls are counted and raise. If it is empty,
+            the calls for all rows are.
     """
     owner: Any = AccuracyTraining if where == "step" else accuracy
     call = getattr(owner, where)
@@ -161,7 +161,7 @@ def test_only_a_whole_checkpoint_of_the_same_training_is_used(
     checkpoint = min(run.folder.glob("checkpoints/*-GPipe-*-seed0-*.pt"))
     checkpoint.write_bytes(b"not a checkpoint")
     reason = run(NAME, status=2)[GPIPE].reason
-    assert reason.endswith(" cannot be read as a checkpoint (UnpicklingError); delete it")
+    assert " cannot be read as a checkpoint of a training (UnpicklingError); delete" in reason
     assert "\n" not in reason
 
 
@@ -207,9 +207,10 @@ def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
-    """Learning rates follow the recipe, a saved state can be loaded, and wrong classes are counted.
+    """Check three things about a training: its learning rates, its saved state, and its errors.
 
-    The loaded state includes the state of the random number generator.
+    The learning rates must follow the recipe. A saved state, with that of the random generator, can
+    be loaded. Wrong classes must be counted.
     """
     rate = {"base_lr": 0.1, "base_batch_size": 4, "warmup_epochs": 1}
     recipe = replace(ROW.recipe, **rate, lr_decay_epochs=(2,), lr_decay=0.5)

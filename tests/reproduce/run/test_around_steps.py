@@ -1,8 +1,7 @@
-"""Tests of what happens around steps: progress, failures, and the utilization of GPUs.
+"""Tests of what a run does around its steps: progress, failures, and the utilization of GPUs.
 
 Progress is shown as a bar, or as a line from time to time, with the remaining time. A failure is
-shown in one line. The GPU driver tells how busy GPUs are. test_emulation.py and cli/test_run.py
-test timelines.
+shown in one line. The utilization of GPUs is read from NVIDIA's driver.
 """
 
 import io
@@ -189,7 +188,10 @@ GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_on_cuda_the_device_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, times come from events, because the host can be far ahead of the device."""
+    """Check that steps on CUDA are timed by events, which the device records.
+
+    The host's clock would be wrong, because the host can be far ahead of the device.
+    """
 
     def event(device: torch.device, enable_timing: bool) -> Mock:
         milliseconds = Mock(return_value=2500.0)
@@ -234,8 +236,8 @@ def test_samples_of_two_seconds_are_averaged(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([0.5, None], "the driver \\(NVML\\) has none for cuda:1"),
-        ([0.5, 0.5], "the steps took less than 60"),  # answers that show that the driver is there
+        ([0.5, None], "the driver \\(NVML\\) does not report it for cuda:1"),
+        ([0.5, 0.5], "together took less than 60"),  # answers that show that the driver is there
     ],
 )
 def test_silence_is_told_not_guessed(

@@ -1,7 +1,7 @@
-"""Tests of emulation, which computes the time of a step on several devices from measured tasks.
+"""Tests of emulation, which predicts the time of a step on several devices by running on one.
 
-The library runs and times every task on one device. A step is then replayed in the order of the
-schedule, with the times of the tasks and of copies.
+All tasks run one after another on a single device, and are timed. A step on several devices is then
+simulated in the order of the schedule, with the times of the tasks and of copies.
 """
 
 import math
@@ -60,13 +60,16 @@ def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
 
 
 def recomputed(row: Row, m: int) -> int:
-    """Return how many of `m` micro-batches are recomputed."""
+    """Return how many of `m` micro-batches are recomputed in the row's mode of checkpointing."""
     counts = {"always": m, "except_last": m - 1}
     return counts.get(row.checkpoint or "", 0)
 
 
 class Clocks:
-    """Fake clocks. The time between two readings grows. Wall time is 3 times the CPU time."""
+    """Fake clocks for wall time and CPU time. Wall time is three times the CPU time.
+
+    The time between two readings grows with each reading, so that each task has its own time.
+    """
 
     marks = 0
 
@@ -118,16 +121,25 @@ SECONDS = {"forward": 1.0, "recompute": 1.5, "backward": 2.0}
 
 
 def cost(task: Task) -> float:
-    """Return the time of a task, which is different for each task."""
+    """Return a made-up time for a task, in seconds. It differs from task to task."""
     of_partition = SECONDS[task.kind] * (1 + task.partition)
     return of_partition + task.micro_batch / 64
 
 
 def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
-    """Return made-up times of tasks; micro-batch k takes as long as micro-batch `like[k]`."""
+    """Return made-up times of all tasks of a step.
+
+    Args:
+        row: The configuration.
+        like: For each micro-batch, the index of the micro-batch that takes as long as this one.
+        changes: Fields of the result with other values.
+    """
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return seconds by micro-batch and partition: zero from micro-batch `count` on."""
+        """Return the seconds of a kind of task, by micro-batch and partition.
+
+        Only the first `count` micro-batches have such tasks. The others have zeros.
+        """
         costs = []
         for k, i in enumerate(like):
             if k < count:
@@ -144,7 +156,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 
 def ran(row: Row) -> Executed:
-    """Return made-up times for the tasks that an emulation runs on the real device."""
+    """Return made-up times of the tasks that an emulation runs (not those of all micro-batches)."""
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     times = {}
@@ -206,10 +218,10 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """The time of an emulated task is its median share of a step, times the median step's time.
+    """Check that an emulated task takes its median share of a step, times the median step's time.
 
-    So one disturbed step does not matter. If the whole machine is slow for a step, the shares stay
-    the same.
+    So a step in which one task was disturbed has no effect. In a step in which the whole machine
+    was slow, the shares are the usual ones.
     """
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     first, second = 1.0, 2.0  # seconds of a task on each partition
@@ -266,9 +278,9 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
 def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The seconds in which the host issues (submits) a task are the median over three steps.
+    """Simulate a step on GPUs in which a single thread of the host issues (submits) all tasks.
 
-    They are measured only for GPUs.
+    The time to issue a task is the median of three measured steps. It is measured only for GPUs.
     """
     row = pipeline(3)
     emulated = emulation(row)
@@ -308,9 +320,10 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
         (62, 16, (10, 3)),  # the last micro-batch has two samples, the others have four
         (6, 2, (6, 2)),
         (5, 4, (3, 2)),
-        # The next row has micro-batches of 15 samples, and a last one of 10 samples. Two of them
-        # (15 + 10 = 25 samples) are not enough: 25 samples in 2 chunks make a micro-batch of 13.
-        # But 85 samples in 6 chunks make micro-batches of 15 samples, as in the row.
+        # The next row has micro-batches of 15 samples, but the last one has 10. To emulate it, two
+        # micro-batches (15 + 10 = 25 samples) are not enough, because 25 samples in 2 chunks make
+        # micro-batches of 13 and 12. But 85 samples in 6 chunks make micro-batches of 15 and a last
+        # one of 10.
         (25000, 1667, (85, 6)),
         (5, None, (5, None)),
     ],
@@ -327,7 +340,7 @@ def test_equal_micro_batches_are_not_all_run(
 def test_one_gpu_plays_all_devices_and_one_thread_issues_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Emulation on GPUs uses one thread, and only the first device."""
+    """Check that emulation on GPUs uses only the first GPU, and one thread (the engine "graph")."""
     asked = Mock(side_effect=InterruptedError)
     monkeypatch.setattr("reproduce.run.training.on_devices", asked)
     with pytest.raises(InterruptedError):

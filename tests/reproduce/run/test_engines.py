@@ -1,7 +1,7 @@
-"""Tests of the engines (pipelines to measure): all engines compute the same losses.
+"""Tests of the engines of `reproduce`: this library's pipelines and others, which it measures.
 
-No process that an engine started is left. If an engine cannot run a configuration, the result says
-why.
+All engines must compute the same losses, and leave no process that they have started. If an engine
+cannot run a configuration, its result says why.
 """
 
 import os
@@ -67,10 +67,10 @@ def processes() -> Iterator[Processes]:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("engine", ["ranks", "ScheduleGPipe", "Schedule1F1B"])
 def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpoint: Any) -> None:
-    """Every engine has the losses of the engine "threads", even after updates of the parameters.
+    """Check that each engine has the losses of the engine "threads" over several steps.
 
-    Wrong gradients change the loss after an update. The engine "ranks" draws the random numbers
-    that the engine "threads" draws.
+    Wrong gradients would change the loss after the first update of the parameters. The engine
+    "ranks" must also draw the random numbers that the engine "threads" draws.
     """
     make = partial(work, checkpoint, dropout=0.5 if engine == "ranks" else 0.0)
     threads = Trainer("threads", make())

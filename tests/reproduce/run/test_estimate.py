@@ -1,4 +1,7 @@
-"""Tests of how long a run is expected to take, and of how it counts what it does."""
+"""Tests of the estimate of how long a run will take, and of how its progress is counted.
+
+The estimate comes from earlier runs, or else from the time of a first step.
+"""
 
 import re
 from collections.abc import Callable
@@ -36,7 +39,7 @@ def record_of(name: str, *results: Result, run: Run = RUN) -> Record:
 
 
 class Timed:
-    """A fake training whose step takes `SECONDS` of a fake clock."""
+    """A fake training. Each step advances a fake clock by the constant `SECONDS`."""
 
     clock: ClassVar[float] = 0.0
     rows: ClassVar[list[Row]] = []
@@ -54,7 +57,10 @@ class Timed:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepTimes]:
-    """Return a function that makes `StepTimes`, which times the first step by a fake clock."""
+    """Return a function that makes a `StepTimes`, which estimates the times of steps.
+
+    If it times a first step, it uses a fake training and a fake clock.
+    """
     clock = SimpleNamespace(perf_counter=lambda: Timed.clock)
     monkeypatch.setattr("reproduce.run.estimate.time", clock)
     monkeypatch.setattr("reproduce.run.estimate.Training", Timed)
@@ -85,7 +91,11 @@ def test_a_first_timing_is_scaled_by_the_work(times: Callable[..., StepTimes]) -
 def test_nothing_is_known_without_a_timing(
     times: Callable[..., StepTimes], error: Exception | None
 ) -> None:
-    """There is no guess if a step fails, or if the devices are `meta` devices without data."""
+    """Check that the time of a step is unknown if no step can be timed.
+
+    This is so if the step raises an error, or if the devices are `meta` devices, which compute
+    nothing.
+    """
     Timed.error = error
     devices = find_devices("meta" if error is None else "cpu", 1)
     found = times(devices=devices)
@@ -114,7 +124,10 @@ def test_the_newest_steps_of_a_row_count(times: Callable[..., StepTimes]) -> Non
 
 
 def timed_work() -> float:
-    """Return the work of the step that the first timing of `ROW` runs."""
+    """Return the work (amount of computation) of the step that is timed to estimate `ROW`.
+
+    This step has a single micro-batch and no recomputation.
+    """
     samples = ROW.micro_batch_size
     assert samples is not None
     return replace(ROW, batch_size=samples, checkpoint=None).work()
@@ -132,7 +145,10 @@ def timed_work() -> float:
     ],
 )
 def test_other_steps_do_not_count(times: Callable[..., StepTimes], changes: dict[str, Any]) -> None:
-    """Earlier steps do not count if they were disturbed, or did other work than this row."""
+    """Check that some steps of earlier runs are not used to estimate the time of a row.
+
+    They are not used if other programs disturbed them, or if their configuration is another one.
+    """
     before = result_of(ROW, **{"samples": {"step_time": [1.0]}, **changes})
     emulated = before.emulated
     found = times(record_of("before", before))

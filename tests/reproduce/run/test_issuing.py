@@ -1,4 +1,7 @@
-"""Tests of the seconds in which the host issues (submits) work, with a simulated clock."""
+"""Tests of how the time is measured in which the host issues (submits) work to a GPU.
+
+The clock and the waits for the GPU are simulated.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ LAUNCH, WAIT = 0.25, 64.0
 
 
 class Clock:
-    """A simulated clock, which layers advance, and on which a wait for the device takes long."""
+    """A simulated clock. Layers advance it, and each wait for the device takes `WAIT` seconds."""
 
     now = 0.0
 
@@ -33,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Launches(nn.Module):
-    """A layer whose forward and backward advance the clock when they are issued."""
+    """A layer that advances the simulated clock in forward, and twice as much in backward."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -89,7 +92,11 @@ def test_layers_have_no_hooks_afterwards(clock: Clock) -> None:
 def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A simulated clock advances by a second when it is read, and by a minute in a pause."""
+    """Check that the time to issue a task leaves out the pauses within this task.
+
+    In these pauses, the host waits until the device is idle. Here, a simulated clock advances by a
+    second when it is read, and by a minute in a pause.
+    """
     now = 0.0
 
     def wait(devices: Devices) -> None:

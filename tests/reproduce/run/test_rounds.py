@@ -1,6 +1,6 @@
-"""Tests of rounds: in each round of a run, every row (configuration) runs one step.
+"""Tests of the rounds of a run. In each round, every row (configuration) runs one step.
 
-Time limits, and the load by other programs, change the number of rounds.
+The number of rounds depends on time limits, and on the load by other programs.
 """
 
 import weakref
@@ -20,8 +20,9 @@ from reproduce.run.training import FakeData
 from ..made import one_line
 from .conftest import EVERY, ROWS, Fake
 
-# Two settings of a run. With `LONG`, measured rows would exceed the time limit (`seconds`). With
-# `ENDED`, the time limit ends the run as soon as each row has `least_steps`.
+# Settings of two runs with a time limit, `seconds`. With `LONG`, measurements would exceed the
+# limit. With `ENDED`, the limit ends the run as soon as each row (configuration) has run
+# `least_steps`.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it nevertheless"
@@ -45,7 +46,10 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     timed: int,
     said: str | None,
 ) -> None:
-    """If measurements take longer than the time limit, the configurations are only emulated."""
+    """Check runs with a time limit, with and without the option `--steps`.
+
+    If measurements would take longer than the limit, the rows (configurations) are only emulated.
+    """
     measured = timed + changes.get("warmup", 0) if said is None else 0
 
     found = run("tiny-speed", *steps, **changes)
@@ -59,9 +63,12 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
 @pytest.mark.parametrize(
     ("busy", "steps", "changes", "timed", "left_out"),
     [
-        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),  # one round is disturbed, and run again
-        ([0.2] * 9, ["--steps=3"], {}, 6, 0),  # all rounds are disturbed
-        ([0.2] * 4, ["--steps=3"], {}, 6, 0),  # two undisturbed rounds are too few
+        # One round is disturbed, and run again.
+        ([0, 0.2, 0, 0], ["--steps=3"], {}, 3, 1),
+        # All rounds are disturbed.
+        ([0.2] * 9, ["--steps=3"], {}, 6, 0),
+        # Two undisturbed rounds are too few, so the disturbed rounds are kept, too.
+        ([0.2] * 4, ["--steps=3"], {}, 6, 0),
         ([0, 0, 0, 0, 0.2], [], ENDED, 4, 0),
         ([0, 0, 0, 0.2, 0], [], ENDED, 4, 0),  # there is no time to run the round again
         ([0, 0.2, 0, 0, 0], [], {**ENDED, "least_steps": 2, "seconds": 1e9, "steps": 4}, 4, 1),
@@ -77,7 +84,10 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round that other programs disturb is run again. If time is up, its rows get a mark."""
+    """Check that a round is run again if other programs disturbed it, while there is time.
+
+    If there is no time, the results of its rows (configurations) are marked as disturbed.
+    """
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))
     monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.0)})
@@ -114,7 +124,10 @@ def test_clock_rates_are_recorded_with_each_step(
 def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
     fake: type[Fake], run: Any
 ) -> None:
-    """In each round, measured and emulated configurations run one step each, in a new order."""
+    """Check that all measured and emulated rows (configurations) run one step in each round.
+
+    The order of the rows is drawn at random, and reversed in every second round.
+    """
     rows = tuple(row for row in ROWS if row.equal)
     names = {f"{row.name} emulated" for row in rows}
     names |= {row.name for row in rows if row.devices <= 2}
@@ -141,9 +154,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """A configuration is timed alone if it and other configurations do not fit in memory together.
+    """Check that a row (configuration) is timed alone if it and others do not fit in memory.
 
-    Before this, the models and data of all other configurations are freed.
+    Before, the models and data of all other rows must be freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

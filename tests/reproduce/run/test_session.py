@@ -1,6 +1,6 @@
 """Tests of `Session`, which runs the rows (configurations) of experiments.
 
-Each row gets a result, even if its training fails.
+Each row must get a result, which has an error if the training fails.
 """
 
 import contextlib
@@ -46,9 +46,10 @@ def test_every_row_ends_in_a_result(
     links: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows are measured if there are enough devices, and emulated for up to `--emulate` devices.
+    """Check which rows (configurations) of a run are measured, and which are emulated.
 
-    Rows with published balances are only emulated.
+    A row is measured if there are enough devices, and emulated if it needs at most `--emulate`
+    devices. A row with a published balance is only emulated.
     """
     monkeypatch.setattr("reproduce.run.session.own_links", lambda devices: own)
     emulate = f"--emulate={most}" if most else "--no-emulate"
@@ -217,9 +218,10 @@ def test_an_interruption_keeps_every_step(
 def test_rows_appear_before_all_is_done(
     fake: type[Fake], run: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A table of speeds is printed after the first round, and a line after each memory result.
+    """Check which results a run prints to stderr before it ends.
 
-    The table and the lines go to stderr.
+    They are a table of speeds after the first round (one step of each configuration), and a line
+    after each measured memory peak.
     """
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     steps_of_tables = re.compile(r"(\d) steps?\s+per\s+row")
@@ -269,7 +271,10 @@ def test_memory_rows_run_alone_and_for_any_n(
 
 
 def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
-    """A row that `--set` changed has a name of its own, and the record says what was changed."""
+    """Check the results of a row (configuration) that the option `--set` has changed.
+
+    Its name is a new one, and the record says which settings were changed.
+    """
     found = run("tiny-speed", "--row", "n2m4", "--steps=1", "--set", "m=2", "batch_size=6")
 
     names = {"n2m4 m=2 batch_size=6", "n2m4 m=2 batch_size=6 emulated"}
@@ -296,9 +301,9 @@ def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
 def test_an_ablation_has_speed_utilization_and_memory(
     run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, partitions: int
 ) -> None:
-    """The results of an ablation have speed, utilization and memory.
+    """Check that the results of an ablation have speed, utilization and memory.
 
-    Measured and emulated results have the same memory peaks, which do not depend on time.
+    Measured and emulated results have the same memory peaks, because these do not depend on time.
     """
 
     def peak(*arguments: Any, **options: Any) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
 """Tests of `Training`, which builds and trains the model of a row (configuration).
 
-A training uses the settings of its row. All rows of an experiment get the same data. The tests also
-check that the memory counter counts every live byte exactly once.
+A training must use the settings of its row, and all rows of an experiment get the same data. The
+counter of memory must count every byte in use exactly once.
 """
 
 import gc
@@ -70,9 +70,9 @@ def test_a_row_may_defer_batch_norm(deferred: bool) -> None:
 
 
 def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> None:
-    """With one micro-batch, plain, naive, checkpoint-only and GPipe have the same losses.
+    """Check that plain layers, naive model parallelism, checkpoint-only and GPipe train alike.
 
-    In this case, batch norm sees the same samples in all configurations.
+    With one micro-batch, batch norm sees the same samples in all four, so the losses must be equal.
     """
     alone = replace(NAIVE, partitions=1, balance=(9,), checkpoint="always")
     losses = []

@@ -1,6 +1,6 @@
-"""Functions that return a model and its data (`Work`), for the processes that train it.
+"""Functions that return a model and its data (`Work`) to the processes that train it.
 
-Processes import the functions, so this module is not a test module.
+The functions are not in a module of tests, because the processes import them.
 """
 
 import os
@@ -39,7 +39,7 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    """Return a model whose last layer raises an error in the second step, and its data."""
+    """Return a model and its data. The model's last layer raises an error in the second step."""
     fails = Fails()
     fails.fail("forward", ValueError("no such luck"), calls_before=2)
     layers = nn.Sequential(nn.Linear(4, 4), fails)
@@ -47,7 +47,7 @@ def failing() -> Work:
 
 
 def killed() -> Work:
-    """Kill the process of the last rank, while the other rank waits."""
+    """Kill this process if it is that of the last rank. In the other rank, wait for ever."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()

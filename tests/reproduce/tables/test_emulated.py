@@ -1,4 +1,7 @@
-"""Test how tables show an emulation in which one thread issues the tasks of all GPUs."""
+"""Tests of the tables of emulated runs.
+
+One column shows the speed if a single thread of the host issues (submits) the tasks of all GPUs.
+"""
 
 from reproduce.experiments.row import Row
 from reproduce.tables.all import tables
@@ -11,12 +14,18 @@ def as_fast(row: Row) -> list[float]:
 
 
 def halved(row: Row) -> float:
-    """Return the seconds of a step at 25 samples/s, half of the median of `as_fast`."""
+    """Return the seconds of a step at 25 samples/s.
+
+    This is half of the median speed that `as_fast` returns.
+    """
     return row.batch_size / 25.0
 
 
 def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
-    """The table of utilization has this column only if results have `one_thread_time`."""
+    """Check the column that shows which share of the speed remains if one thread issues all tasks.
+
+    The table of utilization has this column only if results have the value `one_thread_time`.
+    """
     values = {"bubble": 0.5, "utilization": [0.5]}
     for more in ({}, {"one_thread_time": halved}):
         made = ran("unet-speed", "paper", as_fast, "cuda", emulated=True, **values, **more)
@@ -29,7 +38,10 @@ def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
 
 
 def test_a_note_has_the_measured_samples_per_second_of_emulated_rows() -> None:
-    """There is no room for another column: a table as text has 80 characters."""
+    """Check that measured samples/s are in a note below the table of emulated samples/s.
+
+    There is no room for another column, because a line of a table has at most 80 characters.
+    """
     emulated = ran("unet-speed", "small", as_fast, emulated=True)
     measured = ran("unet-speed", "small", lambda row: [30.0] if row.name == "baseline" else None)
     published, *_ = tables(record(*emulated, *measured))

@@ -1,4 +1,7 @@
-"""Tests of groups: rows of a speed experiment that are compared, and so share a table."""
+"""Tests of the groups of a speed experiment.
+
+A group has the rows (configurations) that are compared with each other, and so are in one table.
+"""
 
 from msgspec.structs import replace
 
@@ -11,7 +14,7 @@ RESULTS = ran("amoebanet-speed", "small", lambda row: [8.0, 4.0])
 
 
 def without_group(result: Result) -> Result:
-    """Return a result as older versions recorded it."""
+    """Return a result as older versions recorded it, without the name of its group."""
     config = dict(result.config)
     del config["group"]
     return replace(result, config=config)

@@ -1,4 +1,7 @@
-"""Tests of the tables of an interrupted run: they say that it was interrupted, and count steps."""
+"""Tests of the tables of an interrupted run.
+
+They must say that the run was interrupted, and how many steps its rows (configurations) have.
+"""
 
 import pytest
 
@@ -18,7 +21,7 @@ def two_steps(row: Row) -> list[float]:
 
 
 def made(state: str) -> Record:
-    """Make a record in which measured rows have one step, and emulated rows have two steps."""
+    """Make a record in which measured results have one step, and emulated results have two."""
     measured = ran("amoebanet-speed", "paper", one_step)
     emulated = ran("amoebanet-speed", "paper", two_steps, emulated=True)
     return record(*measured, *emulated, state=state)

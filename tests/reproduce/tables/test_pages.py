@@ -1,4 +1,4 @@
-"""Tests of pages about records. Their tables are computed from records, and fit in 80 columns."""
+"""Tests of pages that show the results of a record in tables, at most 80 characters wide."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -36,14 +36,14 @@ def record(*results: Result, **run: Any) -> Record:
 
 
 def full(row: Row) -> list[float]:
-    """Return the utilization of a row whose devices are always busy."""
+    """Return a utilization of 1 for each device of a row (configuration)."""
     return [1.0] * row.devices
 
 
 def observed(
     name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any
 ) -> Record:
-    """Make a record in which every row has the same steps, with utilization and memory."""
+    """Make a record in which all rows have the same samples/s, utilization and memory."""
 
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
@@ -53,9 +53,9 @@ def observed(
 
 
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
-    """Make a record of an experiment about memory: counted sizes of models, and measured peaks.
+    """Make a record of an experiment about memory, with counted sizes of models and given peaks.
 
-    `peak` takes the number of devices, and returns the bytes of each device.
+    The function `peak` takes the number of devices, and returns the peak of each in bytes.
     """
     parameters = 1_844_858_344
     exact: dict[str, Any] = {"parameters": parameters, "model_bytes": 12 * parameters}
@@ -74,7 +74,7 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Return made-up samples/s of three steps. GPipe's speed grows with the number of devices."""
+    """Return made-up samples/s of three steps. GPipe is faster with more devices."""
     speeds = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     other = 10.0 if row.published else 5.0
     speed = speeds.get(row.configuration, other * row.devices)
@@ -82,7 +82,7 @@ def emulated_faster_still(row: Row) -> Sequence[float]:
 
 
 def both(name: str, scale: str, **options: Any) -> list[Result]:
-    """Make an emulated result for every row, and a measured result if there are enough devices."""
+    """Make emulated results for all rows, and measured results for rows on less than 8 devices."""
     measured = ran(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
     emulated = ran(name, scale, emulated_faster_still, emulated=True, **options)
     return measured + emulated
@@ -96,7 +96,7 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 
 
 def busy(made: Record) -> Record:
-    """Return a copy of a record, changed as if other programs had disturbed every row."""
+    """Return a copy of a record, changed as if other programs had disturbed all of its rows."""
     results = []
     for result in made.results:
         samples = {**result.samples, "others": [0.2]}
@@ -108,7 +108,7 @@ UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem=
 
 
 def lacking(status: str) -> Record:
-    """Make a record of speed and memory, with the given status for rows on four devices."""
+    """Make a record of speeds and memory. Rows on four devices have a status, but no numbers."""
     results = ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0])
     for result in LIVE.results:
         if result.row == "pipeline-4":
@@ -119,7 +119,7 @@ def lacking(status: str) -> Record:
 
 
 def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
-    """Return a copy of the record `EMULATED` with one row changed."""
+    """Return a copy of the record `EMULATED`, in which one result of a row has changed fields."""
     results = []
     for result in EMULATED.results:
         if result.row == row and result.emulated == emulated:
@@ -134,11 +134,11 @@ def trained(
     """Make a record of an accuracy experiment.
 
     Args:
-        scale: The scale (set of sizes) of the rows.
-        given: For each row that was trained, the error after the last epoch for each seed. All
-            other rows need more devices than there are.
+        scale: The scale (set of sizes) of the rows (configurations).
+        given: For each trained row, the errors after the last epoch, one for each random seed.
+            Other rows lack devices.
         epochs: The largest number of epochs that a training has finished.
-        ended: Fields of the results of the trained rows that are replaced, such as `status`.
+        ended: Fields of the results of trained rows with other values, such as `status`.
     """
     results = []
     made = ran("resnet101-accuracy", scale, lambda row: [] if row.name in given else LACKING)
@@ -158,7 +158,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of an engine. `speeds` maps a row's name to samples/s, or to its status."""
+    """Make results of an engine. For each row, `speeds` has samples/s, or else the status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
@@ -179,7 +179,7 @@ TRAINED = trained("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]})
 
 
 def ended(status: str) -> Record:
-    """Make a record of two rows that ended with the given status after two epochs."""
+    """Make a record of two trainings that ended with the given status after two epochs."""
     errors = {"plain": [3.0], "GPipe n2m2": [3.0]}
     return trained("small", errors, 2, status=status, reason="no luck")
 
@@ -211,7 +211,7 @@ PAGES: list[tuple[Record, list[str]]] = [
         [
             "NOT samples/s (quartiles)",
             # The cells after `except_last`: measured speed-up; emulated and published samples/s;
-            # emulated and published speed-up; emulated samples/s / measured samples/s.
+            # emulated and published speed-up; emulated over measured samples/s.
             "| n4m4 | 360 | except_last | 1.00 | 20.0 | 44.5 | 2.00 | 1.67 | 2.00 |",
             "| speed-up measured | samples/s emulated | published | speed-up emulated |",
             "| m | over naive measured | samples/s emulated | over naive emulated (quartiles) |",
@@ -335,7 +335,7 @@ PAGES += [(made, []) for made in WIDE]
 
 @pytest.mark.parametrize(("made", "said"), PAGES)
 def test_what_a_page_says(made: Record, said: list[str]) -> None:
-    """A page in Markdown contains the expected words, and each table fits on a terminal."""
+    """Check that a page contains the expected words, and that each table fits into a terminal."""
     page = document(made)
     shown = tables(made)
 

@@ -1,6 +1,7 @@
-"""Tests of tables for records without an experiment: published results, league, and benchmarks.
+"""Tests of the tables of records that are no runs of experiments.
 
-Each table has a line for each row, and fits into a terminal.
+Such records are published results, the league's published numbers, and benchmarks. Their tables
+must have a line for each result, and fit into a terminal.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Tests of how numbers are written, and of what the command `render` writes into pages.
+"""Tests of how numbers are written, and of the command `render`, which writes tables into pages.
 
-A generated block of a page shows the tables of the newest finished run. Committed pages equal the
-pages that are made from their records.
+A generated block of a page must show the tables of the newest finished run. Committed pages must be
+those that `render` makes of the committed records.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,10 @@ def test_what_is_committed_is_as_its_records_say() -> None:
 
 
 def test_a_short_block_says_over_what_a_ratio_is() -> None:
-    """A short block, as in README, keeps the note that explains the heading "emul./meas."."""
+    """Check the short tables that `render` writes into the README.
+
+    They must keep the note that explains the heading "emul./meas.", a ratio.
+    """
     text = render(ROOT)[ROOT / "README.md"]
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]
@@ -66,7 +69,11 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
 def test_a_block_of_predictions_has_a_column_for_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a block has these columns: published, predicted, and one for the run of each GPU."""
+    """Check the table of predictions that `render` writes into a page.
+
+    It has a column of published numbers, one of predictions, and one for the runs on each kind of
+    GPU.
+    """
     page = tmp_path / "README.md"
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/predicted"))
     assert "Nothing measured is committed yet." in render(tmp_path)[page]
@@ -143,4 +150,4 @@ def test_a_block_shows_the_newest_whole_run(
 
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
     _, err = command("render", code=2)
-    assert "README.md: a block has the unknown name 'x/y'; use one of amoebanet-speed, " in err
+    assert "README.md: a generated block has the unknown name 'x/y'; use one of amoebanet" in err

@@ -27,7 +27,7 @@ _TOOL = 4
 
 
 def end_with_process(connections: Any) -> None:
-    """Arrange that connections end when this process ends.
+    """Register connections, so that they are ended when this process ends.
 
     If an error ends the process, `connections.fail` is called, and otherwise `connections.close`.
     """
@@ -49,6 +49,7 @@ def _end(*, threads_go_on: bool = False) -> None:
 
     Args:
         threads_go_on: Whether only the main thread has ended, while other threads may still run.
+            Then leave connections open that another thread may still use.
     """
     error = _error()
     main = threading.main_thread().ident
@@ -74,10 +75,10 @@ threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[at
 
 
 def _see_errors() -> None:
-    """Record an error that ends the function which `multiprocessing` runs in this process.
+    """Record the error that ends this process, if `multiprocessing` has started the process.
 
-    Without this, `_end` could not see the error: `multiprocessing` drops it before the functions of
-    `atexit` are called.
+    `multiprocessing` drops the error before it calls the functions of `atexit`. So without this
+    record, `_end` could not see the error.
     """
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
     unwind = monitoring.events.PY_UNWIND

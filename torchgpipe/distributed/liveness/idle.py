@@ -34,8 +34,9 @@ class Idle:
     """Find out for how long a task has been idle; a monitoring thread calls `look` regularly.
 
     Args:
-        besides: How much CPU time threads outside of the task use, in seconds per second. The task
-            counts as idle if the process uses hardly more than this.
+        besides: How much CPU time, in seconds per second, the threads that exchange messages with
+            other ranks are expected to use. The task counts as idle if the whole process uses
+            hardly more than this.
     """
 
     def __init__(self, besides: float = 0.0) -> None:
@@ -64,8 +65,8 @@ class Idle:
             self._task = task
             self._cpu = None
             return 0.0
-        # It takes a while to find the descendants. So this is not done in the first look at a task,
-        # which returns above. Most tasks end before their second look.
+        # It takes a while to find the child processes. So the first look at a task, which has
+        # returned above, does not search for them: most tasks end before their second look.
         cpu += cpu_time_of_descendants()
         # The time can also decrease: if a descendant ends and its parent does not wait for it.
         if self._cpu is None or abs(cpu - self._cpu) > self._hardly * (now - self._since):
@@ -87,9 +88,9 @@ def cpu_time_of_descendants() -> float:
 def place(ident: int) -> str:
     """Return the line of code that a thread runs now, such as "forward of Linear, linear.py:134".
 
-    The line is in the innermost function that is a layer's method, or that belongs neither to
-    PyTorch nor to the standard library. If this function is not a layer's method, the text also
-    names the layer's method that has called the function.
+    Functions of PyTorch and of the standard library are passed over, unless they are a layer's
+    methods. If the line is in another function, the text also names the layer's method that has
+    called this function.
     """
     frame = sys._current_frames().get(ident)
     inner = ""
@@ -114,7 +115,7 @@ def _described(frame: FrameType, layer: nn.Module | None) -> str:
 
 
 def _layer(frame: FrameType) -> nn.Module | None:
-    """Return the layer (the first argument) if a frame belongs to a layer's method, or `None`."""
+    """Return the layer whose method a frame runs; `None` if the frame runs another function."""
     code = frame.f_code
     own = code.co_argcount > 0 and code.co_filename != nn.modules.module.__file__
     layer = frame.f_locals.get(code.co_varnames[0]) if own else None
@@ -130,7 +131,7 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 1
 
 
 def _cpu_time_of(process: str) -> float:
-    """Return the CPU seconds of a process and of all its descendants."""
+    """Return the CPU seconds used by a process (given by its id) and by all its descendants."""
     with suppress(OSError), open(f"/proc/{process}/stat") as file:  # the process may have ended
         line = file.read()
         # The second field is a name, which can contain spaces and parentheses.

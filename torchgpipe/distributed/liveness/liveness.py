@@ -1,8 +1,8 @@
 """Messages by which ranks learn that another rank works, has ended or has failed.
 
-Every rank regularly tells all other ranks what it does now (monitor.py). When it ends, it sends a
-final message. This says that the rank has ended normally, or that the pipeline has failed, and why.
-Then the rank waits until other ranks have received the final message (for at most a second), and
+Every rank regularly tells all other ranks what it does now (monitor.py). When a rank ends, it sends
+a final message, which says that the rank has ended normally, or why the pipeline has failed. Then
+the rank waits for at most a second until other ranks have received the final message, and
 disconnects. So if a connection breaks without a final message, the other process has died.
 """
 
@@ -35,7 +35,7 @@ class RankFailed(RuntimeError):
 
 
 def gist(error: BaseException) -> str:
-    """Return gloo's error message without its lines of source code and list of possible reasons."""
+    """Return gloo's error message without its source location and its list of possible causes."""
     sentence, _, _ = str(error).partition(". ")
     _, _, what = sentence.rpartition("] ")
     return what
@@ -54,7 +54,7 @@ class Wires(Protocol):
         """
 
     def pending(self, peer: int) -> bool:
-        """Return whether a rank has not yet received every message that was sent to it."""
+        """Return whether the rank `peer` still has to receive messages of this rank."""
 
     def disconnect(self) -> None:
         """Break all connections of this rank, so that no thread waits for other ranks any more."""
@@ -69,10 +69,10 @@ class Liveness:
     Args:
         own: This rank.
         others: All other ranks.
-        timeout: The timeout of the monitor.
+        timeout: How many seconds a problem may last (monitor.py); `None` for no limit.
         wires: The connections of this rank.
-        beside: What other pipelines of this process do now. This pipeline's `activity` is added to
-            the list.
+        beside: The activities of other pipelines that this process runs over the same ranks. This
+            pipeline's `activity` is added to the list.
 
     Attributes:
         activity: What this rank does now.
@@ -142,7 +142,8 @@ class Liveness:
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
         """Send this rank's final message, and wait until other ranks have received it.
 
-        If the connection was closed without this wait, the message could be lost.
+        Wait for at most a second. If the connection was closed without this wait, the message could
+        be lost.
 
         Args:
             why: The failure, or `None` if this rank has ended without a failure.
@@ -162,9 +163,9 @@ class Liveness:
         self._check_not_needed(peer)
 
     def close(self) -> list[threading.Thread]:
-        """Break all connections, and return the threads, which are about to end.
+        """Break all connections, and return this pipeline's threads, which are about to end.
 
-        If there is a failure, wait first until other ranks have been told of it.
+        If a rank has failed, wait first until other ranks have been told of the failure.
         """
         if self.stopped:
             self._told.wait(2 * GRACE)
@@ -182,7 +183,7 @@ class Liveness:
     def _check_not_needed(self, peer: int) -> None:
         """Call `fail` if another rank has ended normally, but this rank still needs it.
 
-        It needs the other rank if their connection broke while this rank was using it.
+        This is the case if the connection to the other rank broke while this rank was using it.
         """
         with self._changed:
             has_ended = peer not in self._monitor.others
@@ -207,7 +208,7 @@ class Liveness:
                 sender.give(_message(_LABEL, *label))
 
     def _listen(self, peer: int) -> None:
-        """Receive all messages of another rank, and react to its end or failure."""
+        """Receive all messages of another rank, and react when that rank ends or fails."""
         address = self._wires.address("liveness", peer, partial(self.broken, peer))
         receiver = Receiver(address)
         try:
@@ -221,8 +222,8 @@ class Liveness:
         with self._changed:
             self._monitor.forget(peer)
         self._check_not_needed(peer)
-        # If the connection breaks while gloo sends a message, gloo may wait for ever. So count a
-        # message to the ended rank as lost if it is not received for a while.
+        # If the connection breaks while gloo sends a message, gloo may wait for ever. So a message
+        # to the ended rank counts as lost if it has not been received after a while.
         while not self._monitor.ended.wait(GRACE):
             if not self._wires.pending(peer):
                 continue
@@ -232,7 +233,7 @@ class Liveness:
                 return
 
     def _heard_until_last(self, peer: int, receiver: Receiver) -> str | None:
-        """Receive messages until a rank's final message, and confirm the final message.
+        """Receive a rank's messages up to its final message, and confirm the final message.
 
         Returns:
             The failure in the final message, or `None` if the rank has ended without a failure.
@@ -252,7 +253,7 @@ class Liveness:
         return why
 
     def _died(self, peer: int) -> str:
-        """Return a message about a connection that has broken without a final message."""
+        """Return an error text for a rank whose connection broke without a final message."""
         if pause := self._monitor.pause():
             return (
                 f"rank {self._own} did not run for {pause:.1f} s (was its process stopped?), so "

@@ -48,8 +48,8 @@ class Activity:
 
     Args:
         fail: A function that ends the pipeline; it is called with a line that says what is wrong.
-        beside: The `Activity` of each pipeline that this process has over the same ranks. This
-            object is added to the list.
+        beside: A list with the `Activity` of each pipeline that this process has over the same
+            ranks. This new `Activity` is added to the list.
 
     Attributes:
         program: The program (the rank's list of tasks) that the current call runs.
@@ -71,12 +71,12 @@ class Activity:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
-        """Return a context for a call of the pipeline.
+        """Return a context manager in which one call of the pipeline runs.
 
         Args:
             serial: The number of the mini-batch.
             name: The name of the call in error messages.
-            program: The program that the call runs, if already known.
+            program: The program (the rank's list of tasks) that the call runs, if already known.
         """
         self._calls += 1
         self._serial = serial
@@ -96,7 +96,7 @@ class Activity:
 
     @property
     def doing(self) -> str:
-        """What this rank does now, or what it did last in its current call, as text."""
+        """What this rank does now, or what it did last in its call, as text for error messages."""
         if not self.within:
             after = f", after mini-batch {self._serial}" if self._serial else ""
             return f"outside of the pipeline{after}"
@@ -105,7 +105,7 @@ class Activity:
 
     @property
     def computing(self) -> tuple[int, str] | None:
-        """The number of the current call and the running task as text; `None` without a task."""
+        """The number of the current call, and its running task as text; `None` if no task runs."""
         program = self.program
         computing = None if program is None else program.computing
         if computing is None:
@@ -113,9 +113,9 @@ class Activity:
         return self._calls, f"{computing} of mini-batch {self._serial}"
 
     def label(self) -> Label:
-        """Return the description of what this rank does, to be sent to other ranks.
+        """Return a description of what this rank does now, which is sent to other ranks.
 
-        If no call of this pipeline is running, describe a running call of another pipeline.
+        If no call of this pipeline is running, describe a call of another pipeline of this process.
         """
         calls = sum(each._calls for each in [*self.beside])
         within = [each for each in (self, *self.beside) if each.within]
@@ -188,7 +188,7 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Record a label of another rank: what it does now."""
+        """Record the label that another rank has sent: a description of what it does now."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:
@@ -205,17 +205,20 @@ class RankMonitor:
         return self._now() - heard < 6 * self._interval
 
     def last(self, peer: int) -> str:
-        """Return a text about a rank's last message, or "" if no message has come from the rank."""
+        """Return a text that says when a rank sent its last message, and what it did then.
+
+        If no message has come from the rank, return "".
+        """
         if peer not in self._heard:
             return ""
         heard, label = self._heard[peer]
         return f" {self._now() - heard:.1f} s before, it was {label.words}"
 
     def pause(self) -> float:
-        """Return for how many seconds this process was recently stopped, or 0.
+        """Return for how many seconds this process was recently stopped, for example by Ctrl-Z.
 
-        Short pauses do not count. After a long pause, other ranks may already treat this process as
-        failed.
+        Return 0 after short pauses. After a long pause, other ranks may already treat this process
+        as failed.
         """
         late = self._overdue()
         if late >= self._timeout / 2:
@@ -224,7 +227,7 @@ class RankMonitor:
         return paused if time.monotonic() - until < self._timeout else 0.0
 
     def _now(self) -> float:
-        """Return the time of a clock that stops while this thread cannot run."""
+        """Return the time, in seconds, of a clock that stops while this thread cannot run."""
         return time.monotonic() - self._late
 
     def _overdue(self) -> float:
@@ -270,8 +273,8 @@ class RankMonitor:
         heard = self._heard.copy()
         if all(now - at < self._timeout for at, _ in heard.values()):
             return None
-        # Ranks that were cut off at the same time reach the timeout one shortly after the other. So
-        # the message also names ranks that have almost reached it.
+        # Ranks that were cut off at the same time reach the timeout at slightly different times. So
+        # the error message also names ranks that have almost reached the timeout.
         begin = now - self._timeout + 3 * self._interval
         silent = {peer: label for peer, (at, label) in heard.items() if at < begin}
         have, processes = "have", "are their processes"
@@ -319,7 +322,7 @@ class RankMonitor:
 
 
 def _each(labels: dict[int, Label]) -> str:
-    """Return a text about what each rank was doing; name ranks that did the same together."""
+    """Return a text that says what each rank was doing; list ranks that did the same together."""
     ranks = defaultdict(list)
     for rank, label in sorted(labels.items()):
         ranks[label.words].append(rank)

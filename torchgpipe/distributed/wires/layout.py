@@ -39,7 +39,10 @@ def layout_of(x: Tensor) -> Layout:
 # Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Make a tensor with this layout. `rows` yields next the bytes of its values, if it has any."""
+    """Make a tensor with a given layout.
+
+    If the layout has bytes, the next element of `rows` holds the bytes of the tensor's values.
+    """
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -56,7 +59,7 @@ def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
 
 
 def once(x: Tensor) -> Tensor:
-    """Return the tensor without the repeated elements that `expand` has added."""
+    """Return a view of the tensor without the repetitions that `expand` has added."""
     for d, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if n > 1 and step == 0:
             x = x.narrow(d, 0, 1)
@@ -66,7 +69,7 @@ def once(x: Tensor) -> Tensor:
 def disjoint(x: Tensor) -> Tensor:
     """Return the tensor, or a copy if some of its elements share memory.
 
-    Elements that `expand` has repeated may share memory.
+    Elements that `expand` has repeated do not count: they are allowed to share memory.
     """
     x = _plain(x)
     reach = 1
@@ -79,10 +82,10 @@ def disjoint(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a tensor without its graph, after `resolve_conj` and `resolve_neg`.
+    """Detach a tensor from its graph, and call `resolve_conj` and `resolve_neg` on it.
 
     Raises:
-        TypeError: If the tensor is not a plain, dense tensor.
+        TypeError: If the tensor is not a plain, dense tensor, but sparse or quantized, for example.
     """
     plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_quantized
     strided = x.layout is torch.strided

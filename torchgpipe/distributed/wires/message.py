@@ -1,8 +1,8 @@
 """Messages from rank to rank: a description, and the contents of tensors.
 
-The description has the shapes and types of the tensors, and further values of the sender. Most
-messages have the same description as an earlier message. So a sender numbers its descriptions, and
-sends each of them only once; later messages have only its number. A message consists of
+The description has the shapes and types of the tensors, and plain Python values. Most messages have
+the same description as an earlier message. So a sender numbers its descriptions, and sends each
+description only once. Later messages have only the description's number. A message consists of
 
     a slot (a buffer) of at most 1 MiB, with
         the serial number of the mini-batch
@@ -54,10 +54,10 @@ Description = tuple[Hashable, tuple[Layout | None, ...]]
 
 
 def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
-    """Return a description as bytes.
+    """Encode a description, which consists of plain values and layouts of tensors, as bytes.
 
     Raises:
-        TypeError: If `about` does not consist of plain values.
+        TypeError: If `about` contains anything else than plain Python values.
     """
     told: list[tuple[Any, ...] | None] = []
     for layout in layouts:
@@ -87,7 +87,7 @@ def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
 
 
 def sizes(description: Description) -> list[int]:
-    """Return the number of bytes of each tensor that is sent as bytes; leave out other tensors."""
+    """Return the size, in bytes, of each tensor that gloo transfers; leave out other tensors."""
     _, layouts = description
     return [layout.bytes for layout in layouts if layout is not None and layout.bytes]
 
@@ -115,7 +115,8 @@ class Predicted:
     def begin(self) -> None:
         """Begin a mini-batch, and predict its first message.
 
-        If there is already a prediction, keep it: the receiver has already posted receives for it.
+        If there is already a prediction, keep it, as the receiver has already started to receive
+        the predicted message.
         """
         self._before, self._now = self._now, []
         if self.number is None:
@@ -151,11 +152,12 @@ class Predicted:
             self.known.append((about, tuple(layouts)))
         except Exception:
             raise RuntimeError(
-                f"rank {rank} runs another program, or another version of this program"
+                f"rank {rank} runs another program, or another version of this program, as its "
+                "message cannot be decoded; start the same program on all ranks"
             ) from None
 
     def large(self) -> list[int]:
-        """Predict the sizes, in bytes, of tensors that do not fit into the next message's slot."""
+        """Predict the sizes, in bytes, of the tensors in the next message's large parts."""
         if self.number is None:
             return []
         expected = sizes(self.known[self.number])

@@ -1,20 +1,21 @@
-"""NCCL, which transfers tensors between the GPUs of two ranks: a pair for each wire.
+"""Transfer tensors between the GPUs of two ranks by NCCL. Each wire has a pair of its own.
 
 When a rank dies, the ranks that survive raise `RankFailed`, and may go on without it. PyTorch's
 process groups for NCCL do not allow that. By default, each group has a thread (the watchdog). When
-NCCL reports that the other rank has died, this thread asks all processes of the job, through their
-store, to write down their state and to end. Then it waits for a minute, and ends its own process.
-So pairs differ from such groups in three ways:
+NCCL reports that the other rank has died, the watchdog asks all processes of the job, through their
+store, to write down their state and to end. A minute later, the watchdog ends its own process.
 
-- They have no watchdog. PyTorch starts none for a group that is made while the environment variable
-  TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair calls
-  `block_current_stream()` instead, which only lets a stream wait.
-- They connect in a thread. NCCL connects two ranks at their first transfer, and waits for ever if
-  the other rank does not come. The rank's own thread waits only until `PATIENCE` is over, or until
-  `abort` is called.
-- They are aborted at the same time, each in a thread. NCCL frees the memory of a pair only when its
-  GPU has nothing to do. If pairs were aborted one after the other, the first would wait for the
-  transfers of the others, and these would wait for the dead rank.
+A pair is a process group of two ranks. It differs from a usual group in three ways:
+
+- A pair has no watchdog. PyTorch starts none for a group that is made while the environment
+  variable TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair
+  calls `block_current_stream()` instead, which only makes a stream wait.
+- A pair connects in a separate thread. NCCL connects two ranks at their first transfer, and waits
+  for ever if the other rank does not come. The rank's own thread waits only until `PATIENCE` is
+  over, or until `abort` is called.
+- All pairs are aborted at the same time, each in a thread. NCCL frees the memory of a pair only
+  when its GPU has nothing to do. If pairs were aborted one after the other, the first would wait
+  for the transfers of the others, and these would wait for the dead rank.
 """
 
 import os
@@ -51,8 +52,8 @@ class Pair:
 
     Args:
         group: The process group of the two ranks.
-        peer: The other rank's index in the group.
-        stream: The stream of this rank's GPU that the transfers belong to.
+        peer: The other rank's index in the group: 0 or 1.
+        stream: The stream of this rank's GPU in which the transfers run.
     """
 
     def __init__(self, group: Any, peer: int, stream: torch.Stream | None) -> None:
@@ -63,7 +64,9 @@ class Pair:
         self._ending = threading.Lock()
 
     def move(self, rows: Sequence[Tensor]) -> None:
-        """Send or receive tensors of one dimension; make the current stream wait for the transfer.
+        """Send tensors of one dimension, or receive into them; make the current stream wait.
+
+        Rank 0 of the pair sends, and rank 1 receives. The stream waits for the transfer's end.
 
         Raises:
             Stopped: If the pair was aborted.
@@ -87,7 +90,7 @@ class Pair:
 
 
 class PairAddress(NamedTuple):
-    """How to connect a pair.
+    """What is needed to connect a pair: two ranks that transfer tensors by NCCL.
 
     Attributes:
         store: The key-value store through which the two ranks connect.
@@ -99,7 +102,7 @@ class PairAddress(NamedTuple):
 
 
 class Pairs:
-    """All pairs of this rank.
+    """All pairs that connect this rank to another rank by NCCL.
 
     Attributes:
         made: The pairs, in the order in which `connect` was given their addresses.
@@ -180,7 +183,7 @@ def _made(device: torch.device, store: Store, own: int) -> Pair:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Return a context in which process groups for NCCL get no watchdog."""
+    """Return a context manager: process groups for NCCL that are made in it get no watchdog."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -194,7 +197,7 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def identity(device: torch.device) -> bytes:
-    """Return the UUID of this rank's GPU.
+    """Return the UUID of this rank's GPU, so that ranks can see whether they share a GPU.
 
     Without a GPU, return `NO_GPU`. If NCCL cannot be used on this rank, return `UNFIT`.
     """

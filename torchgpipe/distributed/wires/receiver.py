@@ -45,7 +45,7 @@ class Receiver(End):
         self._large: list[_Posted] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch: predict the first message, and post receives for its large parts."""
+        """Begin a mini-batch: predict its first message, and start to receive the large parts."""
         super().begin()
         self._large = self._large or self._posted(self._predicted.large())
 
@@ -88,7 +88,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Read a new description of `length` bytes, in the slot (first buffer) or a later part."""
+        """Learn a new description, which is in the slot (first buffer) or comes separately."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]
@@ -102,7 +102,7 @@ class Receiver(End):
         self._slots.append((content, self._receive(bytes_of(content))))
 
     def _posted(self, lengths: Sequence[int]) -> list[_Posted]:
-        """Post a receive for each length (a number of bytes)."""
+        """Start a receive operation for each length, which is a number of bytes."""
         posted = []
         for length in lengths:
             memory = self._row(length)
@@ -110,13 +110,13 @@ class Receiver(End):
         return posted
 
     def _receive(self, x: Tensor, apart: int = 0) -> Wait:
-        """Post a receive; return a function that waits for it."""
+        """Start to receive into the tensor `x`; return a function that waits for the arrival."""
         try:
             return self._group.recv([x], self.rank, self._tag | apart).wait
         except RuntimeError as error:
-            # The connection is closed. This is an error only if a message is needed, so raise it in
-            # the wait. Keep only its text: the error itself would keep its frames and the
-            # mini-batch alive.
+            # The connection is closed. This matters only if the message is needed, so raise the
+            # error only when somebody waits for the message. Keep only the error's text, because
+            # the error itself would keep its frames, and so the mini-batch, alive.
             return partial(_fail, str(error))
 
     def _await(self, posted: Sequence[_Posted]) -> None:

@@ -52,11 +52,11 @@ class Sender(End):
             self._depart()
 
     def give_last(self, message: Message) -> None:
-        """Send a message, and do not check that it arrives: the other rank may have closed."""
+        """Send a message, and do not check its arrival: the other rank may have disconnected."""
         self._last = self._post(message)
 
     def release(self) -> None:
-        """Send all messages that are held back. Call this after the last message."""
+        """Send all delayed messages. Call this method after the last message was given."""
         while self._held:
             self._depart()
 
@@ -64,7 +64,7 @@ class Sender(End):
         """Wait until all sent messages have been received, except for at most `left` of them.
 
         Raises:
-            queue.Empty: If a message takes longer than `patience` seconds.
+            queue.Empty: If a message is not received within `patience` seconds.
         """
         while self._under_way > left:
             error = self._ended.get(timeout=patience)
@@ -85,12 +85,12 @@ class Sender(End):
         return self._under_way - self._ended.qsize()
 
     def stop(self) -> None:
-        """End the thread; calls of `settle` that wait, now or later, raise `Stopped`."""
+        """End the sender's thread; calls of `settle` that wait, now or later, raise `Stopped`."""
         self._ended.put(Stopped())
         self._departed.put(None)
 
     def _depart(self) -> None:
-        """Send the first of the messages that are held back."""
+        """Send the first of the delayed messages."""
         message, before = self._held.popleft()
         works: list[Any] | None = None
         if self._transfer is None:
@@ -132,9 +132,10 @@ class Sender(End):
         Args:
             leaving: The message to send over gloo.
             works: The operations of gloo, or `None` if the message is not sent yet.
-            departure: The events to wait for.
+            departure: The events of the GPU to wait for.
             tensors: The tensors that `give` was called with.
-            before: The versions of these tensors when `give` was called.
+            before: How often each of these tensors had been changed in place when `give` was
+                called (PyTorch's version counters).
         """
         if departure.before is not None:
             departure.before.synchronize()

@@ -1,12 +1,12 @@
 """Transfer tensors from the GPU of one rank to the GPU of another rank.
 
 The descriptions of messages (shapes and types) always go over gloo. The tensors go in one of two
-ways, the same on all ranks:
+ways, which is the same on all ranks:
 
     NCCL      from GPU to GPU, by a pair of ranks for each wire, or message channel (nccl.py)
     staging   through pinned memory of the hosts, and over gloo with their description
 
-NCCL needs a separate GPU for each rank. If it does not connect one of the ranks, all ranks use
+NCCL needs a separate GPU for each rank. If NCCL does not connect one of the ranks, all ranks use
 staging. In both ways, each wire has its own stream, so that tensors are transferred while tasks
 compute. The wire's stream waits for the compute stream before a tensor is sent, and the compute
 stream waits for the wire's stream until a tensor has arrived. The thread that runs the tasks does
@@ -47,8 +47,8 @@ class Departure(NamedTuple):
     Attributes:
         tensors: The tensors to send over gloo. A `meta` tensor stands for a tensor that NCCL sends;
             only its description goes over gloo.
-        before: An event to wait for before the tensors are sent, or `None`.
-        after: An event to wait for after the tensors are sent, or `None`.
+        before: A GPU event to wait for before the tensors are sent, or `None`.
+        after: A GPU event to wait for after the tensors are sent, or `None`.
     """
 
     tensors: Flat
@@ -85,7 +85,7 @@ class Transfer:
     def depart(self, tensors: Flat) -> Departure:
         """Begin to send tensors, as soon as the compute stream has made them.
 
-        Tensors that are on the host go over gloo.
+        The result says which tensors the caller still has to send over gloo, and when.
         """
         here = self._device.type
         moved: list[Tensor | None] = []
@@ -119,13 +119,13 @@ class Transfer:
         return copies
 
     def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Send tensors by NCCL; return a dictionary with a `meta` tensor that describes each."""
+        """Send tensors by NCCL; map each of them to a `meta` tensor that has its shape and type."""
         described = {x: torch.empty_like(x, device="meta") for x in leaving}
         self._move(leaving)
         return described
 
     def arrive(self, tensors: Flat) -> Flat:
-        """Return a message's tensors on the device; make the compute stream wait for them."""
+        """Move a received message's tensors to this GPU; make the compute stream wait for them."""
         if all(x is None for x in tensors):
             return tensors
         fence = StreamFence(self._device)
@@ -143,7 +143,7 @@ class Transfer:
         return tuple(arriving)
 
     def finish(self) -> None:
-        """Wait until the stream has done all its work."""
+        """Wait until this wire's stream has ended all transfers."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -167,7 +167,7 @@ class _Wire(NamedTuple):
     target: int
 
     def has_end(self, rank: int) -> bool:
-        """Return whether a rank has one of the two ends; a wire within a rank has none."""
+        """Return whether this wire connects the rank to another rank."""
         return self.source != self.target and rank in (self.source, self.target)
 
 
@@ -229,11 +229,11 @@ class Transfers:
         self.stage("loss", range(len(told)) if self._own == last else [last], device)
 
     def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
-        """Make transfers through host memory for wires of a kind; on the CPU, make none.
+        """Make transfers through host memory for all wires of one kind; on the CPU, make none.
 
         Args:
             kind: The kind of the wires, such as "loss" (`wire.KINDS` lists all kinds).
-            peers: The ranks at the other ends.
+            peers: The ranks at the other ends of the wires.
             device: This rank's device.
         """
         if identity(device) == NO_GPU:
@@ -247,7 +247,7 @@ class Transfers:
         wires: Sequence[_Wire],
         exchange: Callable[[Tensor], list[Tensor]],
     ) -> Sequence[Pair]:
-        """Return a pair for each wire, or none if NCCL does not connect all ranks."""
+        """Return an NCCL pair for each wire, or no pairs if NCCL does not connect all ranks."""
         addresses = []
         for kind, stages, source, target in wires:
             store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
@@ -268,7 +268,7 @@ class Transfers:
         return []
 
     def finish(self) -> None:
-        """Wait until the streams of all transfers have done their work."""
+        """Wait until the streams of all wires have ended their transfers."""
         for transfer in self.made.values():
             transfer.finish()
 

@@ -6,9 +6,9 @@ a part that fits into a buffer of fixed size, and that describes the other parts
 tensors (message.py). The receiver always has a receive posted (started) for a slot.
 
 It would cost time to post the receives of large tensors only after the slot has arrived. So the
-sender and the receiver predict the next message, and the receiver posts the receives of its large
-tensors early, while a task runs. If the prediction is wrong, the sender first sends an empty tensor
-to each of these receives.
+sender and the receiver predict the next message. The receiver posts the receives of the predicted
+message's large tensors early, while a task runs. If the prediction is wrong, the sender first sends
+an empty tensor to each of these receives.
 
 Three properties of gloo's waits matter here:
 
@@ -61,7 +61,7 @@ class WireAddress(NamedTuple):
         broken: A function that is called with gloo's error if the connection breaks.
         transfer: The transfer of tensors from and to the GPU, or `None` without a GPU.
         limit: How long the receiver waits for a large part of a message. Without a limit, gloo
-            would wait for ever if the connection closes in the middle of a tensor.
+            would wait for ever if the connection is closed in the middle of a tensor.
     """
 
     group: dist.ProcessGroup
@@ -85,7 +85,11 @@ class End:
         self._predicted = Predicted()
 
     def begin(self) -> None:
-        """Begin a mini-batch; the sender and the receiver call this before the same message."""
+        """Begin a mini-batch, so that both ends of the wire predict the same message.
+
+        The sender calls this method before it sends a message, and the receiver before it waits for
+        the same message.
+        """
         self._predicted.begin()
 
     def _gloo(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -98,14 +102,15 @@ class End:
 
 
 def tag_of(kind: str, stages: Stages) -> int:
-    """Return the gloo tag of a wire of one of the `KINDS` between two stages, the lower one first.
+    """Return the gloo tag of a wire: a number that marks the wire's messages.
 
-    Every pair of a kind and two stages has a tag of its own.
+    Every combination of a kind (one of `KINDS`) and two stages has a tag of its own. In `stages`,
+    the lower stage comes first.
     """
     low, high = stages
     return KINDS.index(kind) + len(KINDS) * (low << 12 | high)
 
 
 def bytes_of(content: bytearray) -> Tensor:
-    """Return a tensor that shares its memory with an array of bytes."""
+    """Return a tensor of bytes that shares the memory of the byte array `content`."""
     return torch.frombuffer(content, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""Count the operators and the bytes of a model's layers on `meta`, and an optimizer's bytes."""
+"""Count the operators and bytes of a model's layers on `meta`, and the bytes of an optimizer."""

@@ -1,8 +1,9 @@
-"""Run operators on `meta` like on a CPU or a GPU: with that device's fused kernels and autocast.
+"""Make operators on device `meta` run as they would on a CPU or a GPU.
 
-PyTorch's autocast does nothing on `meta`, so this module casts the inputs of operators. The lists
-of operators below come from PyTorch's documentation ("Autocast Op Reference"). An operator that is
-in no list runs in the dtype of its inputs, or in the widest of their dtypes.
+On `meta`, PyTorch uses no fused kernels, and its autocast does nothing. So this module chooses the
+fused kernels, and casts the inputs of operators as autocast would. The lists of operators below
+come from PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list runs in
+the dtype of its inputs, or in the widest of their dtypes.
 """
 
 import functools
@@ -53,9 +54,10 @@ FULL = {
 
 @contextmanager
 def as_on(device: str, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Run this thread's operators on `meta` like PyTorch runs operators on "cuda" or "cpu".
+    """Make this thread's operators on `meta` run as they would on "cuda" or "cpu".
 
-    If autocast is enabled for this type of device, the inputs of operators are cast.
+    Within this context, operators use the fused kernels of this type of device. If autocast is
+    enabled for the type, the inputs of operators are cast.
 
     Args:
         device: The type of device, "cuda" or "cpu".
@@ -105,9 +107,11 @@ def _body(func: Any) -> Callable[..., Any] | None:
     """Return a copy of a PyTorch function whose operators a `TorchFunctionMode` sees.
 
     Some functions of PyTorch are written in Python, such as
-    `torch.nn.functional.multi_head_attention_forward`. They check first for an active mode, and
-    then show it only their own call, but not the operators that they run. The copy lacks this
-    check. For all other functions, return `None`.
+    `torch.nn.functional.multi_head_attention_forward`. If a mode is active, such a function shows
+    the mode only its own call, but not the operators that it runs. The copy lacks the check for an
+    active mode, so it shows the operators.
+
+    Return `None` if `func` is not such a function.
     """
     if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in WRITTEN_IN_PYTHON:
         return None
@@ -122,7 +126,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
 def _cast(
     device: str, name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Cast an operator's arguments to the dtype that autocast chooses on this type of device."""
+    """Return an operator's arguments, cast to the dtype that autocast chooses on this device."""
     if name in LOWER[device]:
         dtype = torch.get_autocast_dtype(device)
     elif name in FULL[device]:

@@ -1,8 +1,8 @@
-"""Run fused attention on `meta` like on a CPU or a GPU, and count it as one operator.
+"""Run the fused attention kernels of CPUs and GPUs on `meta`, and count each as one operator.
 
-PyTorch has fused kernels for `scaled_dot_product_attention` on CPUs and GPUs. On `meta`, PyTorch
-runs several plain operators instead, and keeps the matrix of all attention scores. A fused kernel
-never writes that matrix to memory.
+PyTorch has fused kernels for `scaled_dot_product_attention` on CPUs and GPUs. They never write the
+matrix of all attention scores to memory. On `meta`, PyTorch would run several plain operators
+instead, and keep that matrix. Counting these operators would give too many bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,14 +46,15 @@ class Arguments(NamedTuple):
 
 
 def attention(device: str, arguments: Arguments) -> Tensor | None:
-    """Run the fused kernel that `scaled_dot_product_attention` uses on a type of device.
+    """Run the fused attention kernel that PyTorch would use for these arguments, but on `meta`.
 
-    The choice of the kernel follows PyTorch's rules for CPUs and for GPUs since Ampere. Older GPUs
-    have no flash attention kernels, but their other kernels keep and move equally many bytes.
+    The kernel is chosen by PyTorch's rules for CPUs, and for GPUs of the Ampere generation or
+    newer. Older GPUs have no flash attention kernels, but their other kernels keep and move as many
+    bytes.
 
     Args:
-        device: The type of device, "cuda" or "cpu".
-        arguments: The arguments, with tensors on `meta`.
+        device: The type of device whose kernel is chosen, "cuda" or "cpu".
+        arguments: The arguments of `scaled_dot_product_attention`, with tensors on `meta`.
 
     Returns:
         The output, or `None` if PyTorch uses no fused kernel for these arguments.
@@ -94,15 +95,18 @@ def attention(device: str, arguments: Arguments) -> Tensor | None:
 def attention_operator(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Operator | None:
-    """Return the `Operator` for a fused attention kernel that ran, or `None` for other operators.
+    """Describe a fused attention kernel that ran as an `Operator`, with its operations and bytes.
 
-    With a causal mask, only the scores that the mask does not hide are counted.
+    If the attention is causal, only the scores that the mask does not hide are counted.
 
     Args:
         func: The operator that ran.
         args: The positional arguments of the operator.
         kwargs: The keyword arguments of the operator.
         result: What the operator returned.
+
+    Returns:
+        The description, or `None` if the operator is not a fused attention kernel.
     """
     name = func.__name__.partition(".")[0]
     if name not in FORWARD and name not in BACKWARD:

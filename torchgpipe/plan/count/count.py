@@ -1,12 +1,12 @@
-"""Count each layer's operations and bytes on the `meta` device, without computing anything.
+"""Count each layer's operations and bytes on the `meta` device, where nothing is computed.
 
     counts = count(model, sample)     # only the shape of a sample matters, not its batch size
     layers = counts.at(16)            # for micro-batches of 16 samples
 
 Copies of the layers run one after another (see `torchgpipe.balance.profile`). The cost of a layer
-is linear in the micro-batch size: a fixed cost for the parameters, and an equal cost for each
-sample. So the layers are counted for only two sizes, and the costs for all other sizes follow. An
-exception is a layer that multiplies samples with each other (see `growth`).
+is a fixed cost for its parameters, plus an equal cost for each sample of the micro-batch. So the
+layers are counted for only two micro-batch sizes, and the costs for all other sizes are computed
+from these two. Layers that multiply samples with each other are an exception (see `growth`).
 """
 
 import functools
@@ -53,7 +53,11 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Counts:
-    """The costs of a model's layers for two micro-batch sizes, and methods for all other sizes."""
+    """The operations and bytes of a model's layers, for micro-batches of any size.
+
+    The layers were counted for two micro-batch sizes. The methods compute the values for all
+    others.
+    """
 
     low: LayerCounts
     """The layers for the smaller of `SIZES`."""
@@ -76,20 +80,20 @@ class Counts:
 
     @functools.cached_property
     def once(self) -> list[LayerCount]:
-        """The layers for the smaller of `SIZES`; a shared parameter is only in its first layer."""
+        """The layers for the smaller of `SIZES`; a shared parameter is in its first layer only."""
         return counted_once(self.low)
 
     @functools.cached_property
     def on_one_device(self) -> "Counts":
-        """The same counts, for partitions that are all on one device, so that nothing is copied."""
+        """The same counts, but for partitions on one device, which get no copies of inputs."""
         return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:
-        """Return the layers' operators and bytes for micro-batches of `size` samples."""
+        """Return each layer's operators and bytes for micro-batches of `size` samples."""
         return _line(self.low, self.high, size)  # type: ignore[no-any-return]
 
     def footprints(self, size: int) -> Footprints:
-        """Return the memory that the layers take for micro-batches of `size` samples."""
+        """Return the memory that each layer takes for micro-batches of `size` samples."""
         if size not in self.known:
             self.known[size] = _line(*self.held, size)
         return self.known[size]
@@ -97,7 +101,8 @@ class Counts:
     def skips(self, size: int) -> Sequence[tuple[int, int, Stashed]]:
         """Return the skips for micro-batches of `size` samples.
 
-        Each item is a tuple: the layer that stashes, the layer that pops, and the skip.
+        Each skip is a tuple: the number of the layer that stashes it, the number of the layer that
+        pops it, and its bytes.
         """
         key = "skips", size
         if key not in self.cache:
@@ -106,7 +111,7 @@ class Counts:
         return found
 
     def task(self, size: int, start: int, stop: int, *, checkpoint: bool) -> TaskBytes:
-        """Return the bytes of one task: one micro-batch on one partition.
+        """Return the bytes of memory that one task takes: one micro-batch on one partition.
 
         Args:
             size: The number of samples in the micro-batch.
@@ -123,7 +128,7 @@ class Counts:
         return self.tasks[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle or a copy needs: the fields, but nothing that is cached."""
+        """Return the fields without the caches, which a pickle or a copy leaves out."""
         return {**vars(replace(self, known={}, tasks={}, cache={}))}
 
     def __len__(self) -> int:
@@ -131,7 +136,13 @@ class Counts:
 
 
 def _line(low: Any, high: Any, size: int) -> Any:
-    """Interpolate or extrapolate costs linearly, from the two counted sizes to `size`."""
+    """Return the costs for micro-batches of `size` samples, on the line through two counted sizes.
+
+    Args:
+        low: The costs for the smaller of `SIZES`, as nested tuples.
+        high: The costs for the larger of `SIZES`.
+        size: The number of samples.
+    """
     smaller, larger = SIZES
     return between(low, high, (size - smaller) / (larger - smaller), {})
 
@@ -152,13 +163,13 @@ def count(
         device: The type of device whose kernels are counted, "cuda" or "cpu".
         autocast: The dtype with which to enable autocast for this type of device, or `None` to
             leave autocast as it is.
-        alike: A cache of counts, to share between calls. A layer that behaves like an earlier
-            layer, also of another model, is not counted again.
+        alike: A cache of counts, which several calls can share. A layer that behaves like an
+            earlier layer, of this or another model, is not counted again.
 
     Raises:
         TypeError: If a layer cannot be copied.
-        ValueError: If a layer fails, is compiled, or runs different operators for different batch
-            sizes. The message names the layer.
+        ValueError: If a layer raises an error, is compiled, or runs different operators for
+            different batch sizes. The message names the layer.
 
     Warns:
         UserWarning: If the cost of a layer grows faster than the micro-batch size. The counts for
@@ -182,7 +193,13 @@ def count(
 def _at(
     sample: TensorOrTensors, module: Sequential, alike: Alike
 ) -> tuple[LayerCounts, Footprints]:
-    """Return the layers' operators and the memory that the layers take, for a sample on `meta`."""
+    """Return the operators and the memory of each layer, for a sample on device `meta`.
+
+    Args:
+        sample: The sample, whose batch size is the micro-batch size.
+        module: The layers.
+        alike: A cache of counts.
+    """
     names = list(module._modules)
     tied = tied_parameters(module)
     storages = StorageNumbers(len(tensors_of(sample)))
@@ -214,14 +231,14 @@ def _refuse_compiled(module: Sequential) -> None:
 
 
 def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
-    """Count the operators and bytes of one layer.
+    """Run one layer on `meta`, and return its operators and the bytes of its tensors.
 
     Args:
         names: The names of all layers.
         rehearsal: The layer and its input.
 
     Raises:
-        ValueError: If the layer raises any exception. The message is one line and names the layer.
+        ValueError: If the layer raises an exception. The message is one line and names the layer.
     """
     name = names[rehearsal.index]
     layer = rehearsal.layer
@@ -270,11 +287,11 @@ def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 
 
 class _Entry(torch.autograd.Function):
-    """An autograd node before a layer: its backward notes that the input's gradient arrives.
+    """An autograd node in front of a layer, whose backward notes that a gradient reaches the input.
 
-    Without this node, the input would be a leaf of the autograd graph. If a layer passes a gradient
-    on unchanged to a leaf, PyTorch copies the gradient for `.grad`. In a pipeline there is no such
-    copy, so it must not be counted.
+    Without this node, the input would be a leaf of the autograd graph. If a layer's backward passes
+    the output's gradient on to a leaf unchanged, PyTorch copies it for `.grad`. A pipeline makes no
+    such copy, so it must not be counted.
     """
 
     @staticmethod
@@ -291,7 +308,10 @@ class _Entry(torch.autograd.Function):
 
 
 def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:
-    """Return tensors on `meta` like the sample's tensors, with the batch size `size`."""
+    """Return tensors on `meta` like those of the sample, but with `size` samples.
+
+    `split` says which tensors have a batch dimension; with `None`, all have one.
+    """
 
     def empty(x: Tensor, grows: bool = True) -> Tensor:
         shape = (size, *x.shape[1:]) if grows else x.shape

@@ -1,4 +1,4 @@
-"""Count each operator that runs: its class, its floating-point operations and its bytes.
+"""List the operators that run, each with its class, its floating-point operations and its bytes.
 
 The floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`). An
 operator without a formula counts as one that only moves bytes.
@@ -17,8 +17,8 @@ from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
 from torchgpipe.trace.parts import tensors_in
 
-# Maps a part of an operator's name to the operator's class, for operators without a formula for
-# floating-point operations. If no part matches, such an operator is elementwise.
+# The class of operators without a formula for floating-point operations, by a part of their name.
+# An operator whose name has none of these parts is elementwise.
 KINDS: dict[str, OperatorClass] = {
     "batch_norm": "norm",
     "instance_norm": "norm",
@@ -44,7 +44,7 @@ VIEWS = (
 
 
 class Counter(TorchDispatchMode):
-    """List the operators that this thread runs, except those that only make views."""
+    """Within this context, list this thread's operators, except those that only make views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,5 +101,5 @@ def _operators(
 
 
 def _makes_views(func: Any) -> bool:
-    """Return whether the operator only returns views or uninitialized tensors."""
+    """Return whether an operator computes nothing: it returns views or uninitialized tensors."""
     return getattr(func, "is_view", False) or str(func).startswith(VIEWS)

@@ -1,7 +1,7 @@
-"""Describe one layer's operators, and the memory that it takes (its footprint).
+"""Data classes for what is counted of one layer: its operators, and the memory that it takes.
 
-Footprints refer to storages by numbers. If several layers use a storage, it has the same number in
-all their footprints.
+The memory that a layer takes is called its footprint. In a footprint, storages are referred to by
+numbers. If several layers use a storage, it has the same number in all their footprints.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torchgpipe.plan.hardware.operators import Operator
 
 
 class Change(NamedTuple):
-    """A change of the allocated memory: the bytes are positive if allocated, negative if freed."""
+    """Memory that is allocated or freed: the bytes are positive if allocated, negative if freed."""
 
     bytes: float
     storage: int | None
@@ -36,7 +36,10 @@ class Stashed(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The memory that one layer takes for one micro-batch. Storages are referred to by numbers."""
+    """The memory that one layer takes for one micro-batch.
+
+    Fields such as `inputs` and `saves` are numbers of storages, whose bytes are in `sizes`.
+    """
 
     inputs: tuple[int, ...] = ()
     pops: tuple[int, ...] = ()
@@ -67,7 +70,11 @@ class Footprint(NamedTuple):
 
 
 def list_skips(layers: Sequence[Footprint]) -> list[tuple[int, int, Stashed]]:
-    """List a model's skips: for each, the layer that stashes, the layer that pops, and the skip."""
+    """Return the skips of a model, from the footprints of its layers.
+
+    Each skip is a tuple: the number of the layer that stashes it, the number of the layer that pops
+    it, and its bytes.
+    """
     popped: dict[int, int] = {}
     for index, layer in enumerate(layers):
         popped |= dict.fromkeys(layer.pops, index)
@@ -78,7 +85,7 @@ def list_skips(layers: Sequence[Footprint]) -> list[tuple[int, int, Stashed]]:
 
 
 class Tied(NamedTuple):
-    """A parameter that a layer shares with other layers (see `tied`)."""
+    """A parameter that a layer shares with other layers, such as an embedding's weight."""
 
     number: int
     """The same number in all layers that have the parameter."""
@@ -112,8 +119,8 @@ class LayerCount(NamedTuple):
     def products(self) -> tuple[Operator, ...]:
         """The matrix products of the forward that have a parameter as a factor.
 
-        For each, the backward has an equally large product, which computes the parameter's
-        gradient.
+        For each of these products, the backward has an equally large one, which computes the
+        gradient of the parameter.
         """
         if not self.parameters:
             return ()

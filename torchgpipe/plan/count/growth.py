@@ -1,8 +1,8 @@
-"""Compute the cost for any micro-batch size, by a straight line through the costs for two sizes.
+"""Compute a layer's cost for any micro-batch size, on the straight line through two sizes' costs.
 
 A straight line is wrong for an operator that multiplies samples with each other: with twice the
-samples, it costs more than twice as much. Such an operator is easy to find, because the line
-through both sizes gives a negative cost for zero samples.
+samples, it costs more than twice as much. Such an operator can be recognized: the line through its
+costs for the two sizes is so steep that it gives a negative cost for zero samples.
 """
 
 import warnings
@@ -17,14 +17,17 @@ KIND = attrgetter("kind", "dtype")
 
 
 def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> Any:
-    """Compute `a + (b - a) * share` for all floats in two equally nested tuples.
+    """Return the point `a + (b - a) * share` on the line through two costs.
 
     Args:
-        a: The result if `share` is 0: a float, or a tuple.
-        b: The result if `share` is 1.
-        share: The position between `a` and `b`; beyond them if it is below 0 or above 1.
-        known: A cache of the results, by the ids of the two tuples. It is useful because layers
-            that behave alike share their tuples.
+        a: The cost if `share` is 0: a float, or nested tuples of floats and other values.
+        b: The cost if `share` is 1, nested in the same way.
+        share: The position on the line. It is below 0 or above 1 for points beyond `a` and `b`.
+        known: A cache of the results, by the ids of two tuples. It saves time because layers that
+            behave alike share their tuples.
+
+    Returns:
+        The cost, nested in the same way. Each float is computed on its own.
 
     Raises:
         ValueError: If `a` and `b` differ in anything but floats.
@@ -34,7 +37,8 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
     if not isinstance(a, tuple) or len(a) != len(b):
         if a != b:
             raise ValueError(
-                f"a layer's behaviour depends on the batch size: {a!r} and {b!r} differ"
+                f"a layer behaves differently for other batch sizes, so its cost cannot be "
+                f"computed: it has {a!r} for one size, but {b!r} for another"
             )
         return a
     key = id(a), id(b)
@@ -47,7 +51,7 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
 def check_growth(
     low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]
 ) -> None:
-    """Check that the layers' costs lie on a straight line.
+    """Check that the cost of each layer grows in a straight line with the micro-batch size.
 
     Args:
         low: The layers as counted for micro-batches of the smaller size.

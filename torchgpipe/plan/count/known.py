@@ -1,7 +1,8 @@
 """Caches that make counting faster, because many layers of a model are alike.
 
-`Alike` keeps measurements of layers. `Remembered` keeps the shapes of operators' results, because
-PyTorch's Python code that infers shapes on `meta` is slow.
+`Alike` keeps what was measured of a layer, for other layers that behave in the same way.
+`Remembered` keeps the shapes of operators' results. It saves time because PyTorch infers shapes on
+`meta` in Python code, which is slow.
 """
 
 import io
@@ -30,7 +31,7 @@ EMPTY: Scope = {}
 
 
 class Alike:
-    """A cache of measurements of layers. Layers that behave alike, in any model, share an entry."""
+    """A cache of measurements of layers. Layers that behave alike share one measurement."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Any, TensorOrTensors, list[Tensor | None]]] = {}
@@ -40,10 +41,10 @@ class Alike:
         self._how: object = None
 
     def begin(self, module: Module, device: str) -> None:
-        """Prepare for the layers of another module, and read PyTorch's present settings.
+        """Prepare the cache for the layers of another module.
 
-        The settings are autocast and the precision of float32 products. They are a part of every
-        key, because the measurements depend on them.
+        PyTorch's present settings for autocast and for the precision of float32 products become a
+        part of every key, because the measurements depend on them.
 
         Args:
             module: The module. Its training mode is also a part of every key (see `placed_copy`).
@@ -60,13 +61,13 @@ class Alike:
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Measure a layer, or return the cached measurement of a layer that behaves the same.
+        """Return the measurement of a layer, from the cache if a layer like it was measured.
 
         Args:
             measure: A function that runs the layer and measures something.
             rehearsal: The layer and its input. This method also sets its output and its skips.
-            more: An additional part of the key. It has to differ for different kinds of
-                measurements, and contain all else that the result depends on.
+            more: An additional part of the key, with all else that the result depends on. It must
+                differ for different kinds of measurements.
         """
         layer = rehearsal.original
         key = self.behaviour(layer, rehearsal.value, more, skips=rehearsal.skips)
@@ -83,11 +84,11 @@ class Alike:
     def behaviour(
         self, layer: Module, value: TensorOrTensors, more: object = None, *, skips: Scope = EMPTY
     ) -> object:
-        """Return a key that is equal for layers that behave alike on inputs of equal shapes.
+        """Return a cache key for a layer: it is equal for layers that behave alike.
 
-        The key has all state of the layer except the contents of tensors, and the names of the
-        layer and its parts. There is no key (`None`) for layers with skips that are not layers of a
-        traced module, and for layers that cannot be pickled.
+        The key has all state of the layer and the shapes of its inputs, but no contents of tensors,
+        and no names of the layer and its parts. It is `None` if layers cannot be compared: a layer
+        that cannot be pickled, or that has skips and is not a layer of a traced module.
 
         Args:
             layer: The layer.
@@ -118,10 +119,10 @@ def _state(layer: Module) -> object:
 
 
 def _looks(x: Tensor, numbers: dict[int, int]) -> object:
-    """Describe a tensor, without its contents: shape, dtype, strides, storage and so on.
+    """Describe a tensor without its contents: its shape, dtype, strides, storage and so on.
 
-    The storage is described by its size and a number. `numbers` maps the addresses of storages to
-    their numbers; the function adds new storages to it.
+    The storage is described by its size and a number, which shows which tensors share a storage.
+    `numbers` maps the addresses of storages to their numbers. New storages are added to it.
     """
     storage = x.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
@@ -137,10 +138,11 @@ def _looks(x: Tensor, numbers: dict[int, int]) -> object:
 
 
 class _Shapes(pickle.Pickler):
-    """Pickle an object, but write a description in place of each tensor (see `_looks`).
+    """Pickle a layer, but write a description in place of each tensor (see `_looks`).
 
-    The descriptions also tell which tensors share a storage. The placeholders of traced calls are
-    numbered anew, in the order in which they are first used.
+    Thus two layers that differ only in the contents of tensors give equal pickles. The descriptions
+    also show which tensors share a storage. In a layer of a traced module, the placeholders of
+    values are numbered anew, in the order in which they are first used.
     """
 
     def __init__(self, file: io.BytesIO, layer: Module) -> None:
@@ -161,10 +163,11 @@ class _Shapes(pickle.Pickler):
 
 
 class Remembered(TorchDispatchMode):
-    """A cache of the results of this thread's operators on `meta`, by arguments' shapes and dtypes.
+    """Within this context, cache the results of this thread's operators on `meta`.
 
-    If the cache has a result, the operator does not run. Instead, new tensors are made that are
-    like the result's tensors. Operators that return views or their arguments are not cached.
+    The key in the cache is the operator, with the shapes and dtypes of its arguments. If the cache
+    has a result, the operator does not run. Instead, new tensors are made with the same shapes and
+    dtypes as the result's. Operators that return views or their own arguments are not cached.
     """
 
     def __init__(self) -> None:
@@ -184,7 +187,7 @@ class Remembered(TorchDispatchMode):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> object:
-    """Return an operator's key in the cache, or `None` if the operator always has to run."""
+    """Return the key of an operator's call in the cache, or `None` if the call cannot be cached."""
     schema = getattr(func, "_schema", None)
     if schema is None or any(result.alias_info is not None for result in schema.returns):
         return None
@@ -207,10 +210,10 @@ def _described(item: Any) -> Any:
 
 
 def _made(result: Any, given: list[Tensor]) -> bool:
-    """Return whether `_again` can make tensors like the tensors of this result.
+    """Return whether an operator's result can be cached, so that `_again` can make tensors like it.
 
-    It cannot if a tensor shares its storage with another tensor or with an argument (`given`), or
-    if the storage is larger than the tensor needs.
+    This is not so if a tensor of the result shares its storage with another tensor or with an
+    argument of the operator (`given`), or if its storage is larger than the tensor needs.
     """
     items = result if type(result) in (tuple, list) else [result]
     storages = {id(x.untyped_storage()) for x in given}
@@ -227,7 +230,7 @@ def _made(result: Any, given: list[Tensor]) -> bool:
 
 
 def _again(result: Any) -> Any:
-    """Return new tensors on `meta` with the shapes, strides and dtypes of the result's tensors."""
+    """Return new tensors on `meta`, with the shapes, strides and dtypes of a result's tensors."""
     if result is None:
         return None
     if isinstance(result, Tensor):

@@ -1,4 +1,4 @@
-"""Record which storages are allocated and freed while operators run, and their sizes in bytes."""
+"""Record how many bytes of memory are allocated and freed, in order, while operators run."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Record each storage that this thread's operators allocate, and when it is freed."""
+    """Within this context, record each storage that this thread's operators allocate.
+
+    The release of each storage is recorded, too, so that the memory in use is known at any time.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -28,7 +31,7 @@ class Live(TorchDispatchMode):
         """The ids of the storages that were added to the parameters' gradients."""
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Leave out tensors that the caller holds all the time, such as parameters."""
+        """Do not record tensors that exist before and after the run, such as parameters."""
         for x in tensors:
             self._known[id(x.untyped_storage())] = None
 
@@ -46,7 +49,7 @@ class Live(TorchDispatchMode):
             return result
 
     def enter(self, x: Tensor, number: int | None) -> None:
-        """Record when the storage of a tensor is freed.
+        """Begin to watch a tensor's storage, and record it when the storage is freed.
 
         Args:
             x: The tensor.
@@ -65,6 +68,6 @@ class Live(TorchDispatchMode):
         self.changes.append(Change(-nbytes, number))
 
     def peak(self) -> float:
-        """Return the peak of the allocated bytes, without the layer's inputs."""
+        """Return the largest number of bytes allocated at once, without the layer's inputs."""
         made = [change.bytes for change in self.changes if change.storage is None]
         return max(accumulate(made, initial=0.0))

@@ -1,6 +1,6 @@
-"""Measure the memory that a layer takes (its footprint).
+"""Measure the memory that a layer takes, which is called its footprint.
 
-The layer runs alone on `meta`, where storages have sizes but take no memory.
+The layer runs alone on device `meta`, where storages have sizes but take no memory.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ Needs = Sequence[bool] | None
 
 
 class StorageNumbers:
-    """Number the storages of a whole model.
+    """Give each storage of a whole model a number of its own.
 
-    In a measured footprint, the storages of one layer are numbered from 0 on. The method `placed`
-    replaces these numbers by numbers for the whole model, one layer after another.
+    In each layer's measured footprint, the storages are numbered from 0 on. The method `placed` is
+    called for one layer after another, and replaces these numbers by numbers for the whole model.
 
     Args:
         inputs: How many inputs the first layer has.
@@ -40,9 +40,9 @@ class StorageNumbers:
         self.skips: dict[SkipKey, int] = {}
 
     def placed(self, own: Footprint, rehearsal: Rehearsal) -> Footprint:
-        """Renumber the storages in the footprint of the next layer; return the new footprint.
+        """Return the next layer's footprint with the storages renumbered for the whole model.
 
-        In the result, the number of a storage is unique in the whole model.
+        A storage that earlier layers use, too, gets the number that it has in their footprints.
 
         Args:
             own: The layer's footprint, in which storages are numbered from 0 on.
@@ -84,7 +84,7 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """A node after the layer's outputs. Its backward allocates the gradients of the outputs."""
+    """An autograd node behind a layer, whose backward allocates the outputs' gradients."""
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -102,16 +102,17 @@ class _Head(torch.autograd.Function):
 
 
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
-    """Measure the footprint of a layer.
+    """Run a layer on device `meta`, and return the memory that it takes: its footprint.
 
     The layer's storages are numbered from 0 on: its inputs, then the skips that it pops, and then
     the storages that it makes.
 
     Args:
-        gives: For each input, whether the layer's backward computes its gradient.
-        takes: For each output, whether the next layer's backward computes its gradient. `None` (for
-            the last layer) means that all outputs get a gradient.
-        rehearsal: The layer and its input. The function also sets the rehearsal's output.
+        gives: For each input, whether the layer's backward computes the gradient of this input.
+        takes: For each output, whether the next layer's backward computes the gradient of this
+            output. `None` (for the last layer) means that all outputs get a gradient.
+        rehearsal: The layer and its input. The function stores the layer's output in it, for the
+            next layer.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]
@@ -184,9 +185,12 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
-    """Return the input for a run, and its tensors and skips, each with its storage's number.
+    """Prepare a run of a layer, and return its input with the numbers of the storages.
 
-    Inputs that share a storage have the same number.
+    Returns:
+        A copy of the layer's input, and a list of pairs: each tensor of the input and each skip
+        that the layer pops, with the number of its storage. Inputs that share a storage have the
+        same number.
     """
     value = rehearsal.prepare()
     storages = []
@@ -204,19 +208,19 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
 def _backward(
     rehearsal: Rehearsal, held: Sequence[Tensor], takes: Needs, *, hold: bool
 ) -> tuple[float, tuple[Change, ...]]:
-    """Run a forward and, if gradients are enabled, a backward; return the memory that they take.
+    """Run a layer's forward and, if gradients are enabled, its backward; return their memory.
 
-    No variable of this function may hold a tensor that the layer makes. Only the autograd graph may
-    hold such tensors, so that they are freed as early as in training.
+    No variable of this function may refer to a tensor that the layer makes. Only the autograd graph
+    may refer to such tensors, so that they are freed as early as in training.
 
     Args:
         rehearsal: The layer and its input.
         held: The layer's parameters and buffers.
         takes: For each output, whether it gets a gradient; `None` if all outputs get one.
-        hold: Whether the outputs' gradients are held until the backward ends.
+        hold: Whether the outputs' gradients stay allocated until the backward ends.
 
     Returns:
-        The peak memory of the forward, and the changes of memory during the backward.
+        The peak of the bytes during the forward, and the changes of memory during the backward.
     """
     live = Live()
     gradients = [x.grad for x in held if x.grad is not None]

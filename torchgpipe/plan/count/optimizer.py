@@ -1,7 +1,7 @@
-"""Tell how much memory an optimizer takes on a device, in addition to parameters and gradients.
+"""Tell how many bytes an optimizer takes on a device, in addition to parameters and gradients.
 
-The optimizer keeps its state, and its step allocates temporary tensors. How many it allocates
-depends on PyTorch's default for the device:
+An optimizer keeps its state between steps, and each step allocates temporary tensors. How many
+bytes a step allocates depends on PyTorch's default for the device:
 
 - On a CPU, a step updates one parameter after another. It allocates tensors as large as one
   parameter, while tensors for the previous parameter may still exist.
@@ -9,8 +9,9 @@ depends on PyTorch's default for the device:
   parameters together.
 
 If parameters have 16 bits, an optimizer can keep master weights: a float32 copy of the parameters,
-which it updates. Then its state is as large as for float32 parameters, and its step also allocates
-float32 gradients. Training with autocast needs no copy, because its parameters are float32.
+which the optimizer updates. Then its state is as large as for float32 parameters, and its step also
+allocates float32 gradients. Training with autocast needs no master weights, because its parameters
+are float32.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ MASTER = 2
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The memory that an optimizer takes, in bytes for each byte of parameters."""
+    """The memory that an optimizer takes, in bytes for each byte of parameters that it updates."""
 
     state: float = 0.0
     """The bytes of the state, which the optimizer keeps between steps."""
@@ -53,7 +54,11 @@ class Optimizer:
     """Whether there is an optimizer at all. If not, no step is predicted for it."""
 
     def temporaries(self, sizes: Sequence[float]) -> float:
-        """Return the peak of the bytes that a step allocates, for parameters of these sizes."""
+        """Return the largest number of bytes that a step's temporary tensors take at once.
+
+        Args:
+            sizes: The bytes of each parameter, in the order in which a step updates them.
+        """
         if self.together:
             return self.made * sum(sizes)
         most = 0.0
@@ -67,7 +72,7 @@ STATELESS = Optimizer()
 
 
 def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
-    """Return the memory that an optimizer takes, by the optimizer's name.
+    """Return the memory that an optimizer takes for each byte of parameters, by its name.
 
     Args:
         name: One of `OPTIMIZERS`.

@@ -10,9 +10,9 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 
 @dataclass(frozen=True)
 class TaskBytes:
-    """The bytes that one task takes: a micro-batch on a partition, with or without checkpointing.
+    """The bytes of memory that one task takes: one micro-batch on one partition.
 
-    A field includes the task's inputs only if its description mentions inputs.
+    The task's inputs count only in fields whose description mentions inputs.
     """
 
     inputs: float
@@ -44,22 +44,22 @@ class TaskBytes:
 def task_bytes(
     footprints: Sequence[Footprint], start: int, stop: int, *, checkpoint: bool, copied: bool = True
 ) -> TaskBytes:
-    """Return the bytes of a task on the partition of layers `start` … `stop` - 1.
+    """Return the bytes of memory that one micro-batch takes on a partition.
 
     Args:
-        footprints: The footprints of all layers of the model.
+        footprints: The footprints of all layers of the model, for one micro-batch.
         start: The first layer of the partition.
         stop: The layer after the partition's last layer.
         checkpoint: Whether the task is checkpointed.
-        copied: Whether the partition gets copies of its inputs. If not, a tensor that the graph of
-            an earlier partition saves counts only for the earlier partition.
+        copied: Whether the partition gets copies of its inputs. If not, a tensor that an earlier
+            partition's graph has saved counts only for the earlier partition.
     """
     layers = footprints[start:stop]
     whole = len(layers) == len(footprints)
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
-    # The storages that something outside the task holds, such as the mini-batch in the first
-    # partition. They are not counted, and the task does not free them.
+    # The storages that something outside the task holds: in the first partition, for example, the
+    # caller holds the mini-batch. They are not counted, and the task does not free them.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs
@@ -114,12 +114,14 @@ def _backward(
     later: bool,
     apart: bool = True,
 ) -> float:
-    """Return by how many bytes a backward, at its peak, exceeds the memory before the backward.
+    """Return how many bytes the backward of a task allocates at its peak.
+
+    The bytes are counted from the start of the backward on, and what is freed is subtracted.
 
     Args:
         layers: The footprints of the partition's layers.
-        others: The storages that something outside the task holds.
-        saver: For each saved storage, the first layer that saves it.
+        others: The storages that something outside the task holds, so that they are not freed.
+        saver: For each storage that the graph has saved, the first layer that saves it.
         later: Whether parameters have gradients before the backward.
         apart: Whether the task's graph is separate from the graphs of other tasks. If so, gradients
             are added in place. If not, autograd makes a new tensor for each sum of gradients.
@@ -148,7 +150,10 @@ def _backward(
 
 
 def _begins_in_place(layers: Sequence[Footprint]) -> bool:
-    """Return whether the first layer that computes something changes its input in place."""
+    """Return whether a partition changes its input in place, so that checkpointing must clone it.
+
+    This is so if the first layer that does not just return its input changes it in place.
+    """
     for layer in layers:
         if layer.in_place or layer.outputs != layer.inputs:
             return layer.in_place

@@ -1,8 +1,8 @@
-"""Count tied weights once: parameters that several layers share.
+"""Count tied weights, which are parameters that several layers share, only once.
 
-In many language models, for example, the embedding and the head share one weight. A device that has
-both layers has this parameter once. If two devices have one of the layers each, both have a copy of
-the parameter, with a gradient and an optimizer state.
+In many language models, for example, the embedding and the last linear layer share one weight. If
+both layers are on one device, the device has this parameter once. If the layers are on two devices,
+each of the devices has a copy of the parameter, with a gradient and an optimizer state.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torchgpipe.plan.count.footprint import LayerCount, Tied
 
 
 def tied_parameters(module: Sequential) -> list[tuple[Tied, ...]]:
-    """Return, for each layer, the parameters that it shares with other layers."""
+    """Return for each layer of a module the parameters that it shares with other layers."""
     holders: dict[Parameter, list[int]] = {}
     for index, layer in enumerate(module):
         for parameter in layer.parameters():
@@ -28,10 +28,10 @@ def tied_parameters(module: Sequential) -> list[tuple[Tied, ...]]:
 
 
 def counted_once(layers: Sequence[LayerCount]) -> list[LayerCount]:
-    """Return the layers; a parameter that several of them share stays only in the first of them.
+    """Return the counts of layers, with each shared parameter only in the first layer that has it.
 
     Args:
-        layers: The layers of one device, or of a whole model.
+        layers: The counts of the layers of one device, or of a whole model.
     """
     seen: set[int] = set()
     found: list[LayerCount] = []

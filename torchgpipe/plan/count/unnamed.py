@@ -1,4 +1,8 @@
-"""Describe a layer of a traced module without the names and numbers of its parts in the module."""
+"""Describe a layer of a traced module without names and numbers, to compare it with others.
+
+Two layers that do the same have equal descriptions, although their submodules have other names in
+the module, and the values that they compute have other numbers.
+"""
 
 from typing import Any
 
@@ -28,10 +32,10 @@ NAMED = {
 
 
 def unnamed(layer: Layer) -> object:
-    """Return what the layer does: its calls, and all else that it has but names.
+    """Return a description of what a layer does: its calls, and its other attributes but no names.
 
-    The submodules that it calls are in the places of their names. The placeholders of tensors
-    (`Value` and `Held`) are left in the calls.
+    A submodule that the layer calls is in the description itself, in place of its name.
+    Placeholders of tensors (`Value` and `Held`) stay as they are in the calls.
     """
     steps: list[Any] = []
     for call in layer._steps:
@@ -51,7 +55,7 @@ def unnamed(layer: Layer) -> object:
 
 
 def tensor_of(layer: Layer, held: Held) -> Tensor:
-    """Return the parameter or buffer of the layer that a placeholder stands for."""
+    """Return the parameter or buffer of a layer for which a placeholder (`held`) stands."""
     path, _, last = held.name.rpartition(".")
     holder = _at(layer, path)
     found: Any = {**holder._buffers, **holder._parameters}[last]
@@ -60,7 +64,7 @@ def tensor_of(layer: Layer, held: Held) -> Tensor:
 
 
 def _at(layer: Layer, path: str) -> Any:
-    """Return the submodule at a path such as "layer1.0", or the layer itself for an empty path."""
+    """Return a layer's submodule at a path such as "layer1.0"; the layer for an empty path."""
     module: Any = layer
     for part in path.split(".") if path else ():
         module = module._modules[part]

@@ -1,1 +1,1 @@
-"""Tell how fast devices are, from description files or from measurements on this machine."""
+"""Describe how fast devices are, from description files or from measurements on this machine."""

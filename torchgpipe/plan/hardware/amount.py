@@ -16,7 +16,10 @@ UNITS = {
 
 
 def parse_amount(text: str | float) -> float:
-    """Return the bytes of an amount: a number of bytes, or text with a unit, such as `24GiB`.
+    """Return the number of bytes that an argument such as `memory` names.
+
+    Args:
+        text: A number of bytes, or text with a unit, such as "24GiB".
 
     Raises:
         ValueError: If `text` cannot be read as an amount, or if the amount is not above zero.
@@ -30,7 +33,8 @@ def parse_amount(text: str | float) -> float:
         nbytes = float(match[1]) * sizes[unit]
     else:
         raise ValueError(
-            f"memory must be bytes, or text with a unit such as '24GiB' or '80GB', got {text!r}"
+            f"memory must be a number of bytes, or text with a unit such as '24GiB' or '80GB', "
+            f"but got {text!r}"
         )
     if not 0 < nbytes < float("inf"):
         raise ValueError(f"memory must be more than nothing, got {text!r}")
@@ -38,7 +42,10 @@ def parse_amount(text: str | float) -> float:
 
 
 def amount(nbytes: float) -> str:
-    """Format bytes as text, such as `31.2 GiB`, in the largest unit that gives at least 1."""
+    """Format a number of bytes as text such as "31.2 GiB".
+
+    The unit is the largest one of which there is at least 1.
+    """
     for unit in ("GiB", "MiB", "KiB"):
         size = UNITS[unit]
         if nbytes >= size:

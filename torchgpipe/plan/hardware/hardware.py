@@ -1,21 +1,22 @@
-"""Describe how fast a node's devices and links are; predict the time of operators and copies.
+"""Describe how fast a node's devices and links are, and predict seconds of operators and copies.
 
     hardware = load_hardware("p40x8")          # a shipped description, or the path of a file
     seconds = hardware.seconds(operator)       # of one operator on one device
-    seconds = hardware.transfer(nbytes)        # between two devices
+    seconds = hardware.transfer(nbytes)        # of a copy between two devices
 
-A description is a JSON file. Every figure in it is an object with a `value` and a `source`. Each
-class of operators, such as `conv`, has two efficiencies. The compute efficiency is the share of the
-peak rate that operators of the class reach. The memory efficiency is the share of the memory
-bandwidth that operators of the class reach. A compute efficiency with a name such as `conv.float16`
-is for one class and one dtype.
+A hardware description is a JSON file. Every figure in it is an object with a `value` and a
+`source`. For each class of operators, such as `conv`, it has two efficiencies. The compute
+efficiency is the share of the device's peak rate that operators of the class reach. The memory
+efficiency is the share of the device's memory bandwidth that they reach. A compute efficiency with
+a name such as `conv.float16` is for one class and one dtype.
 
-Some rules are the same for all descriptions:
+These rules are the same for all descriptions:
 
-- If there are several kernels for an operator, the fastest counts.
+- If there are several kernels for an operator, the fastest one counts.
 - Without an efficiency for fused attention, the efficiency of `matmul` counts.
 - Without a peak rate for TF32, the peak rate of float32 counts.
-- If k CPU devices work at the same time, a task takes 1 + `sharing` * (k - 1) times as long.
+- CPU devices slow each other down. If k of them work at the same time, a task takes 1 + `sharing` *
+  (k - 1) times as long, where `sharing` is a figure of the description.
 """
 
 import json
@@ -51,10 +52,10 @@ FUSED = ("attention", "attention_backward")
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node of equal devices, and how fast the devices are.
+    """A node of equal devices: their number, their memory, and how fast they and their links are.
 
-    Amounts are in bytes, rates in bytes per second, and durations in seconds. The rates in `peak`
-    are in operations per second, for each floating-point dtype.
+    Amounts of memory are in bytes, bandwidths in bytes per second, and durations in seconds. The
+    rates in `peak` are in floating-point operations per second, for each dtype.
     """
 
     name: str
@@ -89,9 +90,9 @@ class Hardware:
         return not self.launch_overlaps
 
     def seconds(self, operator: Operator) -> float:
-        """Return the seconds of one operator, with the fastest kernels for it.
+        """Return the seconds that one operator takes on a device, with its fastest kernels.
 
-        On a GPU, computing, moving bytes and launching the next operator happen at the same time,
+        On a GPU, the device computes, moves bytes and launches the next operator at the same time,
         so the longest of these three times counts. On a CPU core, the three times add up.
         """
         work = self._work(operator)
@@ -104,14 +105,14 @@ class Hardware:
         return self.link_latency + nbytes / self.link_bandwidth if nbytes else 0.0
 
     def room(self, memory: float, headroom: float | None = None) -> float:
-        """Return the bytes of a device that tensors may take.
+        """Return how many bytes tensors may take on a device.
 
-        PyTorch's caching allocator for GPUs needs more memory than the tensors, because it keeps
-        freed blocks, also blocks of a size that does not suit the next tensor. On a CPU, freed
-        memory goes back to the system.
+        On a GPU, this is less than the device's memory, because PyTorch's caching allocator needs
+        more memory than the tensors take: it keeps freed blocks, also those whose size does not
+        suit the next tensor. On a CPU, freed memory goes back to the system.
 
         Args:
-            memory: The bytes of the device.
+            memory: The bytes of memory of the device.
             headroom: The memory to leave to the allocator, as a share of the tensors' bytes. The
                 default is `HEADROOM` on a GPU, and 0 on a CPU.
         """
@@ -120,7 +121,7 @@ class Hardware:
         return (memory - self.workspace) / (1 + headroom)
 
     def _work(self, operator: Operator) -> float:
-        """Return the seconds of computing and moving bytes, without the operator's launch."""
+        """Return the seconds that one operator computes and moves bytes, without its launch."""
         moving = operator.bytes / (self.memory_bandwidth * self.memory_efficiency[operator.kind])
         if not operator.flops:
             return moving
@@ -131,7 +132,7 @@ class Hardware:
         return computing + moving if self.cpu else max(computing, moving)
 
     def _rate(self, operator: Operator) -> float:
-        """Return the floating-point operations per second that an operator reaches."""
+        """Return how many floating-point operations per second an operator reaches on a device."""
         dtype = operator.dtype
         if dtype == "tf32" and dtype not in self.peak:
             dtype = "float32"
@@ -147,19 +148,18 @@ class Hardware:
 
 
 def hardware_names() -> list[str]:
-    """Return the names of the hardware descriptions in this package, sorted."""
+    """Return the sorted names of the hardware descriptions that this package ships."""
     return sorted([path.stem for path in FOLDER.glob("*.json")])
 
 
 def load_hardware(name: str | Path) -> Hardware:
-    """Return a hardware description.
+    """Load a hardware description, by its name or from its file.
 
     Args:
         name: The name of a shipped description, or the path of a `.json` file.
 
     Raises:
-        ValueError: If there is no description with this name, or the file is not a description. The
-            message is one line.
+        ValueError: If there is no description with this name, or the file is not a description.
     """
     path = Path(name)
     if path.suffix != ".json":
@@ -207,24 +207,32 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Return the value of each figure in a table, and add each figure's source to `sources`."""
+    """Check one table of a description; return the value of each figure in it, by its name.
+
+    Each figure's source is added to `sources`.
+    """
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{key} is missing: expected an object of figures")
     return {item: _figure(f"{key}.{item}", figure, sources) for item, figure in table.items()}
 
 
 def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Iterable[str]) -> Shares:
-    """Check a table of efficiencies; return it with entries for fused attention.
+    """Check a table of efficiencies, and return it with entries for fused attention.
 
-    The table must have an entry for each class in `needed`. Other entries may be for one class and
-    one of `dtypes`, such as `conv.float16`.
+    Args:
+        key: The name of the table, for error messages.
+        shares: The table: an efficiency for each class of operators. A name such as `conv.float16`
+            is for one class and one dtype.
+        needed: The classes that must be in the table.
+        dtypes: The dtypes that names in the table may have.
     """
     known = set(CLASSES)
     for dtype in dtypes:
         known.update([f"{kind}.{dtype}" for kind in CLASSES])
     if wrong := sorted(shares.keys() - known):
         raise ValueError(
-            f"{key}.{wrong[0]} is no class of operators; use one of {', '.join(sorted(known))}"
+            f"{key} has an entry for {wrong[0]}, but {wrong[0]} is no class of operators; "
+            f"use one of {', '.join(sorted(known))}"
         )
     for kind in needed:
         if kind not in shares:
@@ -233,14 +241,19 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
 
 
 def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
-    """Check a figure (a value and its source); return its value, and note its source."""
+    """Check one figure of a description; return its value, and add its source to `sources`.
+
+    A figure is an object with a `value`, which is a number, and a `source`, which is text.
+    """
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
-        raise ValueError(f"{key} has to be an object with value and source, got {figure!r}")
+        raise ValueError(
+            f"{key} has to be a JSON object with the keys value and source, but got {figure!r}"
+        )
     value, source = figure["value"], figure["source"]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value < float("inf") or (value == 0 and key not in OPTIONAL):
-        raise ValueError(f"{key}: value has to be a number above 0, got {value!r}")
+        raise ValueError(f"{key}: the value has to be a number above 0, but got {value!r}")
     if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"{key}: source has to say where the value is from")
+        raise ValueError(f"{key}: the source has to be text that says where the value is from")
     sources[key] = source
     return float(value)

@@ -1,4 +1,4 @@
-"""Describe a node with devices like this machine's, from measurements of its links and memory."""
+"""Describe a node whose devices are like those of this machine, from measurements on it."""
 
 import math
 import os
@@ -29,19 +29,21 @@ MOST_AT_WORK = 4
 
 
 def describe_here(device: torch.device, devices: int | None, memory: float | None) -> Hardware:
-    """Describe a node of devices like `device`.
+    """Describe a node of devices like `device`, from measurements of its memory and links.
 
-    The description does not say how fast the devices compute, because layers are profiled instead.
+    The description does not say how fast the devices compute, because the layers of the model are
+    timed on `device` instead.
 
-    - A CPU device has as many cores as PyTorch has threads, and an equal part of the memory.
-    - Nothing is copied between CPU devices, because they share their memory. But a thread takes
-      time to hand a tensor to another thread.
-    - If this machine has a single GPU, links between GPUs count as fast as copies to the host.
+    - If `device` is a CPU, each of the node's devices has as many cores as PyTorch has threads, and
+      an equal part of the memory. Nothing is copied between them, because they share their memory.
+      But it takes time until one thread has handed a tensor to another.
+    - If this machine has only one GPU, links between GPUs are taken to be as fast as copies to the
+      host.
 
     Args:
         device: A device of this machine.
         devices: How many devices the node has; by default as many as this machine has.
-        memory: The bytes of each device; by default as many as `device` has.
+        memory: The bytes of memory of each device; by default as many as `device` has.
 
     Raises:
         ValueError: If `memory` is not given, and the system does not tell how much memory it has.
@@ -72,9 +74,9 @@ def describe_here(device: torch.device, devices: int | None, memory: float | Non
 
 
 def _cpu_devices() -> int:
-    """Return how many CPU devices this process has cores for.
+    """Return how many CPU devices this process has: its cores, divided by PyTorch's threads.
 
-    A CPU device has as many cores as PyTorch has threads.
+    At least one device is returned. Each device has as many cores as PyTorch has threads.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -84,10 +86,13 @@ def _cpu_devices() -> int:
 
 
 def _measure_link(source: Tensor) -> tuple[float, str]:
-    """Time a copy of a tensor to another device; return bytes per second, and what was copied.
+    """Measure the bandwidth of the link from a tensor's device to another device.
 
-    With a single GPU, the copy is to the host. Nothing is copied between CPU devices, so the links
-    between them are infinitely fast.
+    With a single GPU, the link to the host is measured. Nothing is copied between CPU devices, so
+    the links between them count as infinitely fast.
+
+    Returns:
+        The bandwidth in bytes per second, and text that says which copy was timed.
     """
     device = source.device
     if not accelerator.has_streams(device):
@@ -103,7 +108,7 @@ def _measure_link(source: Tensor) -> tuple[float, str]:
 
 
 def hand_over() -> float:
-    """Return the seconds that it takes to hand a tensor from a CPU device to the next one.
+    """Return the seconds until a CPU device has handed a tensor to the next CPU device.
 
     The seconds are measured with a pipeline whose tasks take almost no time.
     """
@@ -116,12 +121,11 @@ def hand_over() -> float:
 
 
 def sharing(works: Sequence[Callable[[], object]]) -> float:
-    """Return by how much CPU devices slow each other down when they work at the same time.
-
-    Each function in `works` runs again and again, each in a separate thread.
+    """Measure how much CPU devices slow each other down when they work at the same time.
 
     Args:
-        works: For each device, a function that does its work.
+        works: For each device, a function that does its work. The functions run in separate
+            threads, each again and again.
 
     Returns:
         How much longer the first function takes for each other function that runs at the same time,
@@ -152,13 +156,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
-    """Return the machine's memory in bytes, or the container's memory limit if it is lower."""
+    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         raise ValueError(
             "this system does not tell how much memory it has: "
-            "give the memory of each device, such as memory='16GiB'"
+            "give the memory of each device as an argument, such as memory='16GiB'"
         ) from None
     try:
         return min(machine, float(limit.read_text()))
@@ -167,7 +171,7 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name for messages and reports."""
+    """Return a device's name for messages: the GPU's model, or that it is this machine's CPU."""
     if accelerator.has_streams(device):
         return str(accelerator.properties(device).name)
     threads = torch.get_num_threads()

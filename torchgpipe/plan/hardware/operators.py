@@ -1,16 +1,16 @@
 """Describe operators for predictions: their class, floating-point operations and bytes.
 
-An operator is a call that reaches PyTorch's dispatcher below autograd. On a GPU, an operator is
-about one kernel.
+An operator is a call that reaches PyTorch's dispatcher below autograd, such as `aten.mm`. On a GPU,
+an operator launches about one kernel.
 
-A kernel for a matrix product cuts the output into tiles of a fixed size. The processors of the GPU
-compute the tiles in rounds, each processor one tile in a round. This wastes time in two places: a
+A GPU kernel for a matrix product cuts the output matrix into tiles of a fixed size. The GPU's
+processors compute the tiles in rounds, each processor one tile in a round. Two things waste time: a
 tile that reaches over the edge of the matrix takes as long as a full tile, and in the last round
 some processors have no tile.
 
-The floating-point operations come from a table of formulas in PyTorch. PyTorch does not promise to
-keep the table, so only this module uses it. `tests/library/plan/count/test_counter.py` fails if the
-table moves.
+Floating-point operations are counted by a table of formulas in PyTorch. PyTorch does not promise to
+keep this table, so only this module uses it. `tests/library/plan/count/test_counter.py` fails if
+the table moves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ The names of cuDNN's and cuBLAS's float32 kernels have these sizes, such as `...
 
 
 class Grid(NamedTuple):
-    """The output of an operator's matrix products: `matrices` matrices of `rows` by `columns`."""
+    """The results of an operator's matrix products: `matrices` matrices of `rows` by `columns`."""
 
     rows: float
     columns: float
@@ -78,7 +78,7 @@ class Operator(NamedTuple):
 
 
 def bytes_of(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements. Elements of an expanded dimension count once."""
+    """Return the bytes that a tensor's elements take; those of an expanded dimension count once."""
     if x.layout is not torch.strided:
         return 0  # a sparse tensor has no strides; its parts are counted as tensors of their own
     elements = 1
@@ -89,12 +89,12 @@ def bytes_of(x: Tensor) -> int:
 
 
 def dtype_of(x: Tensor) -> str:
-    """Return the name of a tensor's dtype, such as 'float32'."""
+    """Return the name of a tensor's dtype as text without `torch.`, such as "float32"."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Return the floating-point operations of an operator that ran.
+    """Return how many floating-point operations an operator did when it ran.
 
     Args:
         operator: The operator.
@@ -113,12 +113,13 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 @functools.lru_cache(maxsize=1 << 16)
 def excess(grid: Grid, processors: int) -> float:
-    """Return the factor by which tiles make matrix products slower: 1 if no time is wasted.
+    """Return by what factor tiles make a matrix product slower; 1 means that no time is wasted.
 
-    The factor is for the best of the tile sizes in `TILES`.
+    A kernel cuts the result into tiles, and those at the edges or in the last round waste time. The
+    factor is for the best of the tile sizes in `TILES`.
 
     Args:
-        grid: The matrices that the products compute.
+        grid: The matrices that the product computes.
         processors: How many processors the device has.
     """
     elements = grid.matrices * grid.rows * grid.columns

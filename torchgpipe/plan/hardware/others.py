@@ -1,6 +1,7 @@
-"""Measure how much of this process's cores other programs use, on Linux.
+"""Warn if other programs use the CPU while something is timed, because this makes the times wrong.
 
-The numbers come from /proc/stat. On other systems, they are not known.
+How busy each core is comes from /proc/stat, which exists on Linux only. On other systems, there is
+no warning.
 """
 
 import os
@@ -23,13 +24,14 @@ LEAST_SECONDS = 1.0
 
 @contextmanager
 def warn_if_disturbed(what: str) -> Iterator[None]:
-    """Warn if other programs use much of the cores within this context.
+    """Warn at the end of this context if other programs have used much of this process's cores.
 
     Args:
-        what: What is measured within the context, for the message.
+        what: What is measured within the context, for the warning's text.
 
     Warns:
-        UserWarning: If other programs use much of the cores. The message says how much.
+        UserWarning: If other programs have used more than a share of `MUCH` of the cores. The text
+            says how much.
     """
     before, start = _busy_of_others(), perf_counter()
     yield
@@ -46,7 +48,10 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
 
 
 def _busy_of_others() -> float | None:
-    """Return the seconds for which other programs used this process's cores; `None` if unknown."""
+    """Return for how many seconds other programs have used this process's cores since boot.
+
+    The number is a total over all these cores; `None` if the system does not tell it.
+    """
     try:
         tick = os.sysconf("SC_CLK_TCK")
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}

@@ -1,9 +1,10 @@
-"""Time the layers of a model on a device: in steps of the whole model, or each layer alone.
+"""Time the layers of a model on a device, in training steps of the whole model or each alone.
 
-A step of the whole model gives more realistic times, for two reasons. The output of the previous
-layer can still be in the device's caches. And the autograd graph of all layers stays in memory, so
-a layer gets new memory, which is slower than memory that was just freed. So each layer runs alone
-only if a step of the whole model does not fit the memory.
+A step of the whole model gives more realistic times, for two reasons. First, a layer's input can
+still be in the device's caches, because the previous layer has just computed it. Second, the
+autograd graph of all layers stays in memory, so a layer gets new memory, which is slower than
+memory that was just freed. Each layer is timed alone only if a step of the whole model does not fit
+the memory.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torchgpipe.trace.parts import as_tensors
 
 
 class Seconds(NamedTuple):
-    """The seconds of every layer for one micro-batch: a list for each kind of pass."""
+    """The measured seconds of one micro-batch: a list of every layer's seconds for each pass."""
 
     forward: list[float]
     """The seconds of each layer's forward without an autograd graph."""
@@ -33,12 +34,12 @@ class Seconds(NamedTuple):
 
 
 def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device) -> Seconds:
-    """Run a step of the whole model and time each layer in it.
+    """Run a training step of the whole model on one device, and time each layer in it.
 
-    The step is a forward without an autograd graph, then a forward with a graph, and a backward.
-    The backward of a layer lasts from the arrival of the gradient of its output to the arrival of
-    the gradient of its input. The gradients of parameters are freed before the step. So the times
-    do not include the addition to earlier gradients, which is predicted separately.
+    The step has three passes: a forward without an autograd graph, a forward with a graph, and a
+    backward. The backward of a layer lasts from the arrival of its output's gradient to the arrival
+    of its input's gradient. The gradients of parameters are freed before the step. So the times do
+    not include adding to earlier gradients, which is predicted separately.
 
     Args:
         module: The layers.
@@ -66,8 +67,9 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
     synchronize(device)
     end = perf_counter()
     # The times at which the backward reaches the layers, from the last layer to the first. If a
-    # layer's output gets no gradient, its time is the end of the backward. Very fast layers can be
-    # reached out of order, so `max` makes the times increase.
+    # layer's output gets no gradient, this is the time at which the backward ends. The hooks of
+    # very fast layers can run out of order, so `accumulate` with `max` keeps the times from
+    # decreasing.
     arrivals = [arrived.get(i, end) for i in reversed(range(len(module) - 1))]
     times = [*accumulate([start, *arrivals], max), end]
     backward = [later - earlier for earlier, later in pairwise(times)]
@@ -81,9 +83,10 @@ def _forward(
     device: torch.device,
     notice: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[list[float], TensorOrTensors]:
-    """Run the layers; return the seconds of each layer, and the last layer's output.
+    """Run the layers' forward; return the seconds of each layer, and the last layer's output.
 
-    `notice` is called with a layer's number when the gradient of the layer's output arrives.
+    If `notice` is given, it is called in the backward, each time the gradient of a layer's output
+    arrives. Its arguments are the layer's number and the gradient.
     """
     seconds: list[float] = []
     # A clone is no leaf of the graph, so layers may change it in place.
@@ -95,9 +98,9 @@ def _forward(
         synchronize(device)
         seconds.append(perf_counter() - start)
         if notice is not None:
-            # Read each `grad_fn` before any hook is registered, or PyTorch can crash: a view whose
-            # base was changed in place gets its new graph node only when its `grad_fn` is read, and
-            # must not get a hook before.
+            # Read each `grad_fn` before a hook is registered, because otherwise PyTorch can crash:
+            # if a view's base was changed in place, the view gets its new graph node only when its
+            # `grad_fn` is read. It must not get a hook before that.
             nodes = [(x, x.grad_fn) for x in tensors_of(value) if x.requires_grad]
             for x, _ in nodes:
                 x.register_hook(partial(notice, i))
@@ -107,7 +110,7 @@ def _forward(
 def time_alone(
     module: Sequential, sample: TensorOrTensors, device: torch.device, runs: int
 ) -> list[Seconds]:
-    """Time copies of the layers, one layer after another.
+    """Time each layer alone, on a copy, so that only one layer is on the device at a time.
 
     Args:
         module: The layers.
@@ -116,7 +119,7 @@ def time_alone(
         runs: How often each layer is timed, after a warm-up.
 
     Returns:
-        The seconds of all layers, for every run.
+        A list with an item for each run: the seconds of all layers.
 
     Raises:
         ValueError: If the device has too little memory for a layer.
@@ -138,7 +141,8 @@ def time_alone(
         samples = len(tensors_of(sample)[0])
         raise ValueError(
             f"layer {len(layers)} with {samples} samples does not fit the memory of {device}, so "
-            "it cannot be profiled: give a smaller sample, or name the hardware to predict for"
+            "its time cannot be measured: give a smaller sample, or name the hardware to predict "
+            "for, such as hardware='h100x8'"
         ) from error
     found = []
     for run in zip(*layers, strict=True):

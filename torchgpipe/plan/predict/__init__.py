@@ -1,1 +1,1 @@
-"""Predict the seconds and the bytes of a training step."""
+"""Predict how many seconds a training step takes, and how many bytes each device needs for it."""

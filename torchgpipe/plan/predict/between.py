@@ -1,4 +1,4 @@
-"""Say what partitions have in common: skips from one to another, and shared parameters."""
+"""Find what partitions have in common: skips from one to another, and parameters in several."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,10 @@ Cuts = Sequence[tuple[int, int]]
 def crossing(
     skips: Sequence[tuple[int, int, Stashed]], cuts: Cuts
 ) -> list[tuple[int, int, Stashed]]:
-    """List the skips that go from one partition to another.
+    """Return the skips that are stashed in one partition and popped in another.
 
-    Each item is a tuple: the partition that stashes, the partition that pops, and the skip.
+    Each skip is a tuple: the number of the partition that stashes it, the number of the partition
+    that pops it, and its bytes.
 
     Args:
         skips: All skips, each with the layers that stash and pop it (see `list_skips`).
@@ -34,7 +35,7 @@ def crossing(
 def exchanged_parameters(
     layers: Sequence[LayerCount], cuts: Cuts, placement: Sequence[int]
 ) -> dict[Tied, set[int]]:
-    """Map each trained parameter that several devices have to the numbers of these devices.
+    """Return the trained parameters that several devices have, and the numbers of these devices.
 
     Args:
         layers: The layers of the model.
@@ -51,7 +52,7 @@ def exchanged_parameters(
 
 
 def all_reduce(hardware: Hardware, nbytes: float, devices: int) -> float:
-    """Return the seconds to sum gradients over devices.
+    """Return the seconds of an all-reduce, which sums the gradients of several devices.
 
     In a ring all-reduce, each of k devices sends 2 (k - 1) / k of the gradients' bytes to the next
     device (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of

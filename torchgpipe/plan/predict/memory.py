@@ -1,30 +1,32 @@
 """Predict the peak memory of each device during a training step.
 
-The prediction goes through a device's list of actions (forwards, recomputations and backwards) and
-adds up bytes for each action. It assumes that all micro-batches have the same size. During an
-action, these tensors are on a device:
+Each device has a list of actions: forwards, recomputations and backwards. The prediction adds up
+the bytes of tensors on the device during each action, and returns the largest sum. It assumes that
+all micro-batches have the same size. These tensors are on a device during an action:
 
 - always: the parameters, the buffers and the optimizer's state. The device of the first stage also
   has the mini-batch. A parameter that several layers share counts once on each device that has one
   of these layers;
-- stashed: the tensors that tasks between forward and backward keep. A checkpointed task keeps its
-  inputs. A task without checkpointing keeps the tensors that its autograd graph has saved. A task
-  that has only its weights' gradients left to compute keeps the tensors for that;
+- stashed: the tensors that tasks keep from their forward to their backward. A checkpointed task
+  keeps its inputs. A task without checkpointing keeps the tensors that its autograd graph has
+  saved. If a backward is split into halves, a task keeps what its weights' gradients need until
+  they are computed;
 - working: the tensors that the action itself allocates, from the footprints of its layers;
-- copies: the next input, the gradient of the output and the gradient of the last input, while these
-  tensors are copied between devices;
+- copies: tensors that are being copied between devices. These are the next task's input, the
+  gradient of this task's output, and the gradient of the previous task's input;
 - skips: the skips between two stages, and their gradients on the way back;
-- gradients: the sum of this step's gradients, from the end of the first backward on. Gradients that
-  stay allocated between steps also count;
-- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`),
-  or the other devices' gradients of shared parameters, which arrive before that step.
+- gradients: the parameters' gradients, from the end of the step's first backward on, or always if
+  they stay allocated between steps;
+- update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
+  If devices share parameters, they exchange the gradients before that step, and the gradients that
+  arrive count here if they need more memory.
 
-CPU devices share their memory, so nothing is copied between them. A tensor that several CPU devices
-use counts on only one of these devices.
+CPU devices share their memory, so nothing is copied between them. If several of them use a tensor,
+it counts on only one of them.
 
-Only tensors count. The prediction leaves out the memory that an allocator reserves beyond the
-tensors, the workspaces of libraries, the tensors that a criterion keeps, and the copies of buffers
-that checkpointed tasks make.
+The prediction leaves out some memory: what an allocator reserves beyond the tensors, the workspaces
+of libraries such as cuDNN, the tensors that a criterion keeps, and the copies of buffers that
+checkpointed tasks make.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,7 @@ from torchgpipe.tensors.checkpoint import checkpointed
 
 
 class DeviceBytes(NamedTuple):
-    """The bytes that a device has allocated when its memory is fullest, by their purpose."""
+    """The bytes that a device has allocated when its memory is fullest, divided by purpose."""
 
     parameters: float
     gradients: float
@@ -54,21 +56,25 @@ class DeviceBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak of the bytes that the device has allocated, in a step after the first."""
+        """The sum of these bytes: the peak memory of the device, in a step after the first."""
         return sum(self)
 
 
 def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
-    """Return the peak memory of every device, for a step after the first.
+    """Predict the peak memory of every device in a training step with a setup.
 
-    The prediction assumes that all micro-batches are as large as the first micro-batch, although
-    the last micro-batch can be smaller.
+    The prediction is for a step after the first, when the optimizer's state exists.
+
+    All micro-batches are taken to be as large as the first one, although the last can be smaller.
     """
     return list(peaks_of_devices(counts, setup))
 
 
 def peaks_of_devices(counts: Counts, setup: Setup) -> Iterator[DeviceBytes]:
-    """Yield what `setup_memory` returns, one device after another, the first device first."""
+    """Yield the items of `setup_memory`: the predicted peak memory of one device after another.
+
+    The caller can stop early, and save the time to predict the other devices.
+    """
     sizes = setup.sizes
     routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
     m = len(sizes)
@@ -83,12 +89,11 @@ def peaks_of_devices(counts: Counts, setup: Setup) -> Iterator[DeviceBytes]:
 
 
 class _Device:
-    """The bytes that a device holds during each action of a step.
+    """Add up the bytes that tensors take on one device, during each action of a step.
 
-    In GPipe's schedule, the outputs of the micro-batches are concatenated (gathered) on the last
-    device. During the concatenation, that device holds the outputs twice. The caller keeps the
-    gathered output until the end of the optimizer's step, and its gradient during the whole
-    backward.
+    In GPipe's schedule, the outputs of all micro-batches are concatenated on the last device, which
+    then has them twice for a moment. The caller of the pipeline keeps the concatenated output until
+    the end of the optimizer's step, and its gradient during the whole backward.
     """
 
     def __init__(
@@ -121,10 +126,10 @@ class _Device:
         self._always = DeviceBytes(parameters + frozen, self._kept_grads, state)
 
     def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
-        """Return the bytes that the device holds when its memory is fullest.
+        """Return the bytes that tensors take on the device when its memory is fullest.
 
-        The memory is fullest during one of the actions in `moments`, between the forwards and the
-        backwards, or during the optimizer's step.
+        This is during one of the actions in `moments`, between the last forward and the first
+        backward, or during the optimizer's step.
         """
         found = [self._at(moment) for moment in moments]
         gathered = 0.0
@@ -144,7 +149,7 @@ class _Device:
         return max(found, key=lambda each: each.peak)
 
     def _at(self, now: Moment) -> DeviceBytes:
-        """Return the bytes that the device holds during one action."""
+        """Return the bytes that tensors take on the device during the action `now`."""
         running = self._stages[now.stage]
         task = running.checkpointed if now.recomputed else running.plain
         first = not now.begun[now.stages.index(now.stage)]
@@ -183,7 +188,7 @@ class _Device:
         )
 
     def _outputs(self, plain: TaskBytes, now: Moment, waiting: int, here: bool) -> float:
-        """Return the bytes of the last stage's outputs, and of their gradients.
+        """Return the bytes that the last stage's outputs and their gradients take during an action.
 
         Args:
             plain: The bytes that one task of the last stage takes without checkpointing.
@@ -198,9 +203,13 @@ class _Device:
         return waiting * plain.output
 
     def _working(self, now: Moment, stage: StageBytes, task: TaskBytes, first: bool) -> float:
-        """Return the bytes that the action allocates.
+        """Return the bytes of the tensors that an action itself allocates.
 
-        `first` is true until the action's stage has done a backward.
+        Args:
+            now: The action.
+            stage: The bytes of the action's stage.
+            task: The bytes of the action's task.
+            first: Whether the stage has not done a backward yet in this step.
         """
         if now.kind == "forward":
             return task.inputs + task.forward
@@ -219,15 +228,16 @@ class _Device:
     def _skips(
         self, skips: Sequence[Traffic], routes: Routes
     ) -> list[tuple[int, float, float, float]]:
-        """Return the bytes of skips and of skips' gradients on their way between two stages.
+        """Return the bytes that skips and their gradients take on their way between stages.
 
-        On devices that share one memory, such as the CPU, a skip is not copied. Then it counts as
-        memory of the partition that computes it, and its gradient as memory of the partition that
+        CPU devices share one memory, so a skip is not copied between them. It counts on the device
+        of the partition that computes it, and its gradient on the device of the partition that
         computes the gradient.
 
         Args:
-            skips: The traffic at any moment.
-            routes: The bytes of all skips.
+            skips: The traffic between stages at any moment; only its `source` and `target` are
+                used.
+            routes: The bytes of all skips between two stages, and of their gradients.
 
         Returns:
             A tuple for each traffic that takes memory here. The first item is the index of the

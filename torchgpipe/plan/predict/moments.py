@@ -1,4 +1,7 @@
-"""List the actions of a step during which a device's memory can reach its peak."""
+"""Find the actions of a training step during which a device's memory can reach its peak.
+
+To predict the peak memory, only these actions need to be looked at.
+"""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -14,7 +17,10 @@ from torchgpipe.schedules.replay import units
 
 
 class InFlight(NamedTuple):
-    """How many tasks of a stage, except the running task, are between forward and backward."""
+    """How many tasks of a stage have done their forward, and have a backward left to do.
+
+    The running task does not count.
+    """
 
     checkpointed: int
     plain: int
@@ -24,9 +30,9 @@ class InFlight(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How many micro-batches have skips, or gradients of skips, on their way between two stages.
+    """How many micro-batches have skips, or skips' gradients, on their way between two stages.
 
-    Only skips and gradients that take memory on the device of stage `source` count.
+    Only skips and gradients that take memory on the device of the stage `source` count.
     """
 
     source: int
@@ -64,9 +70,10 @@ class Moment(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of tasks in `held` and of micro-batches in `skips`, in a fixed order.
+        """All numbers of tasks in `held` and of micro-batches in `skips`, as one tuple.
 
-        The larger these numbers are, the more memory the device uses.
+        The larger these numbers are, the more memory the device uses. So an action cannot reach the
+        peak of memory if another action of the same kind has all these numbers at least as large.
         """
         counts: list[int] = []
         for in_flight in self.held:
@@ -82,10 +89,10 @@ Alike = dict[tuple[int, ...], Moment]
 
 @lru_cache(maxsize=64)
 def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
-    """Return for each device the moments (actions) at which its memory can reach its peak.
+    """Return for each device the actions during which its memory can reach its peak.
 
-    A moment is left out if at another moment, with the same kind of action, the device holds at
-    least as many tasks and skips of each sort.
+    An action is left out if there is another action of the same kind during which the device holds
+    at least as many tasks and skips of each sort.
 
     Args:
         lists: The schedule, with a recomputation of every task.
@@ -108,7 +115,7 @@ def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]
 def _walk(
     actions: Sequence[Action], micro_batches: int, recomputed: int, clock: "_Clock | None"
 ) -> Iterator[Moment]:
-    """Yield a moment for each action of one device, in the order of the actions."""
+    """Yield for each action of one device, in order, the tasks and skips that then take memory."""
     own = tuple(sorted({action.stage for action in actions}))
     states = {stage: _State(micro_batches) for stage in own}
     for k, action in enumerate(actions):
@@ -118,8 +125,8 @@ def _walk(
             continue
         traffic: tuple[Traffic, ...] = ()
         if clock is not None:
-            # In the replay of `clock`, a recomputation takes no time. So its traffic is that of the
-            # next action, which is the backward of the same task.
+            # In the replay of `clock`, a recomputation takes no time. So count the skips during the
+            # next action instead, which is the backward of the same task.
             timed = actions[k + 1] if kind == "recompute" else action
             traffic = clock.traffic(own, timed)
         states[stage].begin(kind, plain)
@@ -132,7 +139,7 @@ def _walk(
 
 @dataclass
 class _State:
-    """How many forwards one stage has left, and how many of its tasks wait for their backward."""
+    """The state of one stage: how many forwards are left, and how many tasks wait for backward."""
 
     left: int
     """How many forwards the stage has left to do."""
@@ -145,7 +152,7 @@ class _State:
         return InFlight(self.checkpointed, self.plain, self.later)
 
     def begin(self, kind: Kind, plain: bool) -> None:
-        """Begin an action: its task no longer counts among the tasks in flight."""
+        """Begin an action of the stage: its task no longer counts as waiting for a backward."""
         if kind == "forward":
             self.left -= 1
         elif kind == "recompute":
@@ -156,7 +163,7 @@ class _State:
             self.plain -= 1
 
     def end(self, kind: Kind, plain: bool) -> None:
-        """End an action: its task counts as in flight again if it still has a backward to do."""
+        """End an action of the stage: its task counts as waiting if a backward is left to do."""
         if kind == "forward" and plain:
             self.plain += 1
         elif kind == "forward":
@@ -168,10 +175,10 @@ class _State:
 
 
 class _Clock:
-    """A replay of a schedule, which tells how many forwards and backwards end before an action.
+    """Count how many forwards and backwards have ended before an action, by replaying a schedule.
 
-    In the replay, a backward that is not split takes two units of time. Recomputations take no
-    time. Each other action takes one unit.
+    In the replay, a whole backward takes two units of time, and a recomputation takes no time. Each
+    other action takes one unit.
     """
 
     def __init__(self, lists: Schedule) -> None:
@@ -189,9 +196,9 @@ class _Clock:
                 self._backwards[stage].append(end)
 
     def traffic(self, own: Sequence[int], action: Action) -> tuple[Traffic, ...]:
-        """Return the traffic from each stage in `own` to each stage of the pipeline.
+        """Return how many micro-batches have skips on their way between stages during `action`.
 
-        The traffic is counted while `action` runs.
+        The list has an item for each pair of a stage in `own` and any stage of the pipeline.
         """
         start, end = self._times[action]
         forwards = [bisect_right(self._forwards[s], start) for s in self._stages]
@@ -213,9 +220,9 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add a moment to `alike`, unless a moment in `alike` needs at least as much memory.
+    """Add an action to `alike`, unless an action in `alike` needs at least as much memory.
 
-    If the new moment is added, delete the moments that need no more memory than the new one.
+    If the new action is added, delete the actions that need no more memory than the new one.
     """
     counts = now.counts
     if any(_covers(known, counts) for known in alike):

@@ -3,8 +3,8 @@
     setup = Setup(batch_size=512, balance=(104, 137), chunks=32, checkpoint="except_last")
     step = Predictor(counts, hardware).step(setup)    # step.seconds, step.bubble
 
-The seconds of a layer are computed from its counted operators and a hardware description, once for
-each micro-batch size.
+The seconds of a layer are computed from its counted operators and a hardware description, only once
+for each micro-batch size.
 """
 
 import math
@@ -34,7 +34,7 @@ Measurements gave 1.02 to 1.08 for tasks of useful size.
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to train a model: its balance, micro-batches, checkpoint mode, schedule and optimizer.
+    """Everything that decides how a model is trained, for a prediction.
 
     Attributes:
         batch_size: The number of samples in a mini-batch.
@@ -42,10 +42,10 @@ class Setup:
         chunks: How many micro-batches the mini-batch is split into, at most.
         checkpoint: Which micro-batches are checkpointed.
         optimizer: The memory that the optimizer takes.
-        portals: Whether skips are copied directly to the partition that pops them. Otherwise they
-            are copied from partition to partition until they reach it.
-        streams: Whether devices copy tensors while they run tasks. Otherwise a copy occupies the
-            sending and the receiving device.
+        portals: Whether skips are copied directly to the partition that pops them. If not, they are
+            copied from partition to partition until they reach it.
+        streams: Whether devices copy tensors while they run tasks. If not, a copy keeps the sending
+            and the receiving device from running tasks.
         zeroed: Whether gradients stay allocated between steps and are set to zero, as was the
             default before PyTorch 2.0. A step then adds its gradients to these tensors.
         schedule: The name of a schedule, or a schedule.
@@ -63,30 +63,30 @@ class Setup:
 
     @property
     def lists(self) -> Schedule:
-        """The actions of each device, for the setup's number of micro-batches (see `lists_of`)."""
+        """The schedule: the actions of each device for this setup, in order (see `lists_of`)."""
         return self.lists_of(len(self.sizes))
 
     def lists_of(self, m: int) -> Schedule:
-        """Return the actions of each device for `m` micro-batches.
+        """Return the schedule for `m` micro-batches: the actions of each device, in order.
 
-        The actions include a recomputation of every task. It takes no time if the task is not
-        checkpointed.
+        The actions include a recomputation of every task. If a task is not checkpointed, its
+        recomputation counts as taking no time.
         """
         schedule, n, v, _ = arranged(self.schedule, len(self.balance))
         return recomputing(schedule, n, m, v)
 
     @property
     def gathered(self) -> bool:
-        """Whether one loss is computed from the outputs of all micro-batches, `loss(model(x))`.
+        """Whether one loss is computed from the outputs of all micro-batches: `loss(model(x))`.
 
-        This is so with GPipe's schedule. With other schedules, `GPipe.step` computes a loss for
-        each micro-batch.
+        This is so with GPipe's schedule. With other schedules, the step is `GPipe.step`, which
+        computes a loss for each micro-batch.
         """
         return isinstance(self.schedule, str) and self.schedule.lower() == "gpipe"
 
     @property
     def halves(self) -> bool:
-        """Whether some backwards are split: inputs' gradients first, weights' gradients later."""
+        """Whether backwards are split: gradients of inputs come first, those of weights later."""
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             schedule = recomputing(schedule, 1, 1)
@@ -99,13 +99,13 @@ class Setup:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """For each partition, the half-open range of its layers: (first, last + 1)."""
+        """For each partition, the range of its layers as a pair (first layer, last layer + 1)."""
         return list(pairwise(accumulate(self.balance, initial=0)))
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """The seconds of each layer for a micro-batch of one size."""
+    """The seconds of each layer's forward and backward, for micro-batches of one size."""
 
     forward: Seconds
     """The seconds of a forward without an autograd graph, like in a checkpointed task."""
@@ -120,9 +120,9 @@ class LayerSeconds:
 
 
 def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
-    """Return the number of samples in each micro-batch.
+    """Return the number of samples in each micro-batch of a mini-batch.
 
-    Like in `torch.chunk`, all micro-batches have the same size, but the last one may be smaller.
+    As with `torch.chunk`, all micro-batches have the same size, but the last one may be smaller.
     """
     size = math.ceil(batch_size / chunks)
     whole, rest = divmod(batch_size, size)
@@ -135,9 +135,9 @@ def micro_batch_sizes(batch_size: int, chunks: int) -> list[int]:
 def apart(
     seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
 ) -> Seconds:
-    """Return how many seconds of each layer's backward are for the gradients of its weights.
+    """Return for each layer how many seconds of its backward compute the gradients of its weights.
 
-    The share of these seconds is `products` / `backward`, but at most 1.
+    These seconds are a share of the whole backward: `products` / `backward`, but at most 1.
 
     Args:
         seconds: The seconds of each layer's whole backward.
@@ -152,7 +152,7 @@ def apart(
 
 
 class Predictor:
-    """Predict training steps of one model on one node.
+    """Predict the seconds of training steps of one model on one node, with any setup.
 
     Args:
         counts: The model's layers, with the operations and bytes counted for each layer.
@@ -179,9 +179,10 @@ class Predictor:
         return LayerSeconds(forward, forward, backward, weights, added, layers)
 
     def _totals(self, layers: Sequence[tuple[Operator, ...]]) -> Seconds:
-        """Return the total seconds of each layer, summed over the layer's operators.
+        """Return the seconds of each layer: the sum of the seconds of its operators.
 
-        Layers that behave alike share one tuple of operators. The sum is computed only once for it.
+        Layers that behave alike share one tuple of operators. The sum for this tuple is computed
+        only once, to save time.
         """
         known: dict[int, float] = {}
         for operators in layers:
@@ -190,7 +191,7 @@ class Predictor:
         return [known[id(operators)] for operators in layers]
 
     def costs(self, setup: Setup) -> Costs:
-        """Return the seconds of every task and copy.
+        """Return the seconds of every task and of every copy in a step with this setup.
 
         Raises:
             ValueError: If the sum of the balance is not the model's number of layers.
@@ -201,8 +202,9 @@ class Predictor:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
         halves = setup.halves
-        # A backward adds its gradients to earlier gradients. Only a step's first backward finds no
-        # earlier gradients, unless gradients stay allocated between steps (`zeroed` is true).
+        # A backward adds its gradients to those of earlier micro-batches, which takes time. Only
+        # the first backward of a step has none to add to, unless `zeroed` is true, so that
+        # gradients stay allocated between steps.
         backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
@@ -222,8 +224,8 @@ class Predictor:
             loss=0.0 if setup.gathered else None,
             skips=skips,
             blocking=not setup.streams,
-            # On a CPU, if partitions cannot overlap, they run one after another, and each
-            # recomputation waits for the gradient that its backward needs.
+            # On a CPU, if partitions cannot run at the same time, they run one after another. Then
+            # a recomputation waits for the gradient that its backward needs.
             ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
             weights=weights,
         )
@@ -231,11 +233,19 @@ class Predictor:
     def _row(
         self, cuts: Cuts, size: int, recomputed: bool, first: bool, *, halves: bool
     ) -> tuple[Seconds, ...]:
-        """Return the seconds of a micro-batch: four lists with an item for each stage.
+        """Return the seconds of one micro-batch's tasks, as lists with an item for each stage.
 
-        The lists are for forwards, backwards, recomputations, and the second halves of backwards
-        (for the weights' gradients). The last list is empty if backwards are not split. If `first`
-        is true, there are no earlier gradients to which the backwards add.
+        Args:
+            cuts: The range of layers of each stage.
+            size: The number of samples in the micro-batch.
+            recomputed: Whether the micro-batch is checkpointed.
+            first: Whether there are no earlier gradients to which the backwards add theirs.
+            halves: Whether backwards are split into two halves.
+
+        Returns:
+            Four lists: the seconds of forwards, of whole backwards, of recomputations, and of the
+            halves of backwards that compute the weights' gradients. The last is empty if backwards
+            are not split.
         """
         layers = self.layers(size)
         dearer = DEARER if halves else 1.0
@@ -252,9 +262,12 @@ class Predictor:
         return forward, backward, recompute, weights
 
     def copies(self, setup: Setup) -> tuple[Seconds, dict[tuple[int, int], float]]:
-        """Return the seconds of the copy after each partition, and of copies of skips.
+        """Return the seconds of copying outputs between partitions, and of copying skips.
 
-        The keys for skips are pairs: the partition that stashes and the partition that pops.
+        Returns:
+            A list with the seconds of a copy from each partition to the next, and a dictionary with
+            the seconds of copying skips. Its keys are pairs: the partition that stashes, and the
+            one that pops.
         """
         size, cuts = setup.sizes[0], setup.cuts
         layers = self.layers(size).layers
@@ -278,10 +291,10 @@ class Predictor:
         return copies, skips
 
     def step(self, setup: Setup) -> Timeline:
-        """Predict one step.
+        """Predict one training step with a setup: its timeline and its seconds.
 
-        The seconds of the step include what follows the last task: devices that share parameters
-        exchange the parameters' gradients, and the optimizer does its step.
+        The seconds include what follows the last task: devices that share parameters exchange the
+        gradients of these parameters, and the optimizer does its step.
         """
         layers = self.layers(setup.sizes[0]).layers
         lists = setup.lists
@@ -299,9 +312,10 @@ class Predictor:
         return replace(timeline, seconds=timeline.seconds + after)
 
     def exchange(self, setup: Setup) -> float:
-        """Return the seconds of summing gradients of parameters that several devices have.
+        """Return the seconds in which devices exchange gradients of the parameters that they share.
 
-        They are summed after the last backward, by a ring all-reduce (see `all_reduce`).
+        After the last backward, the gradients are summed over the devices by a ring all-reduce (see
+        `all_reduce`).
         """
         seconds = 0.0
         parameters = exchanged_parameters(self.counts.low, setup.cuts, setup.lists.placement)
@@ -310,17 +324,20 @@ class Predictor:
         return seconds
 
     def update(self, setup: Setup, parameters: Sequence[float]) -> float:
-        """Return the seconds of the optimizer's step, from the bytes of each device's parameters.
+        """Return the seconds that the optimizer's step takes.
 
-        If gradients stay allocated between steps, the seconds include setting them to zero.
+        `parameters` has the bytes of each device's parameters.
+
+        If gradients stay allocated between steps (`setup.zeroed`), the seconds include setting them
+        to zero.
         """
         optimizer, hardware = setup.optimizer, self.hardware
         if not optimizer.updates:
             return 0.0
         # GPUs update at the same time. On a CPU, one thread updates the parameters of all devices.
         updated = sum(parameters) if hardware.cpu else max(parameters)
-        # The step reads the parameters and the gradients, and it writes the parameters. It reads
-        # and writes the optimizer's state.
+        # The optimizer's step reads the parameters and the gradients, and writes the parameters. So
+        # it moves three times the parameters' bytes. It also reads and writes its own state.
         moved = 3.0 + 2.0 * optimizer.state
         if setup.zeroed:
             moved += 1.0

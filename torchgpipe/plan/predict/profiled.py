@@ -1,7 +1,9 @@
-"""Time a model's layers on a device, instead of predicting the seconds of their operators.
+"""Predict steps from measured times: a model's layers are timed on a device.
 
-The layers are timed for the whole sample, for half of the sample, for a quarter, and so on. For
-other micro-batch sizes, the seconds are interpolated, or extrapolated, linearly.
+Without a measurement, the seconds would be predicted from the layers' operators.
+
+The layers are timed for micro-batches as large as the sample, half as large, a quarter as large,
+and so on. For other micro-batch sizes, the seconds are interpolated or extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ The first layers that take so long are run, and not the whole model.
 class Curve:
     """The seconds that one layer takes, as a function of the micro-batch size.
 
+    The values are lines between measurements at several sizes.
+
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.
         seconds: The seconds for each of these sizes.
@@ -63,10 +67,10 @@ class Curve:
 
     @classmethod
     def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """Return the curve through measured seconds.
+        """Return the curve through the measured seconds of one layer.
 
-        Noise can make a smaller micro-batch take longer than a larger one. The curve then goes
-        through the mean of these measurements, so that it never falls.
+        By chance, a smaller micro-batch can take longer than a larger one. The curve then goes
+        through the mean of the two measurements, so that the seconds never fall as the size grows.
         """
         level: list[list[float]] = []  # groups of measurements, for their means
         for measured in seconds:
@@ -80,12 +84,12 @@ class Curve:
         return cls(tuple(sizes), tuple(means))
 
     def at(self, size: int) -> float:
-        """Return the seconds for a micro-batch of `size` samples.
+        """Return the seconds that the layer takes for a micro-batch of `size` samples.
 
-        Between timed sizes, the seconds are interpolated linearly. For other sizes, the two nearest
-        timed sizes are extrapolated. There, the seconds grow at most in proportion to the size,
-        because a steeper line would give negative seconds for zero samples. If only one size was
-        timed, the seconds are in proportion to the size.
+        Between two timed sizes, the seconds are interpolated linearly. Above or below all timed
+        sizes, they are extrapolated linearly from the nearest two, but they grow at most in
+        proportion to the size: a steeper line would give negative seconds for zero samples. If only
+        one size was timed, the seconds are in proportion to the size.
         """
         if len(self.sizes) == 1:
             return self.seconds[0] * size / self.sizes[0]
@@ -103,7 +107,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured seconds of every layer by micro-batch size, and how they were measured."""
+    """The measured seconds of every layer for several micro-batch sizes, and how they were taken.
+
+    `print` shows how the layers were timed: on which device, alone or together, with which sizes.
+    """
 
     curves: tuple[list[Curve], list[Curve], list[Curve]]
     """Curves of forwards without an autograd graph, of forwards with a graph, and of backwards."""
@@ -122,7 +129,9 @@ class Profile:
 
 
 class ProfiledPredictor(Predictor):
-    """Predict a step's seconds from a profile, and its memory and copies from counted bytes.
+    """Predict the seconds of tasks from measured times, and all else from counted bytes.
+
+    The seconds of copies and the memory are predicted as by `Predictor`.
 
     Args:
         counts: The model's layers, with the operations and bytes counted for each layer.
@@ -156,12 +165,12 @@ def predictor_here(
     devices: int | None = None,
     memory: float | None = None,
 ) -> ProfiledPredictor:
-    """Time the layers on the sample's device, and return a predictor for devices like this one.
+    """Time the layers on the sample's device, and return a predictor for several such devices.
 
-    `plan` calls this function if it is called without `hardware`. The layers are timed in steps of
-    the whole model if a copy of the model and a step with the sample fit the memory. Otherwise each
-    layer is timed alone. On a CPU, devices that work at the same time slow each other down. The
-    function measures by how much, if the layers were timed in steps of the whole model.
+    `plan` calls this function if it is called without `hardware`. The layers are timed in training
+    steps of the whole model if such a step and a copy of the model fit the memory. Otherwise each
+    layer is timed alone. On a CPU, devices that work at the same time slow each other down. If the
+    layers were timed in steps of the whole model, the function also measures by how much.
 
     Args:
         module: The layers.
@@ -196,7 +205,11 @@ def predictor_here(
 
 
 def _first_layers(profile: Profile, size: int) -> int:
-    """Return how many of the first layers take `A_PART` seconds together, at this batch size."""
+    """Return how many of the model's first layers together take at least `A_PART` seconds.
+
+    `size` is the number of samples. If all layers take less time, the function returns their
+    number.
+    """
     seconds = 0.0
     layers = zip(*profile.curves, strict=True)
     for count, curves in enumerate(layers, 1):
@@ -207,7 +220,7 @@ def _first_layers(profile: Profile, size: int) -> int:
 
 
 def _copy(module: Sequential, device: torch.device, layers: int | None = None) -> Sequential:
-    """Copy the first `layers` layers to a device; by default all layers."""
+    """Return a copy of a model's first `layers` layers on a device; by default of all layers."""
     copy = Sequential()
     for index in range(len(module) if layers is None else layers):
         copy.append(placed_copy(module, index, device))
@@ -215,10 +228,11 @@ def _copy(module: Sequential, device: torch.device, layers: int | None = None) -
 
 
 def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
-    """Time the layers on the sample's device, with several micro-batch sizes.
+    """Time each layer on the sample's device, with micro-batches of several sizes.
 
     The micro-batches are as large as the sample, half as large, and so on. Layers on `meta` are
-    timed with random parameters. If whole steps take long, there are fewer runs and fewer sizes.
+    timed with random parameters. If a step takes long, each size is timed less often, and large
+    sizes are left out.
 
     Args:
         module: The layers.
@@ -251,16 +265,20 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
 
 
 def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
-    """Return each layer's curve. `seconds` has a row for each size and a column for each layer."""
+    """Return for each layer the curve through its measured seconds.
+
+    `seconds` has a row for each micro-batch size and a column for each layer.
+    """
     return [Curve.through(sizes, layer) for layer in seconds.T.tolist()]
 
 
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time steps of the whole model for the sizes, one after another, for `PATIENCE` seconds.
+    """Time training steps of the whole model for one size after another, within `PATIENCE` seconds.
 
-    Return a list of runs for each size that was timed; `[]` if the memory is too small.
+    Return a list for each size that was timed, with the measured seconds of each run. If the memory
+    is too small for a step, return an empty list.
     """
     start = perf_counter()
     with suppress(torch.OutOfMemoryError):
@@ -284,14 +302,18 @@ def _device(sample: TensorOrTensors) -> torch.device:
     device = tensors_of(sample)[0].device
     if device.type == "meta":
         raise ValueError(
-            "nothing takes time on device 'meta': give a sample on the device to profile on, "
-            "or name the hardware to predict for, such as hardware='h100x8'"
+            "nothing takes time on device 'meta', so no layer can be timed: give a sample on a "
+            "real device, or name the hardware to predict for, such as hardware='h100x8'"
         )
     return device
 
 
 def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
-    """Return the micro-batch sizes to time: at least two, the smallest first."""
+    """Return the micro-batch sizes for which layers are timed: at least two, the smallest first.
+
+    The largest is the size of the sample, but at least 4. Each other size is half of the next one,
+    rounded down.
+    """
     split = batched(module) or [True]
     first = list(split).index(True)  # the first tensor with a batch dimension
     size = max(2 * LEAST, len(tensors_of(sample)[first]))
@@ -303,7 +325,10 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return the first `size` rows of the sample, and repeat its rows if it has fewer."""
+    """Return a micro-batch of `size` samples, taken from the sample.
+
+    The sample's rows are repeated if it has fewer than `size`.
+    """
 
     def take(x: Tensor, grows: bool = True) -> Tensor:
         taken = x.detach()

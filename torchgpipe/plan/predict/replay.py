@@ -1,4 +1,7 @@
-"""Compute the timeline of a schedule from the seconds of tasks and copies, without torch."""
+"""Compute when each task of a schedule starts and ends, from the seconds of tasks and copies.
+
+This module does not import torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,27 +19,28 @@ Table = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of every task and copy of a step.
+    """The seconds of every task and every copy in a training step.
 
-    The seconds of tasks are in tables: `table[micro_batch][stage]`.
+    The seconds of tasks are in tables; `table[i][s]` is for micro-batch i on stage s.
 
     Attributes:
         forward: Seconds of each forward.
         backward: Seconds of each whole backward.
         recompute: Seconds of each recomputation: zero if the task is not checkpointed.
-        copy: Seconds of a copy from a stage to the next one, or back: one number, or a list with a
-            number for each stage but the last.
-        loss: Seconds of the loss, if one loss is computed after all forwards and before all other
-            actions. `None` if there is no such loss.
+        copy: Seconds of copying an output to the next stage, or its gradient back: one number, or a
+            list with a number for each stage but the last.
+        loss: Seconds of computing the loss, if a single loss is computed between the last forward
+            and all other actions. `None` if there is no such loss.
         skips: Seconds of copying skips. The keys are pairs: the stage that stashes, and the stage
             that pops.
-        blocking: Whether a copy occupies the sending and the receiving device, and starts when both
-            devices are free. Otherwise copies run on separate streams and delay only the receiver.
+        blocking: Whether neither the sending nor the receiving device can run a task during a copy,
+            which starts when both are free. If not, copies run on separate streams, and only the
+            receiving device waits for them.
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
         weights: Seconds of the part of each backward that computes only the weights' gradients.
             Schedules that split backwards into two halves need these seconds.
-        issue: For each kind of task, a table of the seconds for which the host issues each task.
-            One thread issues the tasks of all devices (see `Schedule.replay`). `None` if issuing
+        issue: For each kind of task, a table of the seconds in which the host launches the task's
+            kernels. One thread does this for all devices (see `Schedule.replay`). `None` if it
             takes no time.
     """
 
@@ -54,9 +58,10 @@ class Costs:
 
 @lru_cache(maxsize=32)
 def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) -> Schedule:
-    """Return the schedule with a recomputation of every task.
+    """Return a schedule in which every task is recomputed before its backward.
 
-    A recomputation takes no time in a replay if the task is not checkpointed.
+    Thus one schedule serves for all checkpoint modes: in a replay, the recomputation of a task that
+    is not checkpointed takes no time.
 
     Args:
         schedule: The name of a schedule, or the schedule itself.
@@ -68,7 +73,7 @@ def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) 
 
 
 def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
-    """Return the timeline of one training step: when each task starts and ends.
+    """Return the timeline of one training step, which tells when each task starts and ends.
 
     Args:
         costs: The seconds of every task and copy.
@@ -106,16 +111,20 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
 
 
 def _looked_up(tables: Mapping[Kind, Table], action: Action) -> float:
-    """Return the seconds of an action from the table of its kind."""
+    """Return the seconds of an action, from the table for actions of its kind."""
     kind, micro_batch, stage = action
     return tables[kind][micro_batch][stage]
 
 
 def shared(timeline: Timeline, sharing: float) -> Timeline:
-    """Return the timeline for devices that slow each other down.
+    """Return a timeline for devices that slow each other down, as CPU devices do.
 
-    Each period of time in which k devices work is stretched to 1 + sharing * (k - 1) times its
-    length.
+    Each period of time in which k devices work at once takes 1 + sharing * (k - 1) times as long.
+
+    Args:
+        timeline: The timeline for devices that do not slow each other down.
+        sharing: How much longer a task takes for each other device that works, as a share of its
+            time.
     """
     changes: dict[float, int] = {}
     for task in timeline.tasks:

@@ -1,4 +1,4 @@
-"""The bytes of a stage: of its tasks, of its parameters, and of skips to other stages."""
+"""Compute the bytes of a stage: of its tasks, of its parameters, and of skips to other stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -16,7 +16,15 @@ Routes = Mapping[tuple[int, int], tuple[float, float]]
 
 
 def routes_of(crossings: Iterable[tuple[int, int, Stashed]]) -> Routes:
-    """Add up the bytes of all skips from one stage to another."""
+    """Return for each pair of stages the bytes of the skips from the first stage to the second.
+
+    Args:
+        crossings: The skips, each with the stage that stashes it and the stage that pops it.
+
+    Returns:
+        A dictionary from pairs of stages to pairs of numbers: the bytes of all their skips, and of
+        the gradients of these skips.
+    """
     routes: dict[tuple[int, int], tuple[float, float]] = {}
     for source, target, skip in crossings:
         nbytes, grad = routes.get((source, target), (0.0, 0.0))
@@ -25,7 +33,7 @@ def routes_of(crossings: Iterable[tuple[int, int, Stashed]]) -> Routes:
 
 
 class StageKey(NamedTuple):
-    """What the bytes of a stage depend on."""
+    """All that the bytes of a stage depend on: a key in a cache of these bytes."""
 
     size: int
     start: int
@@ -38,12 +46,13 @@ class StageKey(NamedTuple):
 
 
 def _gradients(stages: Mapping[int, Sequence[LayerCount]]) -> dict[int, float]:
-    """Return the bytes of the gradients that each stage's first backward allocates on its device.
+    """Return the bytes of gradients that each stage's first backward allocates on one device.
 
-    If stages share a parameter, the last of them makes the gradient, because its backward is first.
+    If several stages share a parameter, the last of them allocates the gradient, because its
+    backward runs first.
 
     Args:
-        stages: The layers of the stages on the device.
+        stages: For each stage on the device, the layers of the stage.
     """
     found = dict.fromkeys(stages, 0.0)
     later: list[LayerCount] = []
@@ -56,7 +65,7 @@ def _gradients(stages: Mapping[int, Sequence[LayerCount]]) -> dict[int, float]:
 
 
 class HeldBytes(NamedTuple):
-    """The bytes of the parameters and buffers of a device's stages."""
+    """The bytes that the parameters and buffers of all stages on one device take."""
 
     sizes: list[float]
     """The bytes of each parameter that gets a gradient."""
@@ -66,7 +75,9 @@ class HeldBytes(NamedTuple):
 
     @classmethod
     def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "HeldBytes":
-        """Return what the stages of a device hold; the counts' cache keeps the result.
+        """Return the bytes of parameters and buffers of the stages on one device.
+
+        The result is kept in `counts.cache`, because many setups have equal stages.
 
         Args:
             counts: The counts of the model.
@@ -87,12 +98,12 @@ class HeldBytes(NamedTuple):
 
 
 class StageBytes:
-    """The bytes of a stage's largest parameter, and of a task with and without checkpointing."""
+    """The bytes that a task of one stage takes, with and without checkpointing."""
 
     def __init__(self, counts: Counts, key: "StageKey") -> None:
         size, start, stop, recomputed, plain, halves = key
-        # `counts.task` is slow, so it is called a second time, for tasks without checkpointing,
-        # only if its result is needed.
+        # `counts.task` is slow. So call it a second time, for tasks without checkpointing, only if
+        # the result is needed.
         self.checkpointed = counts.task(size, start, stop, checkpoint=recomputed)
         self.plain = self.checkpointed
         if plain:
@@ -101,8 +112,9 @@ class StageBytes:
         self.largest = 0.0
         for layer in self.layers:
             self.largest = max(self.largest, *layer.parameter_sizes, 0.0)
-        # A backward that computes only weights' gradients needs the tensors that layers with matrix
-        # products have saved, and the gradients of these layers' outputs.
+        # The half of a backward that computes the weights' gradients needs two kinds of tensors:
+        # those that layers with matrix products have saved, and the gradients of these layers'
+        # outputs.
         late: list[Footprint] = []
         if halves:
             footprints = counts.footprints(size)[start:stop]
@@ -119,7 +131,7 @@ class StageBytes:
 
     @classmethod
     def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
-        """Return how many bytes the tasks of a stage need.
+        """Return the bytes that a task of stage `s` takes, with and without checkpointing.
 
         The result is kept in `counts.cache`, because many setups have equal stages.
 
@@ -139,12 +151,12 @@ class StageBytes:
         return found
 
     def stashed(self, recomputed: int, plain: int, later: int = 0) -> float:
-        """Return the bytes that tasks keep between their forward and the end of their backward.
+        """Return the bytes that tasks keep from their forward until their backward has ended.
 
         Args:
             recomputed: The number of these tasks that are checkpointed.
             plain: The number of these tasks that are not checkpointed.
-            later: The number of tasks that have computed the gradients of their inputs, but not
-                yet those of their weights.
+            later: The number of tasks that have computed the gradients of their inputs, but not yet
+                those of their weights.
         """
         return recomputed * self.checkpointed.inputs + plain * self.plain.kept + later * self.half

@@ -1,1 +1,1 @@
-"""Search for the setup that has the shortest predicted step and fits every device's memory."""
+"""Search for the setup with the shortest predicted step, among those that fit the memory."""

@@ -1,21 +1,21 @@
-"""Predict training without a pipeline, to compare pipelines with it: data parallel, and FSDP.
+"""Predict data parallel training and FSDP, to compare a pipeline with training without one.
 
 Each of k devices trains on an equal share of the batch. The share is split into micro-batches,
-whose gradients are added up (gradient accumulation). These are the formulas:
+whose gradients are added up (gradient accumulation). The predictions make these assumptions:
 
 - Data parallel. Every device has the whole model. A ring all-reduce sums the gradients once a step.
   As in `DistributedDataParallel`, it overlaps with the last backward, and each device keeps a
   second copy of the gradients for it. On one device, this is plain training.
 - FSDP, or ZeRO-3 (Rajbhandari et al., "ZeRO", 2019, arXiv:1910.02054). Every device keeps 1/k of
-  the parameters, of the gradients and of the optimizer's state. The layers form units. All
-  parameters of a unit are gathered before its forward and again before its backward, and its
-  gradients are summed and scattered after its backward. In each of these three exchanges, a device
-  receives (k - 1)/k of the unit's bytes. All three happen for every micro-batch, and they overlap
-  with computing. A device holds
-  the parameters of two units (of which one is on its way) and the gradients of one unit.
-- Recomputation. The layers form about as many units as the square root of the number of layers. A
-  unit keeps only its inputs, and runs again in the backward (Chen et al., "Training deep nets with
-  sublinear memory cost", 2016, arXiv:1604.06174).
+  the parameters, of the gradients and of the optimizer's state. Consecutive layers form units. All
+  parameters of a unit are gathered before its forward and again before its backward. Its gradients
+  are summed and scattered after its backward. In each of these three exchanges, a device receives
+  (k - 1)/k of the unit's bytes. They take place for every micro-batch, and overlap with computing.
+  A device holds the parameters of two units, as the next unit's are gathered while one unit
+  computes, and the gradients of one unit.
+- Recomputation. The number of units is about the square root of the number of layers. A unit keeps
+  only its inputs, and runs again in the backward (Chen et al., "Training deep nets with sublinear
+  memory cost", 2016, arXiv:1604.06174).
 """
 
 import math
@@ -39,7 +39,7 @@ Way = Literal["data parallel", "FSDP"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way to train without a pipeline, and its prediction.
+    """A way to train without a pipeline, with its predicted seconds and memory.
 
     Attributes:
         way: "data parallel" or "FSDP".
@@ -61,13 +61,13 @@ class Alternative:
 
     @property
     def peak(self) -> float:
-        """The peak memory of each device, in bytes."""
+        """The bytes that each device has allocated when its memory is fullest."""
         return self.memory.peak
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The work of one device in a step.
+    """The work that one device does in a step of training without a pipeline.
 
     Attributes:
         predictor: The predictor of the model.
@@ -89,7 +89,7 @@ class _Share:
 
     @property
     def parameters(self) -> float:
-        """The bytes of the model's parameters that get gradients."""
+        """The bytes of all parameters of the model that get gradients."""
         return float(sum([layer.parameters for layer in self.predictor.counts.once]))
 
     @property
@@ -100,27 +100,32 @@ class _Share:
 
     @property
     def backward(self) -> float:
-        """The seconds of a micro-batch's recomputation and backward."""
+        """The seconds of one micro-batch's recomputation (if any) and backward."""
         layers = self.predictor.layers(self.size)
         again = sum(layers.graph) if self.recomputed else 0.0
         return self._slowed(again + sum(layers.backward))
 
     @property
     def added(self) -> float:
-        """The seconds of adding a micro-batch's gradients to earlier ones."""
+        """The seconds of adding one micro-batch's gradients to those of earlier micro-batches."""
         return self._slowed(sum(self.predictor.layers(self.size).accumulate))
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds of this work if all devices work at once and slow each other down."""
+        """Return how long work takes if all devices do it at once and slow each other down.
+
+        `seconds` is how long the work takes on one device alone.
+        """
         return seconds * (1 + self.predictor.hardware.sharing * (self.devices - 1))
 
     def memory(self, optimizer: Optimizer, units: tuple[int, ...], most: int) -> DeviceBytes:
-        """Return the peak memory of a device that has the whole model.
+        """Return the bytes that a device has allocated when its memory is fullest.
+
+        This is for a device with the whole model, as in data parallel training.
 
         Args:
             optimizer: The memory that the optimizer takes.
             units: The number of layers in each unit.
-            most: The most micro-batches to look at.
+            most: The most micro-batches to look at. More of them need no more memory.
         """
         m = min(most, self.micro_batches)
         mode: Mode = "always" if self.recomputed else "never"
@@ -131,7 +136,7 @@ class _Share:
         return device._replace(parameters=device.parameters + inputs)
 
     def update(self, parameters: float) -> float:
-        """Return the seconds of the optimizer's step for so many bytes of parameters."""
+        """Return the seconds of the optimizer's step if each device updates `parameters` bytes."""
         setup = Setup(self.size, self.units, optimizer=self.optimizer)
         return self.predictor.update(setup, [parameters] * self.devices)
 
@@ -143,7 +148,10 @@ class _Share:
 
 @lru_cache(maxsize=64)
 def _in_turn(units: int, micro_batches: int) -> Schedule:
-    """Return a schedule for one device, which runs one micro-batch after another."""
+    """Return a schedule for one device that runs each micro-batch's forward and backward in turn.
+
+    The next micro-batch's forward begins only after that, as in ordinary gradient accumulation.
+    """
     actions: list[Action] = []
     for i in range(micro_batches):
         actions += [Action("forward", i, unit) for unit in range(units)]
@@ -154,11 +162,11 @@ def _in_turn(units: int, micro_batches: int) -> Schedule:
 def alternatives(
     predictor: Predictor, batch_size: int, devices: int, optimizer: Optimizer, memory: float
 ) -> list[Alternative]:
-    """Predict data parallel training and, on several devices, FSDP.
+    """Predict data parallel training and, if there are several devices, FSDP.
 
-    For each of the two, the function tries several numbers of micro-batches, with and without
-    recomputation. It returns the fastest prediction that fits the memory. If none fits, it returns
-    the prediction with the least memory.
+    For each of these two ways, the function tries several numbers of micro-batches, with and
+    without recomputation. The result has the fastest prediction that fits the memory. If none fits,
+    it has the one that needs the least memory.
 
     Args:
         predictor: The predictor of the model.
@@ -190,7 +198,10 @@ def alternatives(
 
 
 def _micro_batches(share: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs (number, size) of micro-batches; each size is about half of the one before."""
+    """Yield the ways to split one device's samples into micro-batches, as pairs (number, size).
+
+    The first has one micro-batch. Each size is about half of the one before, down to one sample.
+    """
     size = share
     while True:
         yield math.ceil(share / size), size
@@ -233,7 +244,10 @@ def fully_sharded(share: _Share) -> Alternative:
 
 
 def _sharded_memory(share: _Share) -> DeviceBytes:
-    """Return the peak memory of a device with FSDP: during the backward, or during the update."""
+    """Return the bytes that a device has allocated with FSDP when its memory is fullest.
+
+    This is during the backward, or during the optimizer's step.
+    """
     k, optimizer, layers = share.devices, share.optimizer, share.predictor.counts.once
     sizes: list[float] = []
     for layer in layers:

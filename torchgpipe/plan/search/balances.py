@@ -1,4 +1,4 @@
-"""Compute lower bounds on the step time of any balance, and balances to start a search with."""
+"""Compute lower bounds on the step time of all balances, and balances to begin a search with."""
 
 import functools
 from collections.abc import Sequence
@@ -18,22 +18,24 @@ SAFE = 1 - 1e-9
 
 
 class Work:
-    """The seconds and bytes of a setup's layers, and balances that divide them evenly.
+    """The seconds and bytes of a setup's layers, with lower bounds on the step time.
 
-    The balance of the setup is ignored.
+    `seconds` says for each layer how long it keeps a device busy in a step, and `held` how many
+    bytes it needs. The balance of the setup is ignored.
 
-    The seconds also give a lower bound on the step time of all balances. It has two terms:
+    A lower bound on the step time of all balances follows from two numbers:
 
-    - the way: one micro-batch's forward and backward through all layers. (If backwards are split,
-      the second halves are left out, because they can run later.)
-    - the work: what the busiest partition computes (`seconds`).
+    - the passage: the seconds of one micro-batch's forward and backward through all layers. If
+      backwards are split, the halves that compute weights' gradients are left out, because they can
+      run later.
+    - the work: how many seconds the busiest partition computes.
 
-    In GPipe's schedule, the bound is the way of one micro-batch plus the busiest partition's work
-    for all other micro-batches. The reason is that a partition waits while one micro-batch is in
-    other partitions: the first one in earlier partitions (at the start and at the end of the step),
-    and the last one in later partitions (in the middle of the step).
+    In GPipe's schedule, the bound is the passage of one micro-batch, plus the busiest partition's
+    work for all other micro-batches. The reason is that a partition waits while one micro-batch is
+    in other partitions: the first micro-batch in earlier partitions (at the start and at the end of
+    the step), and the last micro-batch in later partitions (in the middle of the step).
 
-    In other schedules, the bound is the larger of the two terms.
+    In other schedules, the bound is the larger of the two numbers.
 
     Args:
         predictor: The predictor of the model.
@@ -78,12 +80,13 @@ class Work:
         self._parameters = sum([layer.parameters for layer in predictor.counts.once])
 
     def bound(self, n: int, most: float = 0.0, copies: float = 0.0) -> float:
-        """Return a lower bound on the seconds of a step with any balance.
+        """Return a lower bound on the seconds of a step on `n` devices, for all balances.
 
         Args:
             n: How many devices there are.
-            most: A lower bound on the seconds of the heaviest partition's layers, if it is known.
-            copies: A lower bound on the seconds of a micro-batch's copies, if it is known.
+            most: A lower bound on the seconds that the busiest partition works, if one is known.
+            copies: A lower bound on the seconds that one micro-batch's copies take, if one is
+                known.
         """
         seconds, setup = self.seconds, self.setup
         most = max(most, sum(seconds) / n, max(seconds))
@@ -94,16 +97,17 @@ class Work:
         return (step + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:
-        """Return a lower bound on the seconds of a step with this balance."""
+        """Return a lower bound on the seconds of a step with the given balance."""
         _, n, _, placement = arranged(self.setup.schedule, len(balance))
         cuts = zip(accumulate(balance), pairwise(placement), strict=False)
         copies = [self._copies[cut - 1] for cut, (here, there) in cuts if here != there]
         return self.bound(n, heaviest(self.seconds, balance), sum(copies))
 
     def stages(self, n: int) -> int:
-        """Return the number of stages that the setup's schedule has on all `n` devices.
+        """Return how many stages the setup's schedule has on `n` devices together.
 
-        The number is 0 if the schedule cannot run on `n` devices with so many micro-batches.
+        The number is 0 if the schedule cannot run on `n` devices, or not with the setup's number of
+        micro-batches.
         """
         schedule = self.setup.schedule
         if isinstance(schedule, str):
@@ -112,10 +116,10 @@ class Work:
         return len(schedule.placement) if fits else 0
 
     def balance(self, n: int, share: float) -> tuple[int, ...]:
-        """Return a balance whose stages have about equal costs, for `n` devices.
+        """Return a balance for `n` devices whose stages all cost about the same.
 
-        A layer's cost is a weighted sum of its seconds and its bytes: only seconds if `share` is 0,
-        and only bytes if `share` is 1.
+        A layer's cost is a weighted sum of its seconds and its bytes. If `share` is 0, only seconds
+        count. If it is 1, only bytes count.
         """
         all_seconds, all_bytes = self.seconds, self.held
         per_second = (1 - share) / (sum(all_seconds) or 1.0)
@@ -126,15 +130,17 @@ class Work:
 
     @functools.cached_property
     def held(self) -> list[float]:
-        """For each layer, the least bytes that its device holds for it in the second backward.
+        """For each layer, the least number of bytes that its device needs for it in a step.
 
-        A parameter that several layers share counts only for the first of them.
+        The bytes are counted during the second backward, when gradients of the first one exist. A
+        parameter that several layers share counts only for the first of these layers.
         """
         setup, counts = self.setup, self.predictor.counts
         m = len(setup.sizes)
         footprints = counts.footprints(setup.sizes[0])
-        # The parameters, the optimizer's state and the gradients. With one micro-batch, gradients
-        # do not count, because activations are freed before all gradients exist.
+        # Bytes for each byte of parameters: 1 for the parameters, more for the optimizer's state,
+        # and 1 for the gradients. With one micro-batch, gradients do not count, because activations
+        # are freed before all gradients exist.
         copies = 1 + setup.optimizer.state
         if m > 1:
             copies += 1
@@ -155,16 +161,16 @@ class Work:
 
 
 def held_by_layers(layers: Sequence[LayerCount], optimizer: Optimizer) -> list[float]:
-    """Return the bytes of each layer's parameters, gradients, optimizer's state and buffers.
+    """Return for each layer the bytes of its parameters, gradients, optimizer's state and buffers.
 
-    Parameters that get no gradients count like buffers.
+    Parameters that get no gradients count only once, like buffers.
     """
     copies = 2 + optimizer.state  # bytes of memory for each byte of parameters
     return [layer.parameters * copies + layer.frozen for layer in layers]
 
 
 def heaviest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return the cost of the most expensive partition."""
+    """Return the cost of a balance's most expensive partition, from the cost of each layer."""
     sums = list(accumulate(costs, initial=0.0))
     partitions = pairwise(accumulate(balance, initial=0))
     return max([sums[stop] - sums[start] for start, stop in partitions])

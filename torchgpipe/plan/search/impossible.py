@@ -1,4 +1,4 @@
-"""Say in one line why no setup fits the memory of the devices."""
+"""Raise an error if no setup fits the devices' memory, and say in one line why none fits."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,11 +16,11 @@ HELPS = 0.9
 
 
 class Impossible(ValueError):
-    """The error if no setup fits the devices. The message says why in one line."""
+    """No setup fits the memory of the devices. The message says why, in one line."""
 
 
 def told(setup: Setup) -> str:
-    """Return a setup's number of micro-batches and checkpoint mode as text."""
+    """Describe a setup in a few words for a message: its micro-batches and its checkpoint mode."""
     sizes = setup.sizes
     micro_batches = f"chunks={len(sizes)} (micro-batches of {sizes[0]})"
     return f"{micro_batches} and checkpoint={setup.checkpoint!r}"
@@ -29,7 +29,7 @@ def told(setup: Setup) -> str:
 def refuse_hopeless(
     predictor: Predictor, batch_size: int, devices: int, memory: float, optimizer: Optimizer
 ) -> None:
-    """Raise an error, before a search, if the devices have too little memory for any setup.
+    """Raise an error if it is clear without a search that no setup fits the devices' memory.
 
     Args:
         predictor: The predictor of the model.
@@ -39,14 +39,14 @@ def refuse_hopeless(
         optimizer: The memory that the optimizer takes.
 
     Raises:
-        Impossible: If a layer fits no device. Or if parameters, gradients and the optimizer's state
-            need more memory than all devices have together.
+        Impossible: If one layer alone needs more memory than a device has, or if parameters,
+            gradients and the optimizer's state need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # Least memory is needed either with one micro-batch or with micro-batches of one sample. With
-    # one micro-batch, activations of many samples exist, but each gradient is made only once. With
-    # micro-batches of one sample, activations are small, but a backward allocates gradients while
-    # the sum of earlier gradients exists.
+    # Try the two extremes, because one of them needs the least memory. With one micro-batch,
+    # activations of many samples exist, but each gradient is made only once. With micro-batches of
+    # one sample, activations are small, but a backward allocates gradients while the sum of earlier
+    # gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
@@ -55,8 +55,8 @@ def refuse_hopeless(
         heaviest = needs.index(most)
         raise Impossible(
             f"layer {heaviest} ({layers[heaviest].name}) alone needs {amount(most)}, more than the "
-            f"{amount(memory)} that tensors may take on a device, whatever the micro-batch size: "
-            "split the layer, or use devices with more memory"
+            f"{amount(memory)} that tensors may take on a device, with any micro-batch size: "
+            "split the layer into several, or use devices with more memory"
         )
     once = predictor.counts.once
     static = sum(held_by_layers(once, optimizer))
@@ -67,15 +67,16 @@ def refuse_hopeless(
     room = devices * memory
     if static > room:
         raise Impossible(
-            f"{what} need {amount(static)}, but {devices} device(s) have only {amount(room)}: "
+            f"{what} need {amount(static)}, but tensors may take only {amount(room)} on "
+            f"{devices} device(s): "
             "use more devices, or an optimizer with less state"
         )
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return for each layer the memory that a device needs if it has only this layer.
+    """Return for each layer the bytes of memory that a device needs if it has only this layer.
 
-    This is the peak memory during a forward or a backward of `size` samples, or during the
+    These bytes are the peak during a forward or a backward of `size` samples, or during the
     optimizer's step. If `summed` is true, the backward adds its gradients to earlier gradients.
     """
     footprints = predictor.counts.footprints(size)
@@ -97,15 +98,17 @@ def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: boo
 
 
 def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
-    """Return the setup that needs the least memory, among setups with evenly divided parameters.
+    """Return the setup whose fullest device needs the least memory.
 
-    What counts is the memory of the fullest device.
+    Only one balance is tried for each number of micro-batches, checkpoint mode and schedule: the
+    one that divides parameters evenly.
 
     Args:
         predictor: The predictor of the model.
         partitions: How many devices there are.
-        choices: What to choose from. If any number of micro-batches is allowed, one micro-batch
-            and micro-batches of one sample are tried.
+        choices: The numbers of micro-batches, checkpoint modes and schedules to choose from. If any
+            number of micro-batches is allowed, two are tried: one micro-batch, and micro-batches of
+            one sample.
 
     Raises:
         Impossible: If no schedule can run with these numbers of devices, layers and micro-batches.
@@ -131,11 +134,13 @@ def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
 def why(
     predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float
 ) -> str:
-    """Return a message that says how much memory is lacking, and which setup needs less.
+    """Return the message of the error that no setup fits the memory.
+
+    The message says how much memory is needed, and names a setup that needs less, if there is one.
 
     Args:
         predictor: The predictor of the model.
-        allowed: The setup that needs the least memory, among the setups that were asked for.
+        allowed: The setup that needs the least memory, among the setups that the user allows.
         batch_size: The number of samples in a mini-batch.
         devices: How many devices there are.
         memory: How many bytes tensors may take on each device.

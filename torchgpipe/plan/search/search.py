@@ -1,18 +1,19 @@
-"""Search for the fastest setup for which every device has enough memory.
+"""Search for the setup with the shortest predicted step that fits every device's memory.
 
-The search finds the fastest setup for each schedule and each number of devices. A choice is a
-schedule, a number of devices, a number of micro-batches and a checkpoint mode. For each choice, the
-search looks for the fastest balance:
+A setup has a schedule, a number of devices, a number of micro-batches, a checkpoint mode and a
+balance. The first four together are called a choice here. For each choice, the search looks for the
+fastest balance. The result is the fastest setup for each schedule and number of devices. The search
+has these steps:
 
-1. Compute a lower bound on the step time of all balances (see `balances`), for each choice.
-2. Try the choices, the one with the lowest bound first. Skip a choice if its bound is not below the
-   step time of the best setup so far with the same schedule and as many devices.
+1. For each choice, compute a lower bound on the step time of all balances (see `balances`).
+2. Try the choices in turn, the one with the lowest bound first. Skip a choice if its bound shows
+   that it cannot be faster than the best setup so far with the same schedule and number of devices.
 3. For each choice, begin with a balance whose partitions take about equal time. If this balance
    does not fit the memory, also try balances whose partitions take about equal memory.
-4. If the step time is near that of the best setup, move layers from partition to partition as long
-   as this makes the predicted step shorter (see `trial`).
+4. If the step time of this balance is near that of the best setup so far, move layers from
+   partition to partition as long as this makes the predicted step shorter (see `trial`).
 
-Every returned setup was replayed, and its memory was predicted.
+For every setup in the result, the timeline and the memory of a step were predicted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +43,14 @@ def unheard(line: str) -> None:
 
 
 class Aim(NamedTuple):
-    """What a search aims at, and the function to which it reports its progress.
+    """The goal of a search, and the function to which the search reports its progress.
 
     Attributes:
         memory: How many bytes tensors may take on each device.
         close: A setup is good enough if its step is longer than the lower bound by at most this
-            share: 0.01 means 1 %. With infinity, any setup that fits is good enough.
-        progress: Called again and again with a line that says how far the search is.
+            share: 0.01 means 1 %. If the share is infinite, any setup that fits is good enough.
+        progress: A function that is called again and again with a line of text, which says how far
+            the search is.
     """
 
     memory: float
@@ -58,13 +60,13 @@ class Aim(NamedTuple):
 
 @dataclass
 class Found:
-    """The best setup for one number of devices, with one schedule or with any.
+    """The result of a search for one number of devices, with one schedule or with all.
 
     Attributes:
         best: The best setup, or `None` if no setup fits.
-        bound: A lower bound on the seconds of any setup.
-        unlimited: The seconds of the fastest setup that is balanced by seconds, even if it does not
-            fit the memory.
+        bound: A lower bound on the seconds of a step with any setup that fits.
+        unlimited: The seconds of the fastest setup whose partitions take equal time, even if that
+            setup does not fit the memory.
     """
 
     best: Candidate | None = None
@@ -73,14 +75,15 @@ class Found:
 
     @property
     def limit(self) -> float:
-        """The seconds of the best setup, or infinity if there is none."""
+        """The seconds of a step with the best setup, or infinity if no setup fits."""
         return inf if self.best is None else self.best.seconds
 
 
 def chunk_choices(batch_size: int) -> list[int]:
-    """Return the numbers of micro-batches into which `torch.chunk` can split a batch.
+    """Return all numbers of micro-batches into which `torch.chunk` can split a mini-batch.
 
-    There are at most twice the square root of `batch_size` of these numbers.
+    `torch.chunk` cannot make every number, because its chunks have equal sizes. The list has at
+    most 2 * sqrt(`batch_size`) numbers.
     """
     choices = set()
     for size in range(1, batch_size + 1):
@@ -92,17 +95,18 @@ def chunk_choices(batch_size: int) -> list[int]:
 def search(
     predictor: Predictor, choices: Choices, partitions: Sequence[int], aim: Aim
 ) -> list[dict[int, Found]]:
-    """Return the best setup for each schedule and each number of devices.
+    """Find the fastest setup that fits the memory, for each schedule and each number of devices.
 
     Args:
         predictor: The predictor of the model.
-        choices: What to choose from. If any number of micro-batches is allowed, the numbers of
-            `chunk_choices` are tried.
+        choices: The schedules, checkpoint modes and numbers of micro-batches to choose from. If any
+            number of micro-batches is allowed, those of `chunk_choices` are tried.
         partitions: The numbers of devices to choose from.
         aim: The memory that a setup must fit, and when a setup is good enough.
 
     Returns:
-        For each schedule of the choices, in their order, the best setups by number of devices.
+        A dictionary for each schedule of the choices, in their order. The keys are the numbers of
+        devices, and the values have the best setup.
 
     Raises:
         Impossible: If no setup fits. The message says why.
@@ -128,7 +132,7 @@ def search(
 
 
 def merged(found: Sequence[Mapping[int, Found]]) -> dict[int, Found]:
-    """Return the best setup of all schedules, for each number of devices."""
+    """Combine the results for all schedules: return the best one for each number of devices."""
     best = {}
     for n in found[0]:
         each = [own[n] for own in found]
@@ -140,7 +144,10 @@ def merged(found: Sequence[Mapping[int, Found]]) -> dict[int, Found]:
 
 
 def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices, aim: Aim) -> None:
-    """Search with one schedule, for each number of devices in `found`; store the setups there."""
+    """Search with one schedule, and store the best setup for each number of devices in `found`.
+
+    The keys of `found` are the numbers of devices.
+    """
     batch_size, optimizer, chunks, checkpoint, (schedule,) = choices
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer, schedule=schedule)
     kept = sum(held_by_layers(predictor.counts.once, optimizer))
@@ -164,7 +171,15 @@ def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices,
 
 
 def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[float, int, Work]]:
-    """List all choices as tuples (bound, number of devices, work), the lowest bound first."""
+    """Return all choices of one schedule, the choice with the lowest bound first.
+
+    Args:
+        works: The numbers of micro-batches and the checkpoint modes to choose from.
+        partitions: The numbers of devices to choose from.
+
+    Returns:
+        Tuples: the lower bound on the seconds of a step, the number of devices, and the `Work`.
+    """
     asked: list[tuple[float, int, Work]] = []
     for work in works:
         layers = len(work.seconds)
@@ -176,9 +191,10 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
 
 
 def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
-    """Look for a faster setup among the balances on `n` devices, and store that setup in `found`.
+    """Look for a faster setup among the balances on `n` devices, and store it in `found`.
 
-    Return a lower bound on the seconds of any balance that fits; infinity if no balance fits.
+    Return a lower bound on the seconds of a step with any balance that fits the memory. The bound
+    is infinite if no balance fits.
     """
     setup = replace(work.setup, balance=work.balance(n, 0.0))
     step = work.predictor.step(setup)
@@ -198,7 +214,14 @@ def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
 
 
 def _finish(found: Found, n: int, work: Work, aim: Aim) -> None:
-    """Search again, but begin with balances by bytes, because this can find a faster setup."""
+    """Search again, from balances with equal memory, because this can find a faster setup.
+
+    Args:
+        found: The best setup so far, which is replaced by a faster one.
+        n: How many devices there are.
+        work: The setup, with the seconds and bytes of its layers.
+        aim: The memory that a setup must fit, and when a setup is good enough.
+    """
     for share in BYTES:
         setup = replace(work.setup, balance=work.balance(n, share))
         trial = Trial(work, assess(work.predictor, setup), aim.memory)

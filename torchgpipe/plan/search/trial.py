@@ -1,4 +1,4 @@
-"""Predict a setup's step for many balances, and keep the best."""
+"""Predict a step with a setup for many balances, and keep the best balance."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ A setup with more tasks in a single replay is tried only if no other setup fits.
 
 
 class Choices(NamedTuple):
-    """What a search may choose from, for one mini-batch and one optimizer.
+    """What a search may choose from: numbers of micro-batches, checkpoint modes and schedules.
 
     Attributes:
         batch_size: The number of samples in a mini-batch.
         optimizer: The memory that the optimizer takes.
-        chunks: The numbers of micro-batches; `None` if the search may choose any.
-        checkpoint: The checkpoint modes.
-        schedules: The schedules.
+        chunks: The numbers of micro-batches to choose from; `None` if any number is allowed.
+        checkpoint: The checkpoint modes to choose from.
+        schedules: The schedules to choose from.
     """
 
     batch_size: int
@@ -42,13 +42,13 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setup and its prediction.
+    """A setup, with the predicted seconds and memory of a step.
 
     Attributes:
         setup: The setup.
         seconds: The seconds of a step.
         bubble: The share of the devices' time in which the devices wait.
-        devices: The memory that each device needs.
+        devices: The bytes that each device has allocated when its memory is fullest.
     """
 
     setup: Setup
@@ -58,11 +58,14 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """The peak memory, in bytes, of the device that needs the most memory."""
+        """The peak of the bytes on the device that needs the most memory."""
         return max([device.peak for device in self.devices])
 
     def lacks(self, memory: float) -> float:
-        """Return how many bytes are missing, added up over all devices of `memory` bytes."""
+        """Return by how many bytes the setup exceeds the memory, added up over all devices.
+
+        Each device has `memory` bytes.
+        """
         return _lacking(self.devices, memory)
 
 
@@ -71,12 +74,12 @@ def _lacking(devices: Sequence[DeviceBytes], memory: float) -> float:
 
 
 def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> Candidate:
-    """Predict the seconds and the memory of a setup.
+    """Predict the seconds and the memory of a step with a setup.
 
     Args:
         predictor: The predictor of the model.
         setup: The setup.
-        step: The predicted step, if it is known already.
+        step: The predicted timeline of the step, if it is known already.
     """
     step = step or predictor.step(setup)
     devices = tuple(setup_memory(predictor.counts, setup))
@@ -86,7 +89,8 @@ def assess(predictor: Predictor, setup: Setup, step: Timeline | None = None) -> 
 class Trial:
     """A search for a setup's fastest balance, among the balances that fit the memory.
 
-    Until a balance fits, the balance that lacks the fewest bytes counts as the best.
+    As long as no balance fits, the best balance is the one that exceeds the devices' memory by the
+    fewest bytes.
 
     Args:
         work: The setup, with the seconds and bytes of its layers.
@@ -105,11 +109,15 @@ class Trial:
 
     @property
     def lacking(self) -> float:
-        """How many bytes the best balance lacks, added up over all devices."""
+        """By how many bytes the best balance exceeds the memory, added up over all devices."""
         return self.best.lacks(self.memory)
 
     def take(self, balance: Balance) -> bool:
-        """Predict the step of a balance, and return whether the balance is the best so far."""
+        """Predict a step with a balance, and keep the balance if it is the best so far.
+
+        Return whether the balance is the best so far. The number of predictions is limited. After
+        the last one, this method predicts nothing and returns false.
+        """
         if balance in self.known or not self.left:
             return False
         self.known.add(balance)
@@ -137,10 +145,11 @@ class Trial:
         return True
 
     def improve(self, enough: float) -> None:
-        """Move layers from one partition to another as long as this gives better balances.
+        """Move layers from one stage to another as long as this gives better balances.
 
-        The first moves are of many layers at a time, the later ones of fewer. The moves end when
-        the best balance fits and takes at most `enough` seconds, or when no move helps.
+        The first moves are of many layers at a time, later moves of fewer. The moves end when the
+        best balance fits the memory and its step takes at most `enough` seconds, or when no move
+        helps.
         """
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
@@ -159,7 +168,7 @@ class Trial:
 
 
 def _moved(balance: Sequence[int], stride: int, sources: Iterable[int]) -> Iterator[Balance]:
-    """Yield the balances in which `stride` layers are moved from a source to another stage.
+    """Yield all balances that result from moving `stride` layers from one stage to another.
 
     Args:
         balance: The number of layers of each stage.

@@ -1,10 +1,12 @@
 """Guards: they keep a task's two passes equal, and keep one task from affecting another task.
 
 A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
-takes care of one thing that could differ, such as buffers. All guards have the same methods, which
-guard.py lists. Each other file has the class of one guard. The file begins with what goes wrong
-without the guard, and says what the guard costs. `torchgpipe.task.stage_guards` says which guards a
-stage has. The page `docs/how-it-works.md` has a table of all guards and their methods.
+takes care of one thing that could differ between the two, such as buffers.
+
+All guards have the same methods, which guard.py lists. Each other file has the class of one guard,
+and begins with what goes wrong without the guard and what the guard costs. Which guards a stage has
+is decided in `torchgpipe.task.stage_guards`. The page `docs/how-it-works.md` has a table of all
+guards and their methods.
 
 To add a guard:
 

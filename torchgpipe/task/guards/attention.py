@@ -26,9 +26,10 @@ _WITHOUT_FAST_PATH = ProcessSetting(
 class SlowAttention(Guard):
     """A guard that turns off PyTorch's fast path of attention in first passes.
 
-    A first pass is the forward of a checkpointed task.
+    A first pass is the forward of a checkpointed task. Its recomputation makes a graph, and so it
+    could not use the fast path.
     """
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return the context that turns the fast path off."""
+        """Return a context in which PyTorch's fast path of attention is turned off."""
         return _WITHOUT_FAST_PATH

@@ -71,7 +71,7 @@ class _Slot(NamedTuple):
 
 
 class HeldBuffers(NamedTuple):
-    """What the guard records about the buffers in a task's forward.
+    """What the guard `Buffers` records about the buffers in a task's forward.
 
     Attributes:
         slots: All buffers as they were before the forward.
@@ -83,7 +83,7 @@ class HeldBuffers(NamedTuple):
 
 
 class Buffers(Guard):
-    """The guard of a partition's buffers.
+    """The guard that gives a task's recomputation the buffers that its forward had.
 
     Three kinds of buffers are not copied. Running statistics of batch norms in training mode have
     their own guard (statistics.py). Scripted modules with buffers raise an error (parameters.py).
@@ -106,8 +106,8 @@ class Buffers(Guard):
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._parameters = parameters
-        self._slots: dict[Place, _Slot] = {}  # the latest record of each buffer, with its copy
-        self._unsure: dict[Place, _Slot] = {}  # buffers to compare when the backward begins
+        self._slots: dict[Place, _Slot] = {}  # for each buffer, its latest record, with its copy
+        self._unsure: dict[Place, _Slot] = {}  # the buffers to compare when the backward begins
 
     def before_first_pass(self, task: GuardedTask) -> None:
         """Record the buffers, and copy each buffer that has changed since its last copy."""
@@ -140,7 +140,7 @@ class Buffers(Guard):
                 self._slots[module, name] = _Slot(module, name, x, versions((x,)), copy, shared)
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Record which buffers the task's forward has changed."""
+        """Record which buffers the layers have changed in the task's forward."""
         held: HeldBuffers = task.noted[self]
         for slot in held.slots:
             now = slot.module._buffers.get(slot.name)
@@ -164,14 +164,17 @@ class Buffers(Guard):
         return self._put_back(held, changed) if changed else None
 
     def _used(self, buffer: Tensor | None) -> Tensor | None:
-        """Return the tensor that tasks use for a buffer: its stand-in, if it has one."""
+        """Return the tensor that tasks use for a buffer: its stand-in, or else the buffer itself.
+
+        A buffer has a stand-in (a detached tensor) if it requires grad.
+        """
         return None if buffer is None else self._parameters.by_parameter.get(buffer, buffer)
 
     def backward_begins(self) -> None:
-        """Raise `RuntimeError` if a buffer has changed, but its version counter has not.
+        """Raise `RuntimeError` if a buffer's values have changed, but not its version counter.
 
-        This method compares only large buffers that are not on the CPU, because the other buffers
-        were compared or copied before each forward.
+        Only large buffers that are not on the CPU are compared here, because all other buffers were
+        compared or copied before each forward.
         """
         for (module, name), slot in self._unsure.items():
             if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
@@ -184,13 +187,14 @@ class Buffers(Guard):
             )
 
     def ended(self) -> None:
-        """Run the check of `backward_begins` once more at the end of a step."""
+        """At the end of a step, check once more that no buffer has changed unnoticed."""
         self.backward_begins()
 
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
         """Return whether a buffer must be copied: it is new, or has changed since its last copy.
 
-        A large buffer that is not on the CPU is only compared when the backward begins.
+        The values of a large buffer that is not on the CPU are not compared here, because this
+        would wait for the GPU. They are compared when the backward begins.
         """
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:
@@ -241,7 +245,11 @@ class Buffers(Guard):
 def _as_held(slot: _Slot, now: Tensor | None) -> bool:
     """Return whether a buffer certainly has the same values as before the task's forward.
 
-    If it has, the recomputation uses the buffer itself and not a copy.
+    If so, the recomputation can use the buffer itself, and needs no copy.
+
+    Args:
+        slot: The record of the buffer before the forward.
+        now: The buffer that the module has now.
     """
     if now is not slot.tensor or versions((now,)) != slot.version:
         return False

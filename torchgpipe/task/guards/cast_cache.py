@@ -1,12 +1,12 @@
-"""Let tasks with compiled layers see one state of autocast's cache.
+"""Turn off autocast's cache in tasks with compiled layers, so that no layer is compiled twice.
 
 What goes wrong without this guard: under autocast, a forward keeps copies of weights in low
-precision for later layers, and a recomputation keeps none. A setting of autocast says whether it
-keeps copies. If this setting changes, `torch.compile` compiles a layer anew. So it would compile
-each layer twice: for forwards and for recomputations.
+precision in a cache, for later layers. A recomputation runs with the cache turned off. Whether the
+cache is on is a setting of PyTorch, and if it changes, `torch.compile` compiles a layer anew. So it
+would compile each layer twice: for forwards and for recomputations.
 
-What it costs: the copies of weights are made again in each task. Layers that are not compiled do
-not have this guard.
+What it costs: the copies of weights in low precision are made again in each task. Stages without
+compiled layers do not have this guard.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 
 class WithoutCastCache(Guard):
-    """A guard for compiled layers: under autocast, no task keeps copies of weights."""
+    """A guard for compiled layers: forwards do not use autocast's cache of converted weights."""
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return a context in which autocast keeps no copies."""
+        """Return a context in which autocast's cache of converted weights is turned off."""
         return _without_cast_cache()
 
     before_single_pass = before_first_pass

@@ -10,11 +10,11 @@ this:
 
 1. The first task makes a graph in its first pass. The graph shows which outputs require grad, and
    is then freed.
-2. If all floating-point outputs of the first task require grad, later tasks run without a graph.
-   The guard claims that all their floating-point outputs require grad, too. (There is an exception:
-   if a layer reads an attribute such as `requires_grad`, later tasks make a graph.)
+2. If all floating-point outputs of the first task require grad, later first passes run without a
+   graph. The guard then assumes that all their floating-point outputs require grad, too. (There is
+   an exception: if a layer reads an attribute such as `requires_grad`, later tasks make a graph.)
 3. Otherwise, each later task makes a graph in its first pass.
-4. If a recomputation shows that a claim was wrong, all later tasks make a graph.
+4. If a recomputation shows that the assumption was wrong, all later tasks make a graph.
 
 If layers are compiled, all tasks make a graph: without one, `torch.compile` would compile each
 layer once more, for first passes only.
@@ -45,9 +45,10 @@ class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
     Args:
-        all_do: Whether all floating-point outputs require grad, as earlier tasks have shown. The
-            keys of the dictionary say which inputs of a task require grad. Mini-batches share the
-            dictionary until a layer's training mode or a parameter's `requires_grad` changes.
+        all_do: What earlier tasks have shown. A key of this dictionary says for each input of a
+            task whether it requires grad. The value says whether then all floating-point outputs
+            require grad. Mini-batches share the dictionary until a layer's training mode or a
+            parameter's `requires_grad` changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
         compiled: Whether layers are compiled.
@@ -72,8 +73,8 @@ class OutputGradients(Guard):
             return None
         contexts: list[Context] = []
         if packs_saved_tensors(True):
-            # Saved-tensor hooks around the pipeline, such as those of torch.utils.checkpoint, must
-            # not see the tensors that this graph saves.
+            # The graph of this first pass is freed unused. So saved-tensor hooks around the
+            # pipeline, such as those of torch.utils.checkpoint, must not see what it saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
         if task.needs not in self._all_do and not self._compiled:
             task.noted[self] = _Asks(self._ids)
@@ -81,7 +82,7 @@ class OutputGradients(Guard):
         return Nested(contexts) if contexts else None
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
-        """Return a list that says for each output whether it requires grad.
+        """Return for each output of a task's first pass whether it requires grad.
 
         If the layers have made a graph, the graph shows this. Otherwise, this method assumes that
         each floating-point output requires grad.
@@ -91,8 +92,8 @@ class OutputGradients(Guard):
             given: The inputs of the layers.
             outputs: The outputs of the layers.
         """
-        # If an output is the same tensor as an input, it requires grad if the input does. An
-        # exception is an input that the first layer changes in place.
+        # An output that is the same tensor as an input requires grad if that input does. This is
+        # not so for an input that the first layer changes in place.
         handed_on: dict[int, bool] = {}
         for x, need in zip(given, task.needs, strict=True):
             handed_on[id(x)] = need
@@ -110,16 +111,18 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """If the recomputation shows that `claim` was wrong, let later tasks make a graph."""
+        """If `claim` was wrong about this task's outputs, let later first passes make a graph."""
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 
 
 class _Asks(TorchFunctionMode):
-    """Record whether layers read `requires_grad`, `grad` or a similar attribute of a tensor.
+    """Record in `asked` whether layers read `requires_grad`, `grad` or a similar attribute.
 
-    In a first pass without a graph, these attributes would have other values. If a layer reads the
-    gradient of a parameter (a tensor whose id is in `ids`), `RuntimeError` is raised.
+    In a first pass without a graph, these attributes of tensors would have other values.
+
+    Args:
+        ids: The ids of parameters. Reading the `grad` of one of them raises `RuntimeError`.
     """
 
     only_watches = True

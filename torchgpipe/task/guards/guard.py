@@ -1,9 +1,9 @@
-"""The base class of guards: its methods, and when a task or a mini-batch calls them.
+"""The base class of guards: its methods, and when they are called.
 
 A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
 takes care of one thing, such as the buffers. The guard makes sure that this thing is the same in
 both passes, and that one task does not affect another task through it. A guard belongs to one stage
-or one task, in one mini-batch.
+or one task, in one mini-batch. Its methods are called at these moments:
 
     the mini-batch begins                        the guard is made
     before and after a first pass                `before_first_pass`, `after_first_pass`
@@ -38,7 +38,9 @@ Before = Literal[
 
 @dataclass(slots=True, eq=False)
 class GuardedTask:
-    """The attributes of a task that guards can read and write; task.py has the whole task.
+    """The attributes of a task that guards can read and write.
+
+    The subclass `TaskGraph`, in task.py, adds the other attributes and the methods of a task.
 
     Attributes:
         randomness: The guard of the task's random numbers.
@@ -94,16 +96,16 @@ class Guard:
         """
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Prepare for a task's backward. In it, `torch.utils.checkpoint` may run layers again."""
+        """Prepare for a task's backward, in which `torch.utils.checkpoint` may run layers again."""
 
     def after_all_forwards(self) -> None:
-        """Check the layers when all forwards of the mini-batch have run."""
+        """Check that the layers are unchanged, when all forwards of the mini-batch have run."""
 
     def backward_begins(self) -> None:
         """Check that the layers have not changed between forward and backward."""
 
     def ended(self) -> None:
-        """Check the layers when a step (all forwards and backwards) has ended."""
+        """Check that the layers are unchanged, when a step (forwards and backwards) has ended."""
 
 
 class Nested:

@@ -1,7 +1,7 @@
-"""Replace tensors in the layers temporarily, and restore the old tensors afterwards.
+"""Put stand-ins (detached parameters) into the layers for a while, in place of the parameters.
 
-Tasks do not compute with the parameters, but with stand-ins: detached parameters. (A task is a
-micro-batch on a stage.) So the stand-ins have to be in the layers while a task runs.
+A task (a micro-batch on a stage) does not compute with the parameters, but with their stand-ins. So
+the stand-ins have to be in the layers while a task runs.
 
 What goes wrong without this guard: suppose that the stand-ins were in the layers only during tasks,
 and that a criterion adds a penalty on a weight of the layers. The criterion would find the
@@ -28,14 +28,14 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 
 class InPlaceForRun:
-    """A context that several threads enter. It changes the layers until all threads have left it.
+    """A context that puts stand-ins (detached parameters) into the layers during a whole run.
 
-    The first thread that enters makes the changes, and the last thread that leaves undoes them. The
-    last thread can be a worker thread, because the caller does not wait for the workers after a
-    second Ctrl-C.
+    All threads of the run enter this context. The first thread that enters puts the stand-ins into
+    the layers, and the last thread that leaves removes them. The last one can be a worker thread,
+    because after a second Ctrl-C, the caller does not wait for the workers.
 
     Args:
-        parts: What replaces entries of layers, each with the lock of these layers.
+        parts: For each stage, the lock of its layers, and a context that changes these layers.
     """
 
     def __init__(self, parts: Sequence[tuple[Context, InPlace]]) -> None:
@@ -55,7 +55,7 @@ class InPlaceForRun:
             self.take_back()
 
     def take_back(self) -> None:
-        """Undo the changes of the layers; a second call does nothing."""
+        """Remove the stand-ins from the layers; if they are removed already, do nothing."""
         for lock, part in self._parts:
             with lock:
                 part.__exit__()
@@ -70,7 +70,7 @@ class InPlaceForTask(Guard):
     def before_single_pass(self, task: GuardedTask) -> InPlace:
         """Return a context in which the stand-ins are in the layers.
 
-        A task enters such a context for its forward, for its recomputation and for its backward.
+        A task enters such a context in its forward, in its recomputation and in its backward.
         """
         return InPlace(self._swaps)
 

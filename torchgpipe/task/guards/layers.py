@@ -52,9 +52,10 @@ class LayerStates(NamedTuple):
 
 
 class UnchangedLayers(Guard):
-    """The guard of the modes, hooks and constants of a partition's layers.
+    """The guard that keeps a partition's layers the same in a task's forward and recomputation.
 
-    Constants are values that must not change between forward and backward, such as a dropout's `p`.
+    A recomputation gets the training modes and the hooks of the forward. Constants, such as a
+    dropout's `p`, must not change between forward and backward, or an error is raised.
 
     Args:
         index: The index of the partition.
@@ -82,8 +83,8 @@ class UnchangedLayers(Guard):
         )
         swaps = []
         for module, mode, hooks, present in states:
-            # Some modules have no mode of their own: those that torch.compile puts around a module,
-            # and those of torch.jit.
+            # Two kinds of modules have no `training` of their own: those that torch.compile puts
+            # around a module, and those of torch.jit.
             if "training" in module.__dict__ and mode != module.training:
                 swaps.append(Swap(module.__dict__, "training", mode))
             if hooks != present:
@@ -125,9 +126,9 @@ class UnchangedLayers(Guard):
             *_, now = present
             if now != before:
                 raise RuntimeError(
-                    f"{name!r} of {type(module).__name__} in partition {self._index} was changed "
-                    f"from {before!r} to {now!r} between forward and backward, so a checkpointed "
-                    "task cannot be recomputed; change it between steps only"
+                    f"the setting {name!r} of {type(module).__name__} in partition {self._index} "
+                    f"was changed from {before!r} to {now!r} between forward and backward, so a "
+                    "checkpointed task cannot be recomputed; change it between steps only"
                 )
 
 
@@ -138,12 +139,12 @@ _UNDECLARED: dict[type, tuple[str, ...]] = {
 
 
 def _constants(modules: list[nn.Module]) -> list[tuple[nn.Module, str, object]]:
-    """Return the values that must not change between forward and backward.
+    """Return the values of modules that must not change between forward and backward.
 
     These values are:
 
     - the attributes that a layer's class lists in `__constants__`, such as a dropout's `p`
-    - a `forward` that was set on a single layer
+    - a method `forward` that was set on a single layer, and not on its class
     - the global hooks, which PyTorch runs for all modules
 
     Each value is returned together with its module and its name.

@@ -3,11 +3,12 @@
 What goes wrong without this guard: a layer changes the task's input in place, as
 `nn.ReLU(inplace=True)` does. The recomputation would start from the changed input.
 
-The guard reads the version counters of the inputs before the forward, after the forward, and before
-the recomputation. If a version counter has changed, an error is raised. There is one exception: if
-the first layer of a partition has `inplace=True`, it gets a copy of the input.
+PyTorch counts in-place changes of a tensor in its version counter. The guard reads the counters of
+the inputs before the forward, after the forward, and before the recomputation. If a counter has
+changed, an error is raised. There is one exception: if the first layer of a partition has
+`inplace=True`, it gets a copy of the input.
 
-What it costs: three times for each task, a version counter is read for each input. If the first
+What it costs: the version counter of each input is read three times in each task. If the first
 layer works in place, its input is copied in the first pass and in the recomputation.
 """
 
@@ -21,14 +22,28 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The guard of the inputs of a partition's tasks. Recomputations start from these inputs."""
+    """The guard that checks that no input of a task is changed in place before its recomputation.
+
+    A recomputation starts from the inputs of the task's forward.
+
+    Args:
+        index: The index of the partition.
+        partition: The layers.
+    """
 
     def __init__(self, index: int, partition: nn.Module) -> None:
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs for the layers. If the first layer works in place, copy its input."""
+        """Return the inputs to give to the layers.
+
+        If the first layer changes its input in place, the result has a copy of that input.
+
+        Args:
+            inputs: The inputs of the task.
+            form: The class of the micro-batch: `Tensor`, or a class of tuples.
+        """
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
             return inputs
@@ -59,7 +74,7 @@ class KeptInputs(Guard):
 
 
 def begins_in_place(partition: nn.Module) -> bool:
-    """Return whether the first layer changes its input, according to its attribute `inplace`."""
+    """Return whether the first layer of a partition has `inplace=True`."""
     layers = [partition]
     while layers and isinstance(layers[0], (nn.Sequential, nn.Identity, nn.Flatten)):
         layers = [*layers[0].children(), *layers[1:]]
@@ -67,9 +82,9 @@ def begins_in_place(partition: nn.Module) -> bool:
 
 
 def check_attributes(index: int, outputs: Flat) -> None:
-    """Raise `RuntimeError` if a Python attribute of an output is a tensor that requires grad.
+    """Raise `RuntimeError` if an output has a Python attribute that is a tensor requiring grad.
 
-    Between partitions, such a tensor would lose its gradient.
+    The pipeline hands such an attribute on to the next partition, but not its gradient back.
 
     Args:
         index: The index of the partition.

@@ -1,6 +1,6 @@
 """Run worker threads and recomputations in the modes of the caller's code, such as autocast.
 
-In PyTorch, each thread has its own modes.
+This needs a guard, because in PyTorch each thread has its own modes.
 
 What goes wrong without this guard: the model is called within autocast, and backward() is called
 outside of autocast. The layers should compute in bfloat16. But worker threads and recomputations
@@ -70,7 +70,7 @@ class AmbientModes(Guard):
         grad: Whether gradients are on.
         casts: Whether autocast is on.
         watched: The modes whose attributes may change, each with its attributes at the beginning.
-        changed: The modes whose attributes have changed, known after all layers have run.
+        changed: The modes whose attributes have changed. It is empty until all layers have run.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, threads: bool = False) -> None:
@@ -98,21 +98,24 @@ class AmbientModes(Guard):
     def context(self) -> contextvars.Context:
         """Return a copy of the caller's context variables (`contextvars`) for a recomputation.
 
-        It is a copy because several threads may recompute at the same time. In the copy, `RUNNING`
-        (the thread pools that run the current code) has its current value, because other pools can
-        run the recomputation than the first pass.
+        Each recomputation gets its own copy, because several threads may recompute at the same
+        time. One variable keeps its current value: `RUNNING`, the thread pools that run the current
+        code. They can be other pools than in the first pass.
         """
         context = self._context.copy()
         context.run(RUNNING.set, RUNNING.get())
         return context
 
     def again(self) -> Context:
-        """Return a context that sets these modes in another thread or at a later time."""
+        """Return a context that sets these modes again, at a later time or in another thread.
+
+        Grad mode and inference mode are left as they are.
+        """
         return self.before_recomputation() or NOTHING
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Return a context that enters all modes in a worker thread."""
+        """Return a context that sets all of the caller's modes, for use in a worker thread."""
         phase = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         inference = torch.inference_mode(self._inference)
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
@@ -146,9 +149,10 @@ class AmbientModes(Guard):
         """Set this thread's modes to the recorded modes, within this context.
 
         Args:
-            present: The current `TorchFunctionMode`s and `TorchDispatchMode`s. If it is empty,
-                these modes are not changed.
-            turned_off: Whether `__torch_function__` has to be enabled.
+            present: The `TorchFunctionMode`s and the `TorchDispatchMode`s of this thread. An empty
+                list means that they are right already, and stay unchanged.
+            turned_off: Whether `__torch_function__` is disabled in this thread, but was enabled
+                when the modes were recorded.
         """
         with ExitStack() as stack:
             if turned_off:
@@ -170,11 +174,11 @@ class AmbientModes(Guard):
             yield
 
     def all_have_run(self, *, refuse: bool = False) -> None:
-        """Record which modes have changed their attributes; called after all layers have run.
+        """Record which modes have changed their attributes; call this after all layers have run.
 
         Args:
-            refuse: Whether to raise an error if a mode has changed, because several threads have
-                run.
+            refuse: Whether to raise an error if a mode has changed. This is needed if several
+                threads have run in the mode, because they can have changed it at the same time.
 
         Raises:
             RuntimeError: If `refuse` is set, and a mode has changed its attributes.
@@ -191,10 +195,13 @@ class AmbientModes(Guard):
             )
 
     def _to_repeat(self, stacks: Stacks) -> Stacks:
-        """Return those `TorchFunctionMode`s and `TorchDispatchMode`s that a recomputation enters.
+        """Return the `TorchFunctionMode`s and `TorchDispatchMode`s that a recomputation needs.
 
-        Modes whose attributes have changed are left out. Before all layers have run, it is not
-        known which modes change, so all modes are returned.
+        Modes whose attributes have changed while the layers ran are left out. Before all layers
+        have run, it is not known which modes will change, so all modes are returned.
+
+        Args:
+            stacks: The modes to choose from: a list of each of the two kinds.
         """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:
@@ -218,10 +225,10 @@ def _only_watches(mode: object) -> bool:
 
 
 def _state(value: object, depth: int = 4) -> object:
-    """Return the attributes of a mode in a form that can be compared later.
+    """Return the attributes of an object, such as a mode, in a form that can be compared later.
 
-    Containers and objects are compared by their contents, to a depth of 4. Deeper objects, and
-    objects without attributes, are compared by identity.
+    Containers and objects are compared by their contents, but only `depth` levels deep. Deeper
+    objects, and objects without attributes, are compared by identity.
     """
     if isinstance(value, int | float | str | None):
         return value
@@ -234,9 +241,9 @@ def _state(value: object, depth: int = 4) -> object:
 
 
 class SetBackOnFailure(AbstractContextManager[None]):
-    """A context that restores the modes of this thread if an exception is raised inside.
+    """A context that restores the modes of this thread if an exception is raised inside it.
 
-    This context is needed after Ctrl-C: an interrupt can skip the `__exit__` of an inner context.
+    Inner contexts normally restore the modes. But an interrupt by Ctrl-C can skip their `__exit__`.
     """
 
     def __init__(self) -> None:

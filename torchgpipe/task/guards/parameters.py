@@ -4,9 +4,9 @@ What goes wrong without this guard: the graphs of tasks end in the parameters, s
 own gradient to `.grad`. A hook that clips a parameter's gradient runs for every task, and clips
 each summand instead of the sum. And `torch.autograd.grad` does not work.
 
-So stand-ins are put into the layers (in_place.py), and the gradients of all tasks are summed in the
-stand-ins. In the caller's graph, a node has the parameters as its inputs. After all tasks, this
-node's backward returns the sums as the parameters' gradients.
+With this guard, the layers contain stand-ins (in_place.py puts them there), and the gradients of
+all tasks are summed in the stand-ins. The caller's graph has a node whose inputs are the
+parameters. Its backward runs after all tasks, and returns the sums as the parameters' gradients.
 
 What it costs: when a mini-batch begins, a stand-in is made for each parameter that requires grad.
 Each first pass and each recomputation reads the version counter of each parameter. When all
@@ -62,8 +62,8 @@ class StandInParameters(Guard):
     `modules`. A buffer that requires grad, such as the output of a hypernetwork, is treated like a
     parameter.
 
-    In a backward, the following methods are called in this order. They raise an error if a stand-in
-    has a gradient that no task has added.
+    In a backward, three methods are called in the order below. They raise an error if a stand-in
+    has a gradient that did not come from the backward of a task.
 
         begin    is called by the first task that the backward reaches
         take     is called by a node of the caller's graph, after all tasks; it is not called if the
@@ -73,17 +73,16 @@ class StandInParameters(Guard):
     Args:
         index: The index of the partition.
         modules: The modules of the partition.
-        outer: If another run of a pipeline has started this run (by a layer or a hook), the ids of
-            the stand-ins that the other run has put into the layers. These stand-ins stay in the
-            layers.
-        away: The parameters that are on another device, because a partition there shares them, and
-            the device of this partition. Their stand-ins are copies on this device.
+        outer: If a layer or a hook of another run has called this pipeline: the ids of the
+            stand-ins that the other run has put into the layers. These stand-ins stay there.
+        away: Parameters that are on another device, because a partition there uses them, too. The
+            value of each is the device of this partition. Their stand-ins are copies on it.
 
     Attributes:
         by_parameter: The stand-in of each parameter that requires grad.
         ids: The ids of these parameters and of their stand-ins.
         needs: For each parameter, whether it requires grad.
-        swaps: What puts the stand-ins into the modules.
+        swaps: The changes of dictionaries by which the stand-ins get into the modules.
     """
 
     def __init__(
@@ -120,8 +119,8 @@ class StandInParameters(Guard):
         self.ids = {*map(id, self.by_parameter), *map(id, self.by_parameter.values())}
         self.needs = [p.requires_grad for _, p in self._all]
         self._idle = True  # whether no backward has begun since the last call of `take`
-        self._backward = -1  # the number of the latest backward
-        self._thread: int | None = None  # the thread in which a backward began, until it ends
+        self._backward = -1  # the number of the latest backward, or -1 before the first one
+        self._thread: int | None = None  # the thread in which the backward began, until it ends
         anomaly = torch.is_anomaly_enabled()
         # In anomaly mode, keep the nodes: two threads that create a node at once can deadlock.
         self._nodes = [accumulator_of(x) for x in self.by_parameter.values()] if anomaly else []
@@ -164,7 +163,7 @@ class StandInParameters(Guard):
         return ids
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Raise `RuntimeError` if a layer has changed a parameter in place."""
+        """Raise `RuntimeError` if a layer has changed a parameter in place in this forward."""
         if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
                 f"parameter {self._changed()!r} of partition {self._index} was changed in place by "
@@ -183,7 +182,7 @@ class StandInParameters(Guard):
             )
 
     def _changed(self) -> str:
-        """Return the name of the first parameter that was changed in place."""
+        """Return the name of a parameter that was changed in place since the mini-batch began."""
         for (name, p), version in zip(self._all, self._versions, strict=True):
             if p._version != version:
                 return name
@@ -210,7 +209,10 @@ class StandInParameters(Guard):
                 setattr(buffer, _OF_A_LAYER, True)
 
     def begin(self, backward: int) -> bool:
-        """Begin a backward; return `False` if the backward with this number has already begun.
+        """Note that a backward begins; return `False` if this backward has already begun.
+
+        Args:
+            backward: The number of the backward. Later backwards have greater numbers.
 
         Raises:
             RuntimeError: If another backward is in progress, or if the backward has reached the
@@ -221,8 +223,8 @@ class StandInParameters(Guard):
         here, idle = threading.get_ident(), self._idle
         if backward < self._backward or not (idle or self._thread in (None, here)):
             raise RuntimeError(
-                "two backwards go through one mini-batch at the same time; let one end before the "
-                "other begins"
+                "two backwards go through one mini-batch at the same time; let the first backward "
+                "end before the second one begins"
             )
         left = self.take()
         # If not idle, the last backward has failed, or was for inputs only. Drop its gradients.
@@ -241,18 +243,20 @@ class StandInParameters(Guard):
         return True
 
     def _end(self) -> None:
-        """Record that the backward has ended.
+        """Record that the backward has ended; autograd calls this method.
 
-        Raise `RuntimeError` if a stand-in has received a gradient after the call of `take`.
+        Raises:
+            RuntimeError: If a stand-in has received a gradient after the call of `take`.
         """
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return, for each stand-in of a parameter, the sum of its gradients; clear the sums.
+        """Return for each parameter the sum of gradients in its stand-in, and clear this sum.
 
-        If `last` is set, a gradient that reaches a stand-in after this call raises an error.
+        Args:
+            last: Whether a gradient that reaches a stand-in after this call raises an error.
         """
         sums = []
         for p, stand_in in self.by_parameter.items():
@@ -271,7 +275,13 @@ def _refuse_any(grads: list[Tensor | None]) -> None:
 
 
 def _detached(p: Tensor, device: torch.device | None) -> Tensor:
-    """Return a stand-in of a parameter; if a device is given, it is a copy on that device."""
+    """Return a stand-in of a parameter: a detached tensor that layers can use in its place.
+
+    Args:
+        p: The parameter, or a buffer that requires grad.
+        device: If it is not `None`, the stand-in is a copy on this device. Otherwise, the stand-in
+            shares the parameter's memory.
+    """
     stand_in = p.detach() if device is None else p.detach().to(device)
     if not isinstance(p, nn.Parameter):
         return stand_in.requires_grad_()

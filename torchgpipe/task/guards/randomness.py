@@ -3,12 +3,13 @@
 What goes wrong without this guard: a dropout layer draws another mask in the recomputation than in
 the forward. So the gradients do not belong to the output of the forward.
 
-Section 2.3 of the GPipe paper describes recomputation. engine/seeds.py says from which generator
-each task draws.
+Section 2.3 of the GPipe paper describes recomputation. The file engine/seeds.py decides from which
+random generator each task draws.
 
 What it costs: each first pass reads the states of its generators twice; on a CPU, a state has 5 KB.
-If the first pass has drawn, the recomputation sets these states, and restores the current states at
-its end. If a task has a private generator, each operator of the task is watched.
+If the first pass has drawn random numbers, the recomputation sets the generators to these states,
+and at its end back to the current states. If a task draws from a private generator, each of its
+operators is watched, so that it gets this generator.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ MakeContext = Callable[[], Context]
 
 
 class Randomness(Guard):
-    """The guard that makes a task's recomputation draw the random numbers of its forward.
+    """The guard that makes a task's recomputation draw the same random numbers as its forward.
 
     Args:
-        generators: The generators that the layers may draw from. The recomputation sets them to the
-            states that they had before the forward.
-        around: A function that returns the context in which the layers run, or `None`.
-        around_backward: A function that returns the context in which the layers' backward runs, or
+        generators: The generators that the layers may draw from. In the recomputation, they begin
+            with the states that they had before the forward.
+        around: A function that returns a context in which the layers have to run, such as one that
+            sets the task's seed. `None` if they need no context.
+        around_backward: A function that returns a context for the backward of the layers, or
             `None`.
     """
 
@@ -52,7 +54,7 @@ class Randomness(Guard):
         self._after: Sequence[State] = ()
 
     def around(self) -> Context:
-        """Return the context in which the layers run."""
+        """Return the context in which the layers have to run, which can set the task's seed."""
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
@@ -87,13 +89,13 @@ class Randomness(Guard):
 
     @contextmanager
     def _as_in_first(self) -> Iterator[None]:
-        """Within this context, generators have the states that they had before the task's forward.
+        """Give the generators the states from before the task's forward, within this context.
 
-        At the end of the context, their states must be the same as after the forward. Otherwise,
-        the recomputation has drawn other random numbers, and `RuntimeError` is raised.
+        At the end of the context, the states must be the same as after the forward. If they are
+        not, the recomputation has drawn other random numbers, and `RuntimeError` is raised.
         """
-        # Autograd may recompute for several devices at the same time, each in its own thread. These
-        # threads share the CPU's generator, so they have to take turns.
+        # Autograd has a thread for each device, and may recompute in several of them at the same
+        # time. The threads share the CPU's generator, so only one may recompute at a time.
         alone = _one_at_a_time if len(self.generators) > 1 else NOTHING
         with alone, self.around():
             present = [state_of(g) for g in self.generators]

@@ -2,15 +2,16 @@
 
 A mode is a `TorchFunctionMode` or a `TorchDispatchMode`.
 
-What goes wrong without this guard: the pipeline is called within a mode that counts operators, and
-scales the output of each tenth operator. A recomputation does not enter a mode that changes its
-attributes, such as the count. So it would compute other values than the forward.
+What goes wrong without this guard: the pipeline is called within a mode that counts operators in an
+attribute, and scales the output of each tenth operator. Because this mode changes its attributes, a
+recomputation does not enter the mode. So the recomputation would compute other values than the
+forward.
 
 The guard keeps the outputs of a task's forward, and compares them with the outputs of the
 recomputation. A stage has this guard only if there is a mode that could change its attributes.
 
-What it costs: a copy of all outputs of each task, until the task's recomputation. If a mode has
-changed, each recomputation compares its outputs with these copies.
+What it costs: copies of all outputs of each task are kept until the task's recomputation. If a mode
+has changed its attributes, each recomputation compares its outputs with these copies.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class StatefulModes(Guard):
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Raise `RuntimeError` if the outputs differ from the outputs of the task's forward.
 
-        They are compared only if a `TorchFunctionMode` or a `TorchDispatchMode` around the pipeline
-        has changed its attributes.
+        The outputs are compared only if a `TorchFunctionMode` or a `TorchDispatchMode` around the
+        pipeline has changed its attributes.
         """
         if not self._ambient.changed:
             return

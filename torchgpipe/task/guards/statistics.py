@@ -3,12 +3,12 @@
 What goes wrong without this guard: a checkpointed task has a batch norm. Its recomputation would
 update the running statistics a second time.
 
-In training, the output of a batch norm does not depend on its running statistics. So the guard
-keeps no copies of them for the recomputation. If a layer reads the running statistics in a
-recomputation, an error is raised.
+In training, the output of a batch norm does not depend on its running statistics. So the guard need
+not give the recomputation the old statistics. If a layer reads the running statistics in a
+recomputation all the same, an error is raised.
 
 What it costs: when a mini-batch begins, a dictionary is made for each batch norm. Each
-recomputation assigns four values for each batch norm, and each backward assigns two.
+recomputation assigns four Python attributes for each batch norm, and each backward assigns two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchgpipe.tensors.checkpoint import is_recomputing
 
 
 class Statistics(Guard):
-    """A guard: a recomputation does not update the running statistics of batch norms again.
+    """The guard that keeps recomputations from updating batch norms' running statistics again.
 
     Args:
         norms: The batch norms that are in training mode.
@@ -46,15 +46,16 @@ class Statistics(Guard):
     def before_backward(self, task: GuardedTask) -> InPlace:
         """Return a context for a task's backward, in which layers cannot read running statistics.
 
-        Layers can run in a backward if they are within `torch.utils.checkpoint`.
+        Layers run again in a backward if the user's code has wrapped them in
+        `torch.utils.checkpoint`.
         """
         return InPlace(self._unread)
 
 
 class _Unread(dict[str, Any]):
-    """A batch norm's buffers. If a layer reads them at the wrong time, an error is raised.
+    """A batch norm's dictionary of buffers that raises an error if they are read too late.
 
-    This dictionary replaces the buffers of a batch norm in training mode:
+    This dictionary replaces the `_buffers` of a batch norm in training mode:
 
     - In a recomputation, reading any buffer raises an error, because the running statistics have
       changed since the forward.

@@ -1,4 +1,5 @@
-"""Recorded calls of a module, and their Python code.
+"""The calls recorded in a module's forward, and the Python code that repeats them.
 
-Also the sizes that numbers in the calls follow from: the batch size, and lengths of inputs.
+Numbers in the arguments of calls can depend on the batch size and on lengths of inputs. For such
+numbers, this package finds formulas.
 """

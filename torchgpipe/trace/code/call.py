@@ -1,4 +1,4 @@
-"""One recorded call of a module, and the placeholders in its arguments."""
+"""One call that was recorded in a module's forward, and the placeholders in its arguments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from torch import Tensor
 class Value:
     """A placeholder in recorded arguments for an input, or for a tensor that a call returned.
 
-    The inputs and these tensors are numbered. The inputs come first.
+    Its `number` says which tensor it stands for: first all inputs of the module are numbered, then
+    the tensors that calls return.
     """
 
     number: int
@@ -21,7 +22,8 @@ class Value:
 class Held:
     """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor.
 
-    The name is the tensor's name in the module. Constant tensors get a new name.
+    Its `name` is the tensor's name in the module. A constant tensor, which has no name there, gets
+    a new name.
     """
 
     name: str
@@ -33,18 +35,18 @@ class Device:
 
 
 class Call(NamedTuple):
-    """One recorded call of a function or of a submodule.
+    """One call of a function or of a submodule that was recorded in a module's forward.
 
     Attributes:
         target: The function, or the submodule's name.
         args: The positional arguments. Placeholders (`Value`, `Held`, `Device`, `Size`) replace
-            tensors, the module's device, and numbers that follow from the batch size.
+            tensors, the module's device, and numbers that depend on the batch size.
         kwargs: The keyword arguments, with the same placeholders.
         outputs: The numbers of the tensors that the call returns, in order.
         grad: Whether gradients are enabled during the call.
-        result: The structure of what the call returns: tuples of the numbers in `outputs`, with
-            `None` for each value that is no tensor. It is `None` for other structures, such as
-            dictionaries.
+        result: The structure of what the call returns: a number for each tensor, and tuples of
+            numbers for tuples and lists, with `None` for each value that is no tensor. It is `None`
+            as a whole if there are other structures, such as dictionaries.
         spent: The numbers of the tensors that the layer frees after this call, because none of its
             later calls uses them.
         caller: The name of the module whose forward makes the call.
@@ -67,14 +69,15 @@ class Call(NamedTuple):
 
 
 def result_of(value: Any, outputs: Sequence[int]) -> Any:
-    """Return the structure of a call's result, with the numbers of tensors in their places.
+    """Return the structure of a call's result, with a number in the place of each tensor.
 
     Args:
-        value: The result.
-        outputs: The numbers of the tensors in it, in order.
+        value: The result of the call.
+        outputs: The numbers of the tensors in the result, in order.
 
     Returns:
-        Tuples, as in `Call.result`; `None` if tensors are in other structures than tuples or lists.
+        The structure, as in `Call.result`. `None` if a tensor is in another structure than a tuple
+        or a list, such as in a dictionary.
     """
     numbers = iter(outputs)
     found = _numbered(value, numbers)

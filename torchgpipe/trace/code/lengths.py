@@ -1,4 +1,4 @@
-"""The argument `dynamic_shapes` of `sequential`: which lengths of the inputs may change."""
+"""Read the argument `dynamic_shapes` of `sequential`: which lengths of the inputs may change."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +17,13 @@ _FORM = (
 
 
 class Length(NamedTuple):
-    """A length that may change from call to call, of one or several dimensions of inputs.
+    """A length of inputs that may change from call to call, such as that of token sequences.
+
+    One or several dimensions of the inputs have this length.
 
     Attributes:
         name: The name of its `torch.export.Dim`.
-        recorded: The three lengths for which a module is recorded.
+        recorded: The three values of this length for which the calls of a module are recorded.
         least: The smallest length that is allowed.
         most: The largest length that is allowed, or `None`.
     """
@@ -32,12 +34,13 @@ class Length(NamedTuple):
     most: int | None
 
     def check(self, length: int) -> None:
-        """Raise `ValueError` if a call has a length that is not allowed."""
+        """Raise `ValueError` if this length may not have the value `length`."""
         if length < self.least or (self.most is not None and length > self.most):
             most = "" if self.most is None else f" and at most {self.most}"
             raise ValueError(
-                f"{self.name} is {length}, but dynamic_shapes allows at least {self.least}{most}; "
-                "give its Dim another range, and call sequential again"
+                f"the length {self.name} is {length}, but dynamic_shapes allows at least "
+                f"{self.least}{most}; give its torch.export.Dim a wider range, and call sequential "
+                "again"
             )
 
 
@@ -48,17 +51,16 @@ Places = dict[int, int]
 def lengths_of(
     arguments: Mapping[str, Any], shapes: Any
 ) -> tuple[list[Length], dict[int, list[Places]]]:
-    """Return the lengths that may change, and where the tensors in the arguments have them.
-
-    Size 0 is the batch size, and the lengths are the sizes 1, 2, and so on.
+    """Find the lengths that may change, and the dimensions of tensors that have these lengths.
 
     Args:
-        arguments: The arguments by name.
+        arguments: The arguments of the sample, by name.
         shapes: The argument `dynamic_shapes` of `sequential`.
 
     Returns:
-        The lengths; and for each tensor, by its id, its dimensions that have one of them. A tensor
-        that is given for several arguments has an entry for each of them.
+        The lengths, and where they are: for each tensor (by its id), which of its dimensions have
+        which length. Lengths have indices from 1 on, because 0 stands for the batch size. A tensor
+        that is given for several arguments has a list with an entry for each of them.
 
     Raises:
         TypeError: If `shapes` does not have the form that `torch.export` takes.
@@ -98,13 +100,22 @@ def lengths_of(
 
 
 def _entries(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, Tensor, dict[int, Any]]]:
-    """Yield each tensor in an argument, with its entries of `dynamic_shapes` by dimension."""
+    """Yield each tensor in an argument, with the entries of `dynamic_shapes` for its dimensions.
+
+    Args:
+        name: The name of the argument.
+        value: The argument: a tensor, or a tuple, list or dictionary with tensors.
+        shapes: What `dynamic_shapes` has for this argument.
+    """
     if isinstance(value, Tensor):
         yield name, value, _by_dimension(name, value, shapes)
     elif type(value) in (tuple, list):
         given = shapes if shapes is not None else [None] * len(value)
         if not isinstance(given, tuple | list) or len(given) != len(value):
-            raise TypeError(f"{_FORM}, with one entry for each of {name}, but got {shapes!r}")
+            raise TypeError(
+                f"dynamic_shapes needs one entry for each element of argument {name}, but got "
+                f"{shapes!r}; {_FORM}"
+            )
         for each, part in zip(value, given, strict=True):
             yield from _entries(name, each, part)
     elif type(value) is dict:
@@ -118,8 +129,8 @@ def _entries(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, Tensor, 
             yield from _entries(name, each, (shapes or {}).get(key))
     elif shapes:
         raise ValueError(
-            f"dynamic_shapes has {shapes!r} for {name}, which is no tensor, and no tuple, list or "
-            "dictionary of tensors"
+            f"dynamic_shapes has {shapes!r} for {name}, which has no lengths: it is neither a "
+            "tensor nor a tuple, list or dictionary of tensors"
         )
 
 
@@ -151,9 +162,14 @@ Place = tuple[int, int, Any]
 
 
 def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, list[Place]]:
-    """Return the places of each length, by its name.
+    """Return for each length that may change, by its name, which dimensions of tensors have it.
 
-    A `Dim` of which all places are dimension 0 is the batch size, and is left out.
+    A `torch.export.Dim` that is used only for dimension 0 stands for the batch size, and is left
+    out.
+
+    Args:
+        entries: For each tensor, the name of its argument, the tensor itself, and the entries of
+            `dynamic_shapes` for its dimensions.
     """
     dims: dict[str, list[Place]] = {}
     hinted: dict[str, None] = {}  # lengths without a name of their own
@@ -178,21 +194,21 @@ def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, l
 
 
 def _name(argument: str, length: int, entry: Any) -> str | None:
-    """Return the name of the length that an entry of `dynamic_shapes` stands for, if it may change.
+    """Return the name of a length, or `None` if this length may not change.
 
-    Entries such as `Dim.DYNAMIC` have no name. They are named after the length in the sample.
+    An entry such as `Dim.DYNAMIC` has no name. It gets a name from the length in the sample.
 
     Args:
         argument: The name of the argument.
         length: The length in the sample.
-        entry: The entry.
+        entry: The entry that `dynamic_shapes` has for a dimension of the argument.
     """
     if isinstance(entry, Dim):
         if hasattr(entry, "root"):
             raise TypeError(
                 f"dynamic_shapes has {entry.__name__} for {argument}, but a length that is "
                 "computed from another Dim is not supported: give Dim('length') for one tensor, "
-                "and let the module make the tensor of the other length"
+                "and let the module itself make the tensor that has the other length"
             )
         return str(entry.__name__)
     if type(entry) is type(Dim.DYNAMIC):
@@ -205,7 +221,17 @@ def _name(argument: str, length: int, entry: Any) -> str | None:
 def _length(
     name: str, places: Sequence[Place], entries: Sequence[tuple[str, Tensor, dict[int, Any]]]
 ) -> Length:
-    """Return a length with the values for which a module is recorded."""
+    """Make the `Length` of one name, and choose three values of it to record a module with.
+
+    Args:
+        name: The name of the length.
+        places: The dimensions of tensors that have this length.
+        entries: For each tensor, the name of its argument, the tensor itself, and the entries of
+            `dynamic_shapes` for its dimensions.
+
+    Raises:
+        ValueError: If these dimensions differ in the sample, or the allowed range is too small.
+    """
     found: dict[int, str] = {}
     least, most = 1, None
     for k, dimension, entry in places:
@@ -218,15 +244,15 @@ def _length(
     if len(found) > 1:
         shown = " and ".join([f"{length} in {where}" for length, where in found.items()])
         raise ValueError(
-            f"{name} is one length, but the sample has {shown}; give a sample in which they are "
-            "equal, or another Dim"
+            f"in dynamic_shapes, {name} is one length, but the sample has {shown}; give a sample "
+            "in which these dimensions are equal, or give each its own torch.export.Dim"
         )
     (length,) = found
     recorded = _recorded(length, least, most)
     if recorded is None:
         raise ValueError(
-            f"sequential records three lengths of {name}, but finds too few between {least} and "
-            f"{most}: give its Dim a wider range"
+            f"sequential has to try three lengths of {name}, but there are too few between {least} "
+            f"and {most}: give its torch.export.Dim a wider range"
         )
     known = Length(name, recorded, least, most)
     known.check(length)
@@ -236,10 +262,18 @@ def _length(
 def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int] | None:
     """Return three lengths for which to record a module: the sample's length, and two others.
 
-    Shorter lengths are taken if possible: a longer input may not fit, for example into a table of
-    positions. Neighbouring lengths differ by a power of two that divides the sample's length,
-    because a module may need a multiple of the size of its blocks. Length 1 is not taken, because
-    modules and operators treat it in a special way.
+    The others are shorter if possible, because a module may not take a longer input, for example if
+    it has a table of positions. The three lengths differ by a power of two that divides the
+    sample's length, because a module may need a multiple of the size of its blocks. Length 1 is
+    never chosen, because modules and operators treat it in a special way.
+
+    Args:
+        length: The length in the sample.
+        least: The smallest allowed length.
+        most: The largest allowed length, or `None`.
+
+    Returns:
+        The three lengths, or `None` if the allowed range has no three lengths from 2 on.
     """
     step = min(length & -length, 1 << max(0, (length // 4).bit_length() - 1))
     if length - 2 * step >= max(2, least):
@@ -254,13 +288,13 @@ def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int]
 def shape_at(
     shape: Sequence[int], batched: bool, places: Places, sizes: Sequence[int]
 ) -> list[int]:
-    """Return the shape of an input for other sizes.
+    """Return the shape that an input has for another batch size and other lengths.
 
     Args:
         shape: The shape of the input in the sample.
-        batched: Whether dimension 0 is the batch.
-        places: The dimensions with other lengths that may change.
-        sizes: The batch size and the lengths.
+        batched: Whether dimension 0 of the input is the batch.
+        places: Which dimensions have a length that may change, and the index of it in `sizes`.
+        sizes: The batch size, and then the lengths that may change.
     """
     found = list(shape)
     if batched:
@@ -271,12 +305,12 @@ def shape_at(
 
 
 def with_lengths(x: Tensor, places: Places, sizes: Sequence[int]) -> Tensor:
-    """Return a part of an input, or the input repeated, so that it has other lengths.
+    """Cut an input, or repeat its contents, so that it has other lengths.
 
     Args:
         x: The input.
-        places: The dimensions whose length may change.
-        sizes: The batch size, which is not changed, and the lengths.
+        places: Which dimensions have a length that may change, and the index of it in `sizes`.
+        sizes: The batch size, which this function ignores, and then the lengths.
     """
     for dimension, k in places.items():
         chosen = torch.arange(sizes[k], device=x.device) % x.shape[dimension]

@@ -1,4 +1,4 @@
-"""Numbers that are computed from sizes: the batch size, and lengths of a module's inputs."""
+"""Formulas for numbers that depend on the batch size and on the lengths of a module's inputs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ Term = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Size:
-    """A placeholder for a number that is computed from sizes.
+    """A formula for a number that depends on sizes: on the batch size, and on lengths of inputs.
 
-    The number is a sum of products of sizes, such as `2 * batch * length + 1`, divided by a whole
-    number and rounded down.
+    The formula is a sum of products of sizes, such as `2 * batch * length + 1`, divided by a whole
+    number and rounded down. In recorded calls, it stands in the place of the number.
 
     Attributes:
-        terms: The products.
+        terms: The products. Each has a factor, and the indices of the sizes to multiply; index 0
+            is the batch size.
         over: The number that the sum is divided by.
     """
 
@@ -37,17 +38,17 @@ class Size:
 
     @property
     def uses(self) -> set[int]:
-        """The indices of the sizes that the number depends on."""
+        """The indices of the sizes that the formula uses; index 0 is the batch size."""
         found: set[int] = set()
         for _, chosen in self.terms:
             found.update(chosen)
         return found
 
     def text(self, names: Sequence[str]) -> str:
-        """Return the formula as Python code.
+        """Return the formula as Python code, such as `2 * batch + 1`.
 
         Args:
-            names: The name of each size.
+            names: The name of the variable for each size.
         """
         products = []
         for factor, chosen in self.terms:
@@ -60,13 +61,14 @@ class Size:
 
 
 def fitted(numbers: Sequence[int], points: Sequence[Sizes]) -> Size | None:
-    """Return a formula that computes each number from the sizes at its point, or `None`.
+    """Find a formula by which a number depends on sizes; return `None` if there is none.
 
-    A point has a value for each of k sizes. The first 2^k points determine the formula, and all
+    A module was recorded for several points. A point has a value for each of k sizes: for the batch
+    size, and for each length that may change. The first 2^k points determine the formula, and all
     other points test it.
 
     Args:
-        numbers: The number at each point.
+        numbers: The number that was recorded at each point.
         points: The sizes at each point. The first points are the corners of a grid, as from
             `corners`.
     """
@@ -98,14 +100,14 @@ def fitted(numbers: Sequence[int], points: Sequence[Sizes]) -> Size | None:
 
 
 def corners(lengths: Iterable[tuple[int, int, int]]) -> list[Sizes]:
-    """Return the sizes for which a module is recorded.
+    """Return the points at which to record a module: batch sizes and lengths of its inputs.
 
     Args:
-        lengths: Three values of each size: for the batch size, and for each length.
+        lengths: Three values of the batch size, and three of each length that may change.
 
     Returns:
-        All combinations of the first and the second value of each size, so that they determine a
-        formula (`fitted`), and then the third value of each size, which tests it.
+        First all combinations of the first and the second value of each size. They determine the
+        formula that `fitted` finds. Then one point with all third values, which tests the formula.
     """
     grid: list[Sizes] = [()]
     last: Sizes = ()

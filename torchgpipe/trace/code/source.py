@@ -1,4 +1,6 @@
-"""Write the recorded calls of a layer as a Python function, and make this function.
+"""Write the recorded calls of a layer as the code of a Python function, and make the function.
+
+The function for a layer with two calls, for example, is this:
 
     def blocks_0_linear(self, inputs):
         x0, x4 = inputs
@@ -9,8 +11,8 @@
         del x0, x7
         return x8
 
-Each layer has a function of its own, with a file name of its own: `torch.compile` keeps compiled
-code, and counts recompilations, for each function.
+Each layer has a separate function, with a separate file name, because `torch.compile` keeps the
+compiled code and counts recompilations for each function.
 """
 
 import itertools
@@ -35,10 +37,12 @@ _WRITTEN = (int, str, bytes, type(None), type(...), torch.dtype, torch.layout, t
 
 
 class SizeRead(NamedTuple):
-    """Where a layer reads a size: the size is `(length of a dimension - fixed) // each`.
+    """How a layer finds a size, such as the batch size, from the shape of one of its tensors.
+
+    The size is `(length of a dimension - fixed) // each`.
 
     Attributes:
-        size: The index of the size; 0 is the batch size.
+        size: The index of the size: 0 for the batch size, then the lengths that may change.
         value: The number of the tensor, which is an input or a skip of the layer.
         dimension: The index of the tensor's dimension.
         each: How much longer the dimension is when the size is greater by one.
@@ -53,19 +57,19 @@ class SizeRead(NamedTuple):
 
 
 class Source:
-    """The Python code of a layer: a function that makes the layer's calls.
+    """Writes the Python code of a layer: a function that makes the layer's calls.
 
-    The function takes the layer, and a list of tensors, which it empties. So a tensor is freed
-    after its last use. It returns a tuple of tensors.
+    The written function takes the layer, and a list of input tensors. It empties the list, so that
+    each input can be freed after its last use. It returns a tuple of tensors.
 
     Args:
         name: The layer's name.
         layer: The layer, which has the submodules and tensors that the calls use.
-        inputs: The numbers of the tensors in the list that the function takes.
-        outputs: The numbers of the tensors that it returns.
-        sizes: Where the function reads sizes.
-        size_names: The names of the sizes.
-        tensors_in: A function that yields the tensors in a structure.
+        inputs: The numbers of the input tensors. In the code, tensor 4 has the name `x4`.
+        outputs: The numbers of the tensors that the function returns.
+        sizes: From which dimensions of inputs the function reads the batch size and lengths.
+        size_names: The names of the batch size and of the lengths.
+        tensors_in: A function that yields the tensors in a structure. The code calls it.
 
     Attributes:
         names: The objects that the code refers to, by name.
@@ -91,7 +95,7 @@ class Source:
         self._uses_device = False
 
     def function(self, calls: Sequence[Call]) -> tuple[str, Callable[..., Any]]:
-        """Write the calls; return the code and the function."""
+        """Write a function that makes these calls; return its code, and the function itself."""
         lines: list[str] = []
         grad = True
         for call in calls:
@@ -108,7 +112,7 @@ class Source:
         return text, made(self.name, _identifier(self.name), text, self.names)
 
     def _first_lines(self) -> list[str]:
-        """Return the lines that name the inputs, the device and the sizes."""
+        """Return the first lines of the code, which assign the inputs, the device and the sizes."""
         lines = [
             f"def {_identifier(self.name)}(self, inputs):",
             f"    {_row(self._inputs)} = inputs",
@@ -125,7 +129,7 @@ class Source:
         return lines
 
     def _statement(self, call: Call) -> str:
-        """Return the statement of a call, such as `x7 = self.linear(x4)`."""
+        """Return the code of a call with its assignment, such as `x7 = self.linear(x4)`."""
         if call.target == torch.Tensor.__setitem__:
             changed, index, value = call.args
             return f"{self._text(changed)}[{self._index(index)}] = {self._text(value)}"
@@ -140,7 +144,13 @@ class Source:
         return f"{_pattern(call.result)} = {text}"
 
     def _function_call(self, target: Callable[..., Any], args: Any, kwargs: Any) -> str:
-        """Return the call of a function. Methods of tensors are written as `x3.view(2, -1)`."""
+        """Return the code of a function's call, such as `torch.cat([x3, x4])` or `x3.view(2, -1)`.
+
+        Args:
+            target: The function, or a method of `torch.Tensor`.
+            args: The positional arguments, with placeholders for tensors.
+            kwargs: The keyword arguments, with placeholders for tensors.
+        """
         path = _path(target)
         _, _, method = path.partition("torch.Tensor.")
         if method and args and isinstance(args[0], Value | Held):
@@ -154,7 +164,7 @@ class Source:
         return f"{path or self._named(target)}({self._arguments(args, kwargs)})"
 
     def _index(self, index: Any) -> str:
-        """Return the index of an element as Python code, such as `:, 1:`."""
+        """Return the code inside the brackets of an indexed tensor, such as `:, 1:`."""
         parts = index if type(index) is tuple and len(index) > 1 else (index,)
         texts = []
         for part in parts:
@@ -209,7 +219,7 @@ class Source:
         return self._named(value)
 
     def _named(self, value: Any) -> str:
-        """Give a name to an object that cannot be written as code, and return the name."""
+        """Return a name for an object that cannot be written as code, and add it to `names`."""
         for name, known in self.names.items():
             if known is value:
                 return name
@@ -219,7 +229,7 @@ class Source:
         return name
 
     def _module(self, path: str) -> str:
-        """Return the code for a submodule, such as `self.blocks._modules["0"]`."""
+        """Return the code that finds a submodule by its path: `self.blocks._modules["0"]`."""
         text = "self"
         module: Any = self._layer
         for part in path.split(".") if path else ():
@@ -228,7 +238,7 @@ class Source:
         return text
 
     def _tensor(self, name: str) -> str:
-        """Return the code for a parameter or a buffer."""
+        """Return the code that finds a parameter or buffer by its name: `self.linear.weight`."""
         path, _, last = name.rpartition(".")
         owner: Any = self._layer
         for part in path.split(".") if path else ():
@@ -241,15 +251,15 @@ class Source:
 
 
 def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Run the code of a function, and return the function.
+    """Make a function of its code.
 
-    Its file has a name that no other function's file has. Tracebacks show its lines.
+    The function gets a file name that no other function has, and tracebacks show its lines of code.
 
     Args:
-        name: What the file's name contains.
+        name: A text for the file name, such as the layer's name.
         function: The name of the function in the code.
         text: The code.
-        names: The objects that the code refers to.
+        names: The objects that the code refers to, by name.
     """
     file = f"<{name} {next(_count)}>"
     scope = dict(names)
@@ -261,13 +271,17 @@ def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Calla
 
 
 def _row(numbers: Sequence[int]) -> str:
-    """Return the names of tensors as a tuple, such as `x3, x4`, or `(x3,)` for one tensor."""
+    """Return the code of a tuple of tensors with these numbers: `x3, x4`, or `(x3,)` for one."""
     names = [f"x{number}" for number in numbers]
     return f"({names[0]},)" if len(names) == 1 else ", ".join(names) or "()"
 
 
 def _pattern(result: Any) -> str:
-    """Return the names of a call's results in their structure, such as `x3, (x4, _)`."""
+    """Return the code to which a call's result is assigned, such as `x3, (x4, _)`.
+
+    Args:
+        result: The structure of the result, with the numbers of the tensors (`Call.result`).
+    """
     if result is None:
         return "_"
     if isinstance(result, int):
@@ -277,26 +291,32 @@ def _pattern(result: Any) -> str:
 
 
 def _identifier(name: str) -> str:
-    """Return a name as an identifier: `12:layer1/0/conv2` becomes `layer_12_layer1_0_conv2`."""
+    """Make a Python identifier of a name: `layer_12_layer1_0_conv2` of `12:layer1/0/conv2`."""
     letters = [c if c.isalnum() and c.isascii() else "_" for c in name]
     text = "".join(letters)
     return f"layer_{text}" if text[:1].isdigit() or iskeyword(text) or not text else text
 
 
 def _variable(name: str) -> str:
-    """Return a variable's name for a length; a name that is taken gets an underscore."""
+    """Return the name of the variable for a length; it ends with "_" if the code uses `name`."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
 
 def _is_attribute(module: nn.Module, name: str) -> bool:
-    """Return whether `module.name` finds the module's submodule or tensor of this name."""
+    """Return whether a submodule or tensor called `name` can be written as `module.name`.
+
+    If the class has another attribute of this name, for example, it has to be written otherwise.
+    """
     usual = hasattr(type(module), name) or name in module.__dict__
     return name.isidentifier() and not iskeyword(name) and not usual
 
 
 def _path(target: Any) -> str:
-    """Return a function's name in PyTorch, such as `torch.nn.functional.linear`, or ""."""
+    """Return a function's full name in PyTorch, such as `torch.nn.functional.linear`.
+
+    The result is "" if the function is not part of PyTorch, or cannot be found under its name.
+    """
     name = getattr(target, "__qualname__", "")
     for path in (
         resolve_name(target),

@@ -1,7 +1,7 @@
 """Test cases with PyTorch modes around a pipeline, or with changes between forward and backward.
 
-Layers must see the modes. A recomputation must run under the same conditions as the first forward
-pass, or raise an error.
+The modes, such as autocast, must hold for all layers. A recomputation must run under the conditions
+of its forward, or raise an error.
 """
 
 from . import changes, modes, passes

@@ -1,6 +1,6 @@
-"""Test cases with a change between forward and backward.
+"""Test cases in which a model, its input or the random state changes between forward and backward.
 
-Some changes do no harm. For others, the pipeline must raise an error.
+Some changes must have no effect. For others, the pipeline must raise an error.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def norm_then_linear(self: Any, x: Tensor) -> Tensor:
 
 
 def block() -> nn.Module:
-    """Return a layer of a norm and a linear layer, which tests replace."""
+    """Return a layer that contains a norm and a linear layer. Some test cases replace these two."""
     return Do(norm_then_linear, norm=nn.LayerNorm(WIDTH), linear=linear())
 
 

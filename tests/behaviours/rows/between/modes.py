@@ -1,4 +1,7 @@
-"""Test cases with PyTorch modes that change the results of functions and operators."""
+"""Test cases with PyTorch modes, such as a `TorchFunctionMode`, around forward or backward.
+
+The modes change the results of tanh, count calls of tanh, or change the default dtype.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +22,12 @@ one_at_a_time = threading.Lock()
 
 
 class Functions(TorchFunctionMode):
-    """A `TorchFunctionMode` that multiplies results of tanh by `by(calls)`, by default 2."""
+    """A `TorchFunctionMode` that multiplies each result of tanh by a factor.
+
+    Args:
+        by: A function that returns the factor, by default 2. It is given a list with one number, in
+            which it can count its calls.
+    """
 
     only_watches = False
 
@@ -64,7 +72,7 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Return a value that depends on the default dtype, and on modes that change tanh."""
+    """Return tanh times the bits of the default dtype, so that tests see in which modes it ran."""
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits
 
@@ -79,9 +87,11 @@ def met() -> nn.Sequential:
 def within(
     forward: Callable[[], Any], backward: Callable[[], Any] = nullcontext
 ) -> Callable[[nn.Module, Tensor], Any]:
-    """Return a function that runs two steps of a model with context managers around the passes.
+    """Return a function that runs two steps of a model within context managers.
 
-    Each forward runs within `forward()`, and each backward within `backward()`.
+    Args:
+        forward: Makes the context manager around each forward.
+        backward: Makes the context manager around each backward.
     """
 
     def use(run: nn.Module, x: Tensor) -> Any:
@@ -101,7 +111,14 @@ def within(
 
 
 def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) -> list[int]:
-    """Run the forward of a step under a mode that counts calls of tanh. Return the count."""
+    """Run a step, with a mode around its forward that counts calls of tanh. Return the count.
+
+    Args:
+        run: The model.
+        x: The input.
+        by: The argument `by` of `Functions`.
+        safe: Whether the mode says that several threads may use it at once.
+    """
     mode = Functions(by)
     mode.only_watches = safe
     with mode:

@@ -23,11 +23,11 @@ ON_META = partial(torch.device, "meta")
 
 
 class Loss(Tensor):
-    """A tensor subclass. In its `backward()`, PyTorch disables `__torch_function__`."""
+    """A tensor subclass, for which PyTorch runs `backward()` with `__torch_function__` disabled."""
 
 
 def scale_by_subclasses(_: Any, x: Tensor) -> Tensor:
-    """Scale by a number that depends on whether `__torch_function__` is enabled."""
+    """Return `2 * x` if `__torch_function__` is enabled, and `3 * x` if PyTorch has disabled it."""
     return x * (2 if torch._C._is_torch_function_enabled() else 3)
 
 

@@ -1,4 +1,4 @@
-"""Test cases in which a pass changes or replaces buffers, parameters, inputs or outputs."""
+"""Test cases in which a forward changes or replaces buffers, parameters, inputs or outputs."""
 
 from . import held, in_place, parameters
 

@@ -23,7 +23,14 @@ LARGE = buffers.SMALL // 4 + 1
 
 
 class Holds(nn.Module):
-    """A layer that scales by its buffers, and changes them in training."""
+    """A layer that scales its input by a number that depends on its buffers.
+
+    In training, it changes one of its buffers.
+
+    Args:
+        change: A function that takes the layer and changes one of its buffers.
+        size: The number of elements of `buffer`.
+    """
 
     def __init__(self, change: Callable[[Any], object], size: int = 2) -> None:
         super().__init__()
@@ -76,7 +83,7 @@ def register_late(layer: Any) -> None:
 
 
 def once(layer: Any) -> None:
-    """Replace a layer's buffer in the first call, like a cache that grows."""
+    """Replace a layer's buffer in the first call only, as a layer with a growing cache does."""
     if "grown" not in vars(layer):
         layer.grown, layer.buffer = True, layer.buffer + 1
 
@@ -109,7 +116,7 @@ def adapt_then_norm(self: Any, x: Tensor) -> Tensor:
 
 
 def adapts() -> nn.Module:
-    """Return a layer that itself changes the running statistics of its batch norm in eval mode."""
+    """Return a layer that changes the running mean of its batch norm, which is in eval mode."""
     norm = nn.BatchNorm1d(WIDTH, affine=False).eval()
     return Do(adapt_then_norm, norm=norm)
 
@@ -119,7 +126,7 @@ def count_and_scale(layer: Any, _: Any, y: Tensor) -> Tensor:
 
 
 def counts() -> nn.Module:
-    """Return a batch norm with a forward hook that changes one more buffer."""
+    """Return a batch norm with an additional buffer, which a forward hook changes."""
     norm = nn.BatchNorm1d(WIDTH)
     norm.register_buffer("seen", torch.ones(()))
     norm.register_forward_hook(count_and_scale)
@@ -131,7 +138,7 @@ def times_attribute(self: Any, x: Tensor) -> Tensor:
 
 
 def marked() -> nn.Module:
-    """Return a layer whose buffer has a Python attribute."""
+    """Return a layer that reads a Python attribute of its buffer."""
     layer = Do(times_attribute, buffer=torch.ones(WIDTH))
     vars(layer.buffer)["scale"] = 3.0
     return layer
@@ -152,7 +159,7 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Build layers where two partitions have views of the same buffer."""
+    """Build a model in which two partitions have buffers that share memory, and both change it."""
     buffer = torch.ones(WIDTH)
     one = Do(add_and_scale, buffer=buffer)
     other = Do(add_and_scale, buffer=buffer.view(1, -1))
@@ -165,12 +172,12 @@ def norm_by_function(self: Any, x: Tensor) -> Tensor:
 
 
 def own_norm() -> nn.Module:
-    """Return a norm with running statistics that is no instance of PyTorch's norm classes."""
+    """Return a batch norm with running statistics that does not use PyTorch's norm classes."""
     return Do(norm_by_function, mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
 
 
 def norm_of_two(make: Callable[[], nn.Module] = own_norm) -> nn.Sequential:
-    """Build layers where the first and the last partition share a norm."""
+    """Build a model in which the first and the last partition share one norm layer."""
     norm = make()
     return nn.Sequential(nn.Sequential(norm), linear(), linear(), nn.Sequential(norm))
 

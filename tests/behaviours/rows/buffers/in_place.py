@@ -20,13 +20,17 @@ def relu() -> nn.Module:
 
 
 def relu_within() -> nn.Module:
-    """Return nested layers, where an in-place ReLU changes the outermost input."""
+    """Return an `nn.Sequential` whose input is changed by an in-place ReLU nested inside."""
     inner = nn.Sequential(nn.Flatten(), relu())
     return nn.Sequential(nn.Identity(), inner, linear())
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Add 1 in place. Unlike ReLU, this function makes a layer without the attribute `inplace`."""
+    """Add 1 in place.
+
+    Unlike `nn.ReLU`, a layer of this function has no attribute `inplace`, from which a pipeline
+    could tell that it works in place.
+    """
     return x.add_(1)
 
 
@@ -44,7 +48,8 @@ def times_weight(self: Any, x: Tensor) -> Tensor:
 def weighted() -> nn.Module:
     """Return a layer that multiplies its input by a parameter in place.
 
-    A pipeline lets the layer change a copy. The copy requires grad, even if the input does not.
+    In a pipeline, the layer changes a copy of the input. This copy requires grad afterwards, even
+    if the input does not.
     """
     return Do(times_weight, weight=nn.Parameter(torch.ones(WIDTH)))
 
@@ -69,10 +74,10 @@ def summed() -> nn.Module:
 
 
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
-    """Run a step whose first layer works in place. Return the input, which must not change.
+    """Run a step with a first layer that works in place. Return the input, which must not change.
 
-    Without a pipeline, the first layer does not work in place, because there the micro-batches are
-    views of one tensor. PyTorch raises an error if such a view is changed in place.
+    Without a pipeline, an ordinary ReLU replaces the first layer. There, micro-batches are views of
+    one tensor, and PyTorch raises an error if such a view is changed in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()
@@ -109,8 +114,9 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # If the first layer of a partition has the attribute `inplace=True`, it gets a copy of the
-    # partition's input. Layers `Identity` and `Flatten` before it do not matter.
+    # If the first layer of a partition has the attribute `inplace=True`, the pipeline gives it a
+    # copy of the partition's input. It also does so if only `Identity` and `Flatten` come before
+    # this layer.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

@@ -19,7 +19,11 @@ class Kind(Parameter):
 
 
 class Looks(nn.Module):
-    """A layer that checks its parameters in forward: their types, attributes and ties."""
+    """A layer that checks in forward that its parameters are as it has defined them.
+
+    It has a parameter of a subclass, one with a Python attribute, a frozen one, and one with two
+    names.
+    """
 
     def __init__(self) -> None:
         super().__init__()

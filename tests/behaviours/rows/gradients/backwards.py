@@ -1,7 +1,7 @@
 """Test cases with unusual backward passes.
 
-Examples: a backward of one of two outputs, a second backward, gradients that accumulate, and
-backwards in another order than their forwards.
+For example, backward starts from one of two outputs, runs twice for the same graph, accumulates
+gradients, or runs in another order than the forwards.
 """
 
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 def gradients_that_are_views(run: nn.Module, x: Tensor) -> list[bool]:
     """Set each `.grad` to a view of one tensor, like some optimizers do, and run two steps.
 
-    Return whether each `.grad` is still its view.
+    Return for each parameter whether its `.grad` is still this view.
     """
     parameters = [*run.parameters()]
     memory = torch.zeros(len(parameters), WIDTH * WIDTH)
@@ -192,7 +192,7 @@ def twice_without_retain_graph(run: nn.Module, x: Tensor) -> None:
 def to_be_differentiated(run: nn.Module, x: Tensor) -> None:
     """Run a backward with `create_graph=True`, for which the pipeline must raise an error.
 
-    Then no parameter may have a gradient, and a backward without this option must work.
+    After the error, no parameter may have a gradient, and a backward without this option must work.
     """
     loss = loss_of(run, x)
     try:
@@ -219,9 +219,9 @@ OF_ONE: dict[str, Use] = {
     "`torch.autograd.grad`": grad_of_one,
     "`backward(inputs=…)`": backward_of_one,
 }
-# Gradients are equal only up to rounding. With plain layers, autograd adds up the gradients of all
-# micro-batches and then adds the sum to `.grad`. A pipeline does so for each mini-batch and for
-# each backward separately.
+# Here gradients are equal only up to rounding, as they are added up in another order. Without a
+# pipeline, autograd adds up the gradients of all mini-batches, and then adds the sum to `.grad`. A
+# pipeline adds the sum of each mini-batch, in each backward, separately.
 SUMS: dict[str, Use] = {
     "retain_graph, twice": retained,
     "several mini-batches before a backward": several_mini_batches,

@@ -26,7 +26,7 @@ def doubled(grad: Tensor) -> Tensor:
 
 
 def double_all(_: nn.Module, grads: Any, __: Any) -> tuple[Tensor, ...]:
-    """Double the gradients of inputs, as a full backward hook."""
+    """Return twice the gradients of the inputs. This function is used as a full backward hook."""
     return tuple(2 * grad for grad in grads)
 
 
@@ -54,7 +54,7 @@ def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
 
 
 def hooked_all(run: nn.Module, x: Tensor) -> None:
-    """Run forward with a global hook for all modules, and backward without it."""
+    """Run a step. In forward, but not in backward, a global hook changes the outputs of modules."""
     handle = register_module_forward_hook(double_of_linear)
     amid(lambda *_: handle.remove())(run, x)
 
@@ -69,7 +69,7 @@ def always_hooked(_: Any, x: Tensor) -> Tensor:
 
 
 def gradients_of_samples(x: Tensor) -> Tensor:
-    """Return the gradient of each sample's loss, by `torch.func.vmap` and `grad`."""
+    """Return the gradient of each sample's loss, using `torch.func.vmap` and `torch.func.grad`."""
 
     def loss(sample: Tensor) -> Tensor:
         return sample.tanh().square().sum()
@@ -134,7 +134,10 @@ def thaw(run: nn.Module, _: Tensor) -> None:
 
 
 def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
-    """Run two steps. Before each, compute a layer's buffer from one of its parameters."""
+    """Run two steps. Before each step, replace a layer's buffer by a function of a parameter.
+
+    So the buffer has a graph, through which the parameter gets a gradient.
+    """
     found = []
     for _ in range(2):
         run[1].by = run[1].scale.exp()
@@ -143,7 +146,7 @@ def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
 
 
 def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
-    """Run steps, and then delete the graph that a layer keeps."""
+    """Run steps with a layer that keeps its output and graph in a buffer. Clear it afterwards."""
     seen = steps(run, x)
     run[1].kept = None
     return seen

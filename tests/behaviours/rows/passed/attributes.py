@@ -20,7 +20,10 @@ HERE: Any = type("Here", (Pair,), {})
 
 
 def marked(x: Tensor, **attributes: Any) -> Tensor:
-    """Return the tanh of a tensor, with the given Python attributes or with default ones."""
+    """Return the tanh of a tensor, with Python attributes set on the result.
+
+    Without given attributes, it gets default ones, `scale` and `names`.
+    """
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}
     y = x.tanh()
@@ -29,7 +32,7 @@ def marked(x: Tensor, **attributes: Any) -> Tensor:
 
 
 def scaled(x: Any) -> Tensor:
-    """Return a value that depends on a tensor's Python attributes."""
+    """Return the tensor times a factor given by its Python attributes `scale` and `names`."""
     scale = float(getattr(x, "scale", 1.0))
     names = getattr(x, "names", "x")
     return x * scale * len(names)
@@ -61,11 +64,11 @@ def with_a_marked_skip() -> nn.Sequential:
 
 
 def handing_on(make: Any, take: Any) -> Any:
-    """Return a function that makes layers that pass a named tuple on.
+    """Return a function that builds a model in which one layer passes a named tuple to another.
 
     Args:
-        make: Makes the named tuple from a tuple of two tensors.
-        take: Computes a tensor from the named tuple.
+        make: A function that makes the named tuple from a tuple of two tensors.
+        take: A function that computes a tensor from the named tuple.
     """
 
     def hand_on(_: Any, x: Tensor) -> Any:
@@ -93,7 +96,11 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Return two values: whether the output is a `Pair`, and the first tensor of the output."""
+    """Run the model, and check the type of its output.
+
+    Returns:
+        Whether the pipeline's output is the named tuple `Pair`, and the first tensor of the output.
+    """
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
     return kept, y[0]

@@ -1,4 +1,4 @@
-"""Test cases about dtypes, sizes of batches and partitions, and options that are turned off."""
+"""Test cases about dtypes, sizes of batches, sizes of partitions, and options turned off."""
 
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ def batch(size: int) -> Tensor:
 
 
 def cast(x: Tensor, to: torch.dtype) -> Tensor:
-    """Cast a tensor. Complex numbers become real by dropping the imaginary part."""
+    """Cast a tensor to a dtype. For a real dtype, drop the imaginary part of complex numbers."""
     if x.is_complex() and not to.is_complex:
         x = x.real
     return x.to(to)
 
 
 def typed(*types: torch.dtype) -> Any:
-    """Return a function that makes layers: a linear layer for each of these dtypes."""
+    """Return a function that builds a model with a linear layer for each of the given dtypes."""
     factories: list[Any] = []
     for dtype in types:
         to_dtype = partial(cast, to=dtype)

@@ -1,4 +1,4 @@
-"""Test cases with skip connections, over other layers and between partitions."""
+"""Test cases with skip connections within a partition and between partitions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,9 +59,9 @@ def stashing(names: str = "a", stashed: Stashed = of_input, *, pops: str = "") -
     """Return a linear layer that also stashes (stores) and pops (takes) skips.
 
     Args:
-        names: The skips to stash. Each letter is the name of a skip.
-        stashed: What to store.
-        pops: The skips to pop. Each letter is the name of a skip.
+        names: The names of the skips to stash, one letter each.
+        stashed: A function of the layer's input and output that returns the tensor to stash.
+        pops: The names of the skips to pop, one letter each.
     """
     return with_skips(linear(), dict.fromkeys(names, stashed), dict.fromkeys(pops, torch.mul))
 
@@ -102,7 +102,11 @@ def popped_and_stashed() -> nn.Sequential:
 
 
 def output_changed(*between: nn.Module) -> nn.Sequential:
-    """Build layers that stash an output, and then change this output in place."""
+    """Build a model in which a layer's output is stashed as a skip, and then changed in place.
+
+    Args:
+        between: Layers between the stash and the change.
+    """
     stashes = stashing("a", the_output)
     return nn.Sequential(stashes, *between, nn.ReLU(inplace=True), linear(), popping())
 

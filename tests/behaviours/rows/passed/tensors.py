@@ -1,4 +1,7 @@
-"""Test cases about tensors that layers take and return, and about outputs that are refused."""
+"""Test cases about the tensors and tuples that layers take and return.
+
+For some outputs, such as numbers or scalar losses, the pipeline must raise an error.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +26,10 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a function that builds a list of layers, one for each of the given functions.
+    """Return a function that builds a model with one layer for each of the given functions.
 
-    The given functions `linear` and `first` build a layer themselves. Any other given function is
-    the forward of a layer.
+    Each function is the forward of its layer, except for `linear` and `first`, which are functions
+    that build a layer.
     """
     factories = []
     for given in layers:
@@ -180,9 +183,8 @@ def nested(a: Tensor) -> tuple[Tensor, tuple[Tensor, None]]:
 
 
 def of_nested(a: Tensor, inner: tuple[Tensor, None]) -> Tensor:
-    b, nothing = inner
-    assert nothing is None
-    return a * b
+    assert inner[1] is None
+    return a * inner[0]
 
 
 def in_a_dictionary(a: Tensor) -> dict[str, Any]:
@@ -194,11 +196,10 @@ def changed_dictionary(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"more": [b * given["a"], *others]}
 
 
-def of_a_dictionary(given: dict[str, Any]) -> Tensor:
+def of_a_dictionary(given: dict[str, Any]) -> Any:
     b, text, one, true = given["more"]
     assert (text, one, true) == ("text", 1, True) and true is True
-    scaled: Tensor = given["a"] * given["scale"] + b
-    return scaled
+    return b + given["a"] * given["scale"]
 
 
 @dataclass
@@ -221,7 +222,10 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return a tuple for the last micro-batch, which is smaller, and else a tensor."""
+    """Return the tensor itself, but for the smaller last micro-batch a tuple with the tensor.
+
+    The outputs of different types cannot be concatenated, so the pipeline must raise an error.
+    """
     if len(a) > 2:
         return a
     return (a,)
@@ -234,7 +238,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Return a value that depends on which inputs require grad."""
+    """Return a sum of the inputs that depends on which of them require grad."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:
@@ -251,9 +255,10 @@ ask_of_detached = made(
 
 
 def undivided(run: Any, x: Tensor) -> Any:
-    """Run backward from the output of a single micro-batch, which is a scalar loss.
+    """Run a step of a model that returns a scalar loss, with a single micro-batch.
 
-    `Plain` would concatenate outputs, which fails for a scalar. So call its layers directly.
+    `Plain` (layers without a pipeline) would fail, as it concatenates outputs. So its layers are
+    called directly.
     """
     y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
     y.backward()
@@ -334,7 +339,7 @@ ROWS += [
         "two batch sizes in",
         of(only_the_first, linear, linear),
         of_two_sizes,
-        refused={"": r"the same batch size \(dimension 0\), but they have \[8, 4\]"},
+        refused={"": r"the same batch size \(dimension 0\), but the sizes are \[8, 4\]"},
     ),
     Row(
         "a loss beside a tensor",

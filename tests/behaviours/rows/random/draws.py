@@ -125,7 +125,7 @@ DRAWS: dict[str, Drawn] = {
 
 
 def set_back(x: Tensor) -> Tensor:
-    """Draw numbers. Check that a layer can change and restore the generator's state and seed."""
+    """Draw random numbers. Check that a layer can set and restore the random generator's state."""
     state = torch.get_rng_state()
     first = torch.rand_like(x)
     torch.set_rng_state(state)
@@ -181,7 +181,10 @@ def layers(draw: Drawn = uniform_in_place) -> nn.Sequential:
 
 
 def alone(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a maker of layers, of which only `layer`, in the second partition, draws."""
+    """Return a function that builds a model in which only the given layer may draw random numbers.
+
+    The layer is in the second partition.
+    """
     return made(linear, nn.Tanh, layer, nn.Tanh, linear)
 
 
@@ -198,7 +201,7 @@ def rising() -> Tensor:
 
 
 def assert_apart(run: nn.Module) -> None:
-    """Assert that all tasks of a pipeline drew different random numbers."""
+    """Assert that no two tasks of a pipeline drew the same random numbers."""
     drawn: list[Tensor] = []
     for layer in drawing(run):
         if layer.recorded:
@@ -209,14 +212,14 @@ def assert_apart(run: nn.Module) -> None:
 
 
 def all_differ(run: nn.Module, x: Tensor) -> Any:
-    """Run a step. All micro-batches and partitions must draw different random numbers."""
+    """Run a step. Check that all micro-batches and partitions draw different random numbers."""
     shown = step(run, x)
     assert_apart(run)
     return shown
 
 
 def under_way(run: nn.Module, x: Tensor) -> Any:
-    """Run two forwards and then their backwards. All tasks must draw different numbers."""
+    """Run two forwards, then their backwards. Check that no two tasks draw the same numbers."""
     outputs = [run(x), run(x)]
     for y in outputs:
         y.sum().backward()
@@ -225,7 +228,7 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
 
 
 def takes_nothing(act: Callable[[], object]) -> bool:
-    """Return whether `act` leaves the caller's random generator unchanged."""
+    """Call `act`, and return whether the state of the caller's random generator is unchanged."""
     before = torch.get_rng_state()
     act()
     return torch.equal(torch.get_rng_state(), before)
@@ -244,7 +247,10 @@ def in_and_out_of_training(run: nn.Module, x: Tensor) -> Any:
 
 
 def sizes(run: nn.Module, x: Tensor) -> Any:
-    """Run steps with different batch sizes. With a single sample, no tasks can overlap."""
+    """Run steps with different batch sizes, and return their outputs and gradients.
+
+    A batch of one sample has a single micro-batch, so no tasks can run at the same time.
+    """
     found = []
     for size in (1, 8, 1, 1, 8, 8, 3):
         shown = step(run, x[:size])

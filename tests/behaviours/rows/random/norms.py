@@ -22,7 +22,7 @@ def given(size: int = 14) -> Tensor:
 
 
 def channels(norm: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that makes layers with a norm, for inputs of shape (N, 2, 3, 3)."""
+    """Return a function that builds a model with the given norm. Inputs have shape (N, 2, 3, 3)."""
     conv, head = partial(nn.Conv2d, 2, 4, 1), partial(nn.Linear, 36, 3)
     return made(conv, norm, nn.ReLU, nn.Flatten, head)
 
@@ -87,9 +87,13 @@ def failing() -> nn.Sequential:
 
 
 def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
-    """Return a function that lets a forward, recomputation or backward fail, and then runs a step.
+    """Return a function that makes a pass of a layer fail, and then runs a normal step.
 
-    The failed pass must leave no trace in buffers or in `track_running_stats`.
+    The failed step must not change the buffers of norms or their `track_running_stats`.
+
+    Args:
+        when: The pass in which a layer raises an error: forward, recomputation or backward.
+        calls_before: The number of micro-batches that succeed before.
     """
 
     def use(run: Any, x: Tensor) -> Any:

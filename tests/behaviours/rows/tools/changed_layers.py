@@ -1,4 +1,4 @@
-"""Test cases with layers that are adapted or parametrized, and with gradient transforms."""
+"""Test cases with layers that are changed by tools, such as adapters (LoRA) and weight norm."""
 
 from typing import Any
 

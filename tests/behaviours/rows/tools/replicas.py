@@ -32,9 +32,9 @@ def of_this_rank() -> Batches:
 def replicated(
     name: str, use: Use = train, note: str = "", change: Change = unchanged, **options: Any
 ) -> Row:
-    """Return a test case that trains with `DistributedDataParallel` over two ranks.
+    """Return a test case that trains a pipeline within `DistributedDataParallel`, on two ranks.
 
-    Each rank has its own mini-batches.
+    Each rank has its own mini-batches. `options` are those of `DistributedDataParallel`.
     """
 
     def wrapped(run: Any, batches: Any) -> Any:
@@ -61,7 +61,11 @@ def taken_branch(self: Any, x: Tensor) -> Tensor:
 
 
 def put_two_branches(layers: Any) -> None:
-    """Replace a layer by two branches. The attribute `taken` says which one runs."""
+    """Replace a layer by one that has two branches, of which only one runs.
+
+    Its attribute `taken` is the number of the branch that runs. The other one's parameters are
+    unused.
+    """
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(taken_branch, branches=branches, taken=0)
 
@@ -96,7 +100,7 @@ def parallelize(layers: Any) -> None:
 
 
 class Synchronized(nn.Module):
-    """Subtracts the mean over the samples of all processes."""
+    """A norm that subtracts the mean over the samples of all processes, by `all_reduce`."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)

@@ -1,4 +1,4 @@
-"""The model, the mini-batches and the functions that all test cases of this folder share."""
+"""The model, the mini-batches and the functions that test cases with PyTorch tools share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ LONG = {
 
 
 class Block(nn.Module):
-    """A residual layer. Tools change the linear layer in it.
+    """A residual layer, whose inner linear layer is changed in some test cases.
 
     The class is at the top of a module, so that other processes can import it.
     """
@@ -46,16 +46,16 @@ def unchanged(_: Any) -> None:
 
 
 def layers(change: Change = unchanged) -> nn.Sequential:
-    """Build the model, and apply `change` to it."""
+    """Build the model that these test cases share, and change it by `change`."""
     made = nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
     change(made)
     return made
 
 
 def batches(rank: int = 0) -> Batches:
-    """Return three mini-batches of a rank, different on each rank.
+    """Return three mini-batches for a rank. Each rank gets different ones.
 
-    A mini-batch has 10 samples, so the last of its four micro-batches is smaller.
+    A mini-batch has 10 samples, so the last of its four micro-batches is smaller than the others.
     """
     drawn: Batches = []
     for _ in range(3 * rank + 3):
@@ -65,7 +65,7 @@ def batches(rank: int = 0) -> Batches:
 
 
 def then(change: Change) -> Use:
-    """Return a function that trains, changes the model, and trains again."""
+    """Return a function that trains a model, changes it by `change`, and trains it again."""
 
     def use(run: Any, batches: Batches) -> Any:
         losses = train(run, batches)
@@ -77,11 +77,11 @@ def then(change: Change) -> Use:
 
 
 def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
-    """Return a test case with the common model and mini-batches."""
+    """Return a test case that uses the model and the mini-batches of this module by default."""
     given: dict[str, Any] = {"layers": layers, "given": batches, "balance": (2, 2), "chunks": 4}
     return Row(name, use=use, note=note, **given | options)
 
 
 def changed(name: str, change: Change, note: str = "", **options: Any) -> Row:
-    """Return a test case in which `change` changes the layers before they become a pipeline."""
+    """Return a test case in which `change` changes the layers before the pipeline is built."""
     return tool(name, note=note, layers=partial(layers, change), **options)

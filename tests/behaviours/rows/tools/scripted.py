@@ -16,7 +16,7 @@ def scripted() -> Any:
 
 
 def frozen() -> Any:
-    """Return a scripted layer whose parameters and training mode `torch.jit.freeze` has removed."""
+    """Return a scripted layer after `torch.jit.freeze`, which makes its parameters constants."""
     return torch.jit.freeze(scripted().eval())
 
 

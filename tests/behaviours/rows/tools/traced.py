@@ -1,4 +1,4 @@
-"""Test cases with compiled pipelines, and with traced layers whose inputs change their lengths."""
+"""Test cases with compiled pipelines, and with mini-batches of texts of different lengths."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from .training import backend, graphs
 
 
 def compile_and_train(run: Any, batches: Batches) -> Any:
-    """Compile the layers and train, at PyTorch's own limit of recompilations."""
+    """Compile the layers and train. Fail if a layer reaches PyTorch's limit of recompilations."""
     graphs.clear()
     torch.compiler.reset()
     if isinstance(run, Plain):
@@ -37,7 +37,7 @@ def language_model() -> nn.Sequential:
 
 
 def texts() -> list[tuple[Tensor, Tensor]]:
-    """Return mini-batches of texts, each with another length."""
+    """Return two mini-batches, whose texts have 8 words in the first and 5 in the second."""
     return [(text(6, length), torch.randn(6, length, WORDS)) for length in (8, 5)]
 
 

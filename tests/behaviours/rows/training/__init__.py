@@ -1,4 +1,4 @@
-"""Test cases of training, which benchmarks/conformance.py also runs on other projects."""
+"""Test cases of training. benchmarks/conformance.py also runs them on other projects' pipelines."""
 
 from . import gradients, passed, states
 

@@ -42,7 +42,7 @@ def accumulated(pipe: Pipe) -> Pipe:
 
 
 def trained(*batches: Any) -> Callable[[Pipe], Pipe]:
-    """Return a function that trains a pipeline with the given mini-batches."""
+    """Return a function that trains a pipeline, with one step for each given mini-batch."""
 
     def action(pipe: Pipe) -> Pipe:
         for given in batches:
@@ -94,10 +94,10 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return a function that checks whether other settings give the same losses and gradients.
+    """Return a function that checks that a pipeline's results do not depend on some settings.
 
-    The function compares two pipelines: one with the settings of the test case, and one where
-    `changes` replace some of these settings.
+    The function compares the losses and gradients of two pipelines. One has the settings of the
+    test case. In the other, `changes` replace some of these settings.
     """
 
     def action(pipe: Pipe) -> Found:
@@ -111,7 +111,12 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Apply dropout. Record whether its mask differs from the first partition's mask."""
+    """Apply dropout in the second partition. Record whether its mask differs from the first one's.
+
+    Args:
+        x: The tensor to which dropout is applied.
+        other: The output of dropout in the first partition.
+    """
     y = dropout(x)
     alike = y.ne(0).equal(other.ne(0))
     differ.append(not alike)
@@ -125,7 +130,10 @@ def masks(pipe: Pipe) -> Found:
 
 
 def of_the_mini_batch(pipe: Pipe) -> Found:
-    """Check that the first layer, a batch norm, has the statistics of the whole mini-batch."""
+    """Run a step, and check that a batch norm has the running statistics of the whole mini-batch.
+
+    The batch norm is the model's first layer.
+    """
     found = pipe.step().found()
     norm = nn.BatchNorm1d(4)
     x, _ = pipe.row.given()
@@ -144,7 +152,7 @@ def of_the_mini_batch(pipe: Pipe) -> Found:
 
 
 def moved(pipe: Pipe) -> Pipe:
-    """Save a trained pipeline. Load it into a pipeline with another balance, and run a step."""
+    """Train and save a pipeline. Load its state with another balance, and run a step."""
     pipe.train(*batch()).save()
     other = pipe.again(balance=(3, 1), optimizer=None)
     other.load()
@@ -162,9 +170,11 @@ def going_on(pipe: Pipe) -> Pipe:
 
 
 def evaluated(*given: Any) -> Callable[[Pipe], Pipe]:
-    """Return a function that runs a pipeline in eval mode.
+    """Return a function that runs a pipeline's forward in eval mode.
 
-    The input comes from `given` (a mini-batch), or by default from the test case's mini-batch.
+    Args:
+        given: The input and the target of a mini-batch. By default, the mini-batch of the test case
+            is used.
     """
     return lambda pipe: pipe.evaluate(*given)
 
@@ -191,7 +201,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that fails. Return the error, its `__cause__`, the cause of that, and so on."""
+    """Run a step that fails. Return its error and all errors that caused it (by `__cause__`)."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -203,7 +213,11 @@ def heard(pipe: Pipe) -> list[BaseException]:
 
 
 def raised(pipe: Pipe) -> Found:
-    """Run a step. Return whether this rank raises, and whether a layer's error is the cause."""
+    """Run a step in which a layer raises an error.
+
+    Returns:
+        By name, whether this rank raises an error, and whether the layer's error is its cause.
+    """
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}
     if any(isinstance(error, ValueError) and str(error) == ON_PURPOSE for error in errors):
@@ -216,7 +230,7 @@ def told(pipe: Pipe) -> Found:
 
 
 def next_batch(pipe: Pipe) -> Pipe:
-    """Run a step that raises an error, and then a step with another mini-batch."""
+    """Run a step that raises an error, and then a normal step with another mini-batch."""
     heard(pipe)
     pipe.module.zero_grad()
     pipe.losses.clear()

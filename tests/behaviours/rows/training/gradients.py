@@ -1,4 +1,4 @@
-"""Test cases about random numbers, batch norm, gradients, criteria and optimizers."""
+"""Test cases about random numbers, batch norm, gradients, loss functions and optimizers."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Layers and optimizers that test cases of several files use."""
+"""Models and optimizers that several files of test cases use."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that makes the usual model, with functions as its middle layers."""
+    """Return a function that builds a small model, whose middle layers call the given functions."""
     return lambda: mlp(*map(layer, functions))
 
 
 def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """Return a function that makes the usual model, with these middle layers."""
+    """Return a function that builds a small model, with the given layers in its middle."""
     return lambda: mlp(*(layer() for layer in layers))
 
 

@@ -1,4 +1,4 @@
-"""Test cases about the split into micro-batches, and about tensors between partitions."""
+"""Test cases about the split into micro-batches, and about tensors passed between partitions."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Test cases about saved states, evaluation, and exceptions."""
+"""Test cases about saved states, evaluation mode, and exceptions."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ RAISES = "Every rank raises, and none hangs or is killed."
 
 
 def raising_in(phase: str) -> nn.Sequential:
-    """Build layers, of which the middle one raises once in forward or in backward."""
+    """Build a model whose middle layer raises an error once, in forward or in backward."""
     fails = Fails()
     fails.fail(phase, ValueError(ON_PURPOSE))
     return mlp(fails)

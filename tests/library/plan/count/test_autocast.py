@@ -1,4 +1,4 @@
-"""Test the count of operators under autocast: it must use autocast's dtypes, and include casts."""
+"""Test the count of operators under autocast: it must have autocast's dtypes and its casts."""
 
 import re
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-# The values are: an operator; the dtype of its input; and the dtype of its output on a GPU, under
-# autocast to float16.
+# Each value has an operator, the dtype of its input, and the dtype that its output has on a GPU
+# under autocast to float16.
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]] = {
     "linear": (lambda x: F.linear(x, x), FLOAT32, FLOAT16),
     "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FLOAT32, FLOAT16),
@@ -36,7 +36,10 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare the counted dtypes with a real run on the CPU, and for a GPU with `OPERATORS`."""
+    """Compare the dtypes that the count has with the real ones.
+
+    For the CPU, the real dtypes come from a run. For a GPU, they are listed in `OPERATORS`.
+    """
     x = torch.ones(8, 8, dtype=given)
     on_meta = x.to("meta")
     with torch.autocast("cpu", torch.bfloat16):
@@ -54,11 +57,11 @@ NAME = re.compile(r'^ +\("(\w+)"', re.MULTILINE)
 
 
 def names_in(source: str, *lists: str) -> set[str]:
-    """Return the names of the operators in some lists of PyTorch's source code.
+    """Return the names of the operators in some lists of a source file.
 
     Args:
-        source: The source code.
-        lists: The names of the lists.
+        source: The text of the file.
+        lists: The names of the lists in that file.
     """
     names: set[str] = set()
     for list_name, rows in LIST.findall(source):
@@ -68,9 +71,10 @@ def names_in(source: str, *lists: str) -> set[str]:
 
 
 def test_lists_are_those_of_pytorch() -> None:
-    """Compare the library's lists of autocast operators with the lists in PyTorch's tests.
+    """Compare the library's lists of autocast operators with the lists in PyTorch's own tests.
 
-    PyTorch's file is parsed. It cannot be imported if modules that it imports are missing.
+    The test reads PyTorch's file as text, because an import could fail: some of the modules that
+    this file imports may not be installed.
     """
     file = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
     cuda, cpu = file.read_text().split("class AutocastCPUTestLists")

@@ -1,6 +1,7 @@
-"""Compare the counted operators of layers with real steps, and with a count at another batch size.
+"""Compare the counted operators of layers with those of real steps, and of other batch sizes.
 
-If a layer cannot be counted, the error message is one line that names the layer.
+The tests also check that a layer that cannot be counted raises an error of one line, which names
+the layer.
 """
 
 import warnings
@@ -51,7 +52,10 @@ def test_the_line_through_two_sizes(size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def of(*kinds: str) -> Callable[[], Sequential]:
-    """Return a function that makes models: layers of given kinds between two linear layers."""
+    """Return a function that builds a model with layers of the given kinds.
+
+    The first and the last layer of the model are linear layers.
+    """
 
     def build() -> Sequential:
         layers = [KINDS[kind](None) for kind in kinds]
@@ -65,8 +69,8 @@ def of(*kinds: str) -> Callable[[], Sequential]:
     [
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
-        # A count assumes that all outputs of a layer are used. The classifier of AmoebaNet-D
-        # ignores one of its two inputs, so the count has one operator more than a real step.
+        # The count assumes that each output of a layer is used. The last layer of AmoebaNet-D
+        # ignores one of its two inputs, so a real step runs one operator less than the count has.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -77,10 +81,10 @@ def of(*kinds: str) -> Callable[[], Sequential]:
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     build: Callable[[], Sequential], shape: tuple[int, ...], more: int
 ) -> None:
-    """Compare the counts of all layers with the operators that a step of GPipe runs.
+    """Compare the operators that are counted for each layer with those that a step of GPipe runs.
 
-    Operators of the backward are compared without their order. PyTorch does not specify when
-    autograd adds up the gradients of a tensor that is used twice.
+    The order of operators in backward is not compared. PyTorch does not specify when autograd adds
+    up the gradients of a tensor that is used twice.
     """
     with torch.device("meta"):
         model = build()

@@ -1,4 +1,4 @@
-"""Compare counted flops and bytes of single operators with numbers that are worked out by hand."""
+"""Compare the counted flops and bytes of single operators with numbers worked out by hand."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def test_operators(run: Callable[[], object], expected: list[tuple[str, float, f
 
 
 def test_bytes_of_expanded_and_sparse_tensors() -> None:
-    """Expanded dimensions take no bytes, and sparse tensors count as 0 bytes."""
+    """Check that expanded dimensions take no bytes, and that sparse tensors count as 0 bytes."""
     assert bytes_of(torch.zeros(1, 4).expand(3, 4)) == 4 * 4
     assert bytes_of(torch.eye(3).to_sparse()) == 0
     assert bytes_of(torch.eye(3).to_mkldnn()) == 0
@@ -111,7 +111,10 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 def test_attention(
     device: str, dtype: torch.dtype, options: dict[str, Any], kernel: str | None
 ) -> None:
-    """Check that the count has the device's fused attention kernel, with its flops and bytes."""
+    """Check that the count contains the fused attention kernel that the device would run.
+
+    The flops and bytes of this kernel are compared with numbers worked out by hand.
+    """
     samples, heads, tokens, channels = 2, 4, 64, 32
     x = meta(samples, heads, tokens, channels, dtype=dtype, grad=True)
     results: list[Tensor] = []
@@ -190,8 +193,8 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
 
 N, C, K = 2, 8, 16
 
-# Each row has: the type of a convolution; the height and width of its images; its options; whether
-# Winograd's algorithm applies; and whether the convolution is one matrix product.
+# Each row has the type of a convolution, the height and width of its images, its options, whether
+# Winograd's algorithm applies to it, and whether it is one matrix product.
 OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
     (Conv2d, 6, {"kernel_size": 3, "padding": 1}, True, True),
     (Conv2d, 6, {"kernel_size": 3}, True, True),
@@ -210,7 +213,10 @@ OPTIONS: list[tuple[Any, int, dict[str, Any], bool, bool]] = [
 def test_convolutions(
     kind: Any, size: int, options: dict[str, Any], winograd: bool, plain: bool, needs: bool
 ) -> None:
-    """Check the flops and the sizes of the matrix products, in forward and for both gradients."""
+    """Check the counted flops of convolutions, and the sizes of their matrix products.
+
+    Forward, the gradient of the input and the gradient of the weight each have a matrix product.
+    """
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)
 

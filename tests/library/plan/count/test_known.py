@@ -1,4 +1,4 @@
-"""Test the caches of the count: layers that are equal run only once, and so do equal operators."""
+"""Test the caches of the count, by which equal layers and equal operators run only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """A module with two parameters of the same shape. Both can be views of one storage."""
+    """A module with two parameters of the same shape, which `cut` makes, maybe from one storage."""
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ def test_layers_that_behave_alike_are_copied_once(
     layers = [Copied(a, b) for a, b in pairwise(widths)]
     counts = count(Sequential(*layers), torch.empty(1, 8))
     assert len(counts) == 40
-    # A layer is copied for each of two batch sizes, and for each of two counts (operators and
-    # bytes). Of equal layers, only one is copied. But two layers never count as equal to others:
-    # the first layer, and in the count of bytes the last layer.
+    # The count copies a layer to run it: once for each of two batch sizes, and again for the count
+    # of bytes. Of equal layers, it copies only one. The first layer never counts as equal to
+    # another one, and neither does the last layer in the count of bytes.
     assert Copied.copies == 2 * (2 * different + 3)
 
 
 class Block(Module):
-    """Two layers and a skip around them: traced, the skip goes around the second layer."""
+    """Three layers with a residual connection around them, of which tracing makes a skip."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test that hardware descriptions are complete, name their sources, and predict seconds."""
+"""Check that hardware descriptions are complete and name their sources, and test their times."""
 
 import json
 from collections.abc import Callable
@@ -54,12 +54,12 @@ def elementwise(moved: float) -> Operator:
 
 
 def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator:
-    """Return a convolution that takes one second at the peak rate of a P40."""
+    """Return a convolution that takes one second on a P40 GPU at its peak rate."""
     return Operator("conv", "float32", 12e12, 0, other, grid)
 
 
 def tiled(*grid: Any, **options: Any) -> Operator:
-    """Return a convolution whose matrix product has these sizes."""
+    """Return a convolution with a matrix product whose sizes are given as for `Grid`."""
     return conv((), Grid(*grid, **options))
 
 
@@ -116,9 +116,9 @@ FIGURE = {"value": 1, "source": "x"}
 # A change of a description, and what the error says.
 BROKEN: list[tuple[Any, str]] = [
     ([], "expected an object"),
-    ({"memory": 3}, "memory has to be an object with value and source|devices has to be"),
-    ({"memory": {"value": -1, "source": "x"}}, "memory: value has to be a number above 0"),
-    ({"memory": {"value": 1, "source": " "}}, "memory: source has to say"),
+    ({"memory": 3}, "memory has to be a JSON object with the keys value|devices has to be"),
+    ({"memory": {"value": -1, "source": "x"}}, "memory: the value has to be a number above 0"),
+    ({"memory": {"value": 1, "source": " "}}, "memory: the source has to be text"),
     ({"speed": 3}, "'speed' is unknown"),
     ({"peak": {}}, "peak is missing"),
     ({"compute_efficiency": {"conv": FIGURE}}, "compute_efficiency.matmul is missing"),

@@ -1,4 +1,4 @@
-"""Test the description of this machine: the resources of this process, and the times of layers."""
+"""Test the hardware description of this machine, and the measured times of layers."""
 
 import contextlib
 import math
@@ -75,7 +75,10 @@ def test_what_works_beside_others_takes_longer(beside_it: int, monkeypatch: Monk
 def test_warns_if_other_programs_use_the_cores(
     ticks: int, seconds: float, said: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    """Other programs use the core of this process for `ticks` ticks. Other cores do not count."""
+    """Check that a measurement warns if other programs use the core of this process.
+
+    They use it for `ticks` ticks of 10 ms. Other cores do not count.
+    """
     now = iter([0.0, seconds])
     monkeypatch.setattr(others, "STAT", tmp_path / "stat")
     monkeypatch.setattr(others, "perf_counter", lambda: next(now))
@@ -144,8 +147,8 @@ STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
 TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
 FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
-# The values are: layers; the seconds of each layer's forward; and the seconds of each layer's
-# backward if the sample requires no gradient.
+# Each value has the layers, the seconds of each layer's forward, and the seconds of each layer's
+# backward for a sample that requires no gradient.
 CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),
@@ -178,7 +181,7 @@ def test_each_layer_has_its_own_seconds(
 
 
 class Cold(Spend):
-    """A layer whose copy is slow in its first run, and faster in all later runs."""
+    """A layer that takes longer in the first run of a copy than in all later runs of that copy."""
 
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.seconds
@@ -196,8 +199,8 @@ def test_the_first_run_of_a_copy_does_not_count() -> None:
 def test_no_backward_takes_less_than_nothing(monkeypatch: MonkeyPatch) -> None:
     """Check that the backward of an identity does not get a negative time.
 
-    The output of an identity is its input, the same tensor. So the gradients of both can arrive in
-    either order, and the time between them could be negative.
+    An identity returns its input itself, so the input and the output are one tensor. Their
+    gradients can be noticed in either order, and the difference of the two times can be negative.
     """
 
     def ticking() -> float:

@@ -1,4 +1,4 @@
-"""Measure the memory peaks of a real pipeline on `meta`, by the bytes of its live tensors."""
+"""Measure the peak memory of a real pipeline on `meta` devices, by counting live tensors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,10 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """Counts live bytes on `meta`, but not on the host, where optimizers keep their step counts."""
+    """Counts the live bytes of tensors on `meta`, and of no others.
+
+    Tensors on the host do not count: optimizers keep their step counts there.
+    """
 
     last = 0
     """The device of the latest tensor, and of new tensors that are made from no known tensor."""
@@ -35,7 +38,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A mode that counts the bytes of a copy for the device that receives the copy."""
+    """A dispatch mode that counts a copied tensor for the device to which it is copied."""
 
     counter: OnMeta
 
@@ -60,13 +63,14 @@ def real_peaks(
     make: Any,
     zeroed: bool = False,
 ) -> list[int]:
-    """Run two steps with an optimizer. Return each device's peak of live bytes in the second step.
+    """Run two steps with an optimizer, and return each device's peak live bytes in the second step.
 
-    The mini-batch stays alive on the first device, and the output until after the update.
+    During the step, the mini-batch stays alive on the first device. The output stays alive until
+    the parameters are updated.
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Clone where the engine clones, but copy nothing: all tensors are on `meta`."""
+        """Clone tensors where the engine does, but never copy: all tensors are on `meta`."""
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)

@@ -1,4 +1,4 @@
-"""Test that the predicted bytes equal the live bytes of a real pipeline on `meta`."""
+"""Check that predicted bytes equal the live bytes of a real pipeline on `meta` devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ def mixed() -> Sequential:
 
 
 def wide() -> Sequential:
-    """Return layers whose parameters have many different sizes."""
+    """Return a model whose parameters have many different sizes."""
     return Sequential(
         Linear(8, 200, bias=False),
         Linear(200, 100),
@@ -75,7 +75,7 @@ def wide() -> Sequential:
 
 
 def twice() -> Sequential:
-    """Return layers of four kinds, each kind twice in a row.
+    """Return a model with layers of four kinds, two of each kind in a row.
 
     The kinds differ in what they save for backward: their output, their input, or nothing.
     """
@@ -97,34 +97,34 @@ def in_place() -> Sequential:
 
 
 def pairs() -> Sequential:
-    """Return layers that pass pairs of tensors on."""
+    """Return a model whose layers pass on pairs of tensors."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
     return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
-    """Return a maker of three layers, of which the middle one is `function(layer, input)`.
+    """Return a function that makes three layers. The middle layer calls `function(layer, input)`.
 
-    The function uses the parameter `w` of its layer. Autograd keeps the computed gradient as
-    `w.grad`, or keeps a copy if something else refers to the gradient.
+    The function uses the layer's parameter `w`. Autograd stores the computed gradient itself as
+    `w.grad`, or a copy of it if something else still refers to the gradient.
     """
     return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
 def by_a_view(it: Any, x: Tensor) -> Tensor:
-    """Use `w` in such a way that its gradient is a view."""
+    """Use the parameter `w` in such a way that autograd computes its gradient as a view."""
     return (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x
 
 
 def by_a_copy(it: Any, x: Tensor) -> Tensor:
-    """Use `w` in such a way that autograd copies its gradient."""
+    """Use the parameter `w` in such a way that autograd stores a copy as its gradient."""
     return (x.sin().sum(0) + it.w).cos() + x
 
 
 # In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
-# Each row has: a function that makes a model; the shape of its input; and a list of balances. With
-# few samples, the memory peak is in the update of the parameters.
+# Each row has a function that makes a model, the shape of the model's input, and a list of balances
+# to try. With few samples, the memory peak is in the update of the parameters.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
@@ -178,10 +178,10 @@ def test_as_counted_on_a_real_run(
 
 
 def test_an_output_that_its_layer_saves_counts_twice() -> None:
-    """Predict the memory of a model whose last layer saves its output for backward.
+    """Check that a tensor counts twice if it is the output and its layer saves it for backward.
 
-    The saved tensor and the output share one storage. The prediction counts both, as if the saved
-    tensor was a copy.
+    In a real run, the output and the saved tensor share one storage. The prediction is higher by
+    this size, because it counts them as two tensors.
     """
     model = Sequential(Linear(6, 6), ReLU())
     x = torch.empty(12, 6)
@@ -211,8 +211,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# Each row has the name of an optimizer, and the bytes of the optimizer's state divided by the bytes
-# of the 16-bit parameters. The state includes a copy of the parameters in 32 bits, which adds 2.
+# Each row has the name of an optimizer, and the size of the optimizer's state as a multiple of the
+# size of the 16-bit parameters. The state includes a 32-bit copy of the parameters, which adds 2.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
@@ -228,7 +228,7 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """Compare a predicted peak with a real run on the CPU, with its fused attention kernel."""
+    """Compare a predicted peak with a real one on the CPU, whose attention kernel is fused."""
     block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
     model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)
@@ -251,7 +251,7 @@ STAGE_LAYERS = 3
 
 
 def stages(count: int) -> Sequential:
-    """Return layers for `count` stages. The stages have small outputs."""
+    """Return the layers of `count` stages. A stage has large activations and a small output."""
     layers: list[Module] = []
     for _ in range(count):
         layers += [Linear(8, 256), GELU(), Linear(256, 8)]
@@ -261,7 +261,7 @@ def stages(count: int) -> Sequential:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: str) -> None:
-    """Check that a device keeps as many micro-batches in memory as its schedule says.
+    """Check that a device keeps the activations of as many micro-batches as its schedule says.
 
     In some schedules, a backward has two halves: the gradients of inputs, and later those of
     weights. Between the halves, a task must not keep more than its layers saved in forward.
@@ -284,7 +284,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Record the live bytes before the first task, and the most after any forward so far."""
+        """Record the live bytes of each device before the first task, and their peak in forward."""
         if not before:
             before.extend(live.live)
         yield

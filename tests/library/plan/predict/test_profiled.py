@@ -1,7 +1,7 @@
-"""Test plans from profiles: a curve is fitted to the measured seconds of each layer.
+"""Test plans that are made from profiles, which measure the seconds of each layer.
 
-The curve gives a layer's seconds by the number of samples. A simulated clock advances only when
-layers run.
+A curve through the measurements gives the seconds of a layer for any number of samples. A simulated
+clock replaces the real one, and advances only when layers run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 class Layer(Module):
     """A layer whose forward takes `fixed + each * samples` seconds.
 
-    Its backward takes twice as long.
+    Its backward takes twice as long as its forward.
     """
 
     def __init__(self, fixed: float, each: float) -> None:
@@ -49,13 +49,13 @@ class Layer(Module):
 @pytest.fixture(autouse=True)
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
-    # All threads advance the same simulated clock. So layers that run in parallel would seem to
-    # slow each other down, and the planner would take this into account.
+    # All threads advance the same simulated clock. Layers that run in parallel would therefore seem
+    # to slow each other down. This fixture says that they do not.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 
-# Each row has the measured seconds for 2, 4, 8, … samples, and the seconds of the fitted curve as a
-# dictionary: number of samples -> seconds.
+# Each row has the measured seconds for 2, 4, 8, … samples, and what the fitted curve must give: a
+# dictionary from numbers of samples to seconds.
 @pytest.mark.parametrize(
     ("seconds", "at"),
     [
@@ -66,8 +66,8 @@ def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
         ([3.0, 3.0], {1: 3.0, 8: 3.0}),
         # More samples cannot take less time, so the difference is noise.
         ([5.0, 3.0], {1: 4.0, 8: 4.0}),
-        # Beyond the measured numbers of samples, the curve must not become negative, and must not
-        # grow faster than the number of samples.
+        # Outside of the measured numbers of samples, the curve must not become negative, and must
+        # not rise faster than in proportion to the number of samples.
         ([1.0, 4.0], {1: 0.5, 3: 2.5, 4: 4.0, 8: 8.0}),
         (
             [2.0, 3.0, 7.0, 8.0],
@@ -126,9 +126,10 @@ def test_long_steps_are_timed_seldom(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Profile a layer that takes `seconds` for the forward of one sample.
+    """Check that a profile times a slow layer in fewer steps than a fast one.
 
-    A timed step has two forwards and a backward, so it takes `4 * seconds` for each sample.
+    The layer takes `seconds` for the forward of one sample. A timed step has two forwards and a
+    backward, which takes as long as two forwards: `4 * seconds` for each sample.
     """
     monkeypatch.setattr(profiled, "perf_counter", lambda: clock.now)
     timed = []
@@ -154,9 +155,10 @@ def test_long_steps_are_timed_seldom(
 def test_devices_slow_each_other_down_with_the_first_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To measure how devices slow each other down, all devices run the first layers at once.
+    """Check which layers are run to measure how much devices slow each other down.
 
-    As many layers are run as take `A_PART` seconds. In this model, these are two layers.
+    All devices run the first layers of the model at once: as many layers as take `A_PART` seconds
+    together. In this model, these are two layers.
     """
     copied: list[int] = []
 
@@ -172,7 +174,7 @@ def test_devices_slow_each_other_down_with_the_first_layers(
 
 
 class Wide(Layer):
-    """A layer that runs out of memory if two of its copies exist at once."""
+    """A layer that runs out of memory as soon as two of its copies exist at once."""
 
     alive = 0
 
@@ -203,7 +205,7 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 ) -> None:
     """Check that each layer is timed alone if a step of the whole model does not fit in memory.
 
-    This is so if a step is predicted not to fit, and if a step runs out of memory.
+    A step may be predicted not to fit, or it may run out of memory when it is tried.
     """
     layers = [layer(0, 1) for _ in range(4)]
     model = Sequential(*layers)
@@ -213,8 +215,8 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 
     assert f"{how}, in micro-batches of 2, 4 and 8" in found.source
     assert found.balance == [1, 1, 1, 1]
-    # These are the seconds of a micro-batch of two samples. Three of the recomputations run while
-    # their device would wait for a gradient anyway, so they add no time.
+    # These are the seconds for a micro-batch of two samples on one device. Three of the
+    # recomputations add no time, because they run while their device waits for a gradient.
     forward, recomputation, backward = 2, 2, 4
     cycle = forward + recomputation + backward
     expected = cycle * (4 + 4 - 1) - 3 * recomputation
@@ -232,8 +234,8 @@ def test_a_plan_from_a_profile() -> None:
 
     assert torch.equal(torch.get_rng_state(), random)
     assert found.balance == [4, 2]
-    # Both partitions take equal times for each of the four micro-batches of 16 samples. The
-    # tolerance covers the time to add up gradients and to update the parameters.
+    # Both partitions take the same time for each of the four micro-batches of 16 samples. The
+    # tolerance covers the time for adding up gradients and for updating parameters.
     assert found.seconds == pytest.approx((4 + 1) * 16 * 4 * 3, rel=1e-3)
     text = str(found)
     one_line = text.replace("\n" + " " * 12, " ")

@@ -1,6 +1,7 @@
-"""Test `replay`, which works out when tasks start from the seconds of all tasks and copies.
+"""Test `replay`, which computes when each task starts from the seconds of all tasks and copies.
 
-`replay` is tested against its rules, and predicted seconds are tested for a CPU and for GPUs.
+The tests check the rules that `replay` must follow, and seconds that it predicts for a CPU and for
+GPUs.
 """
 
 from collections import defaultdict
@@ -45,9 +46,9 @@ def any_costs(draw: st.DrawFn) -> Costs:
 
 
 def routes_of(costs: Costs) -> list[tuple[int, int, float]]:
-    """List the copies of one micro-batch in forward, as (source, target, seconds).
+    """Return the copies that one micro-batch needs in forward, as (source, target, seconds).
 
-    Source and target are partitions. Copies to the next partition come before copies of skips.
+    Source and target are partitions. Copies to the next partition come first, then copies of skips.
     """
     n = len(costs.forward[0])
     copies = [costs.copy] * (n - 1) if isinstance(costs.copy, float) else costs.copy
@@ -70,7 +71,7 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """When each device becomes free, and when the inputs of each task arrive, in seconds."""
+    """The seconds at which each device becomes free, and at which each task's inputs arrive."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -81,7 +82,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Begin the backward. All devices are free when the loss is computed."""
+        """Begin the backward. Each device is free from the time at which the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)
@@ -89,7 +90,7 @@ class Progress:
         self.there = defaultdict(lambda: begin)
 
     def copy(self, e: Event) -> None:
-        """Copy a task's outputs to the partitions that need them."""
+        """Copy the outputs of the task `e` to the partitions that need them."""
         for a, b, seconds in self.routes:
             source, target = (b, a) if self.backward else (a, b)
             if source != e.partition:
@@ -126,9 +127,10 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
 
 
 def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list[list[float]]]:
-    """Return tables of seconds, equal for all micro-batches and partitions, without recomputation.
+    """Return tables of equal seconds for all forwards and for all backwards.
 
-    A table has a row for each of `m` micro-batches, and a column for each of `n` partitions.
+    A table has a row for each of `m` micro-batches, and a column for each of `n` partitions. In the
+    table of recomputations, all seconds are 0.
     """
     seconds: dict[Kind, float] = {"forward": forward, "recompute": 0.0, "backward": backward}
     return {kind: [[each] * n] * m for kind, each in seconds.items()}
@@ -144,10 +146,12 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_one_thread_issues_the_tasks_of_all_devices() -> None:
-    """A device works on a task at least as long as the thread takes to issue (submit) the task.
+    """Predict a step in which one thread issues (submits) the tasks of all devices.
 
-    - A forward takes one second on the device, and the thread issues it in one and a half.
-    - A backward takes two seconds on the device, and the thread issues it in half a second.
+    A device needs at least as long for a task as the thread needs to issue the task.
+
+    - A forward takes 1 s on the device, but the thread needs 1.5 s to issue it.
+    - A backward takes 2 s on the device, and the thread needs 0.5 s to issue it.
     """
     costs = replace(costs_of(1.0, 2.0, 2, 2), issue=of_tasks(1.5, 0.5, 2, 2))
 
@@ -168,7 +172,7 @@ def test_one_thread_issues_the_tasks_of_all_devices() -> None:
 
 
 def test_the_thread_issues_tasks_in_the_order_of_clock_cycles() -> None:
-    """The thread issues a task of micro-batch 1 before the last task of micro-batch 0."""
+    """Check that a task of micro-batch 1 can be issued before the last task of micro-batch 0."""
     costs = replace(costs_of(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
     found = spans(replay(costs))
     assert found["forward 1 0"] == (2.0, 3.0)
@@ -222,10 +226,10 @@ def of_partition(j: int, tasks: Sequence[tuple[str, int, int]]) -> list[tuple[st
 def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
     balance: tuple[int, ...], chunks: int
 ) -> None:
-    """Compare the predicted order of tasks with a real run on the CPU.
+    """Compare the predicted order of tasks with that of a real run on the CPU.
 
-    With one thread, each recomputation comes right before its backward. With several threads, a
-    recomputation can come earlier.
+    If one thread runs all tasks, each recomputation comes right before its backward. If each device
+    has a thread, a recomputation can come earlier.
     """
     n = len(balance)
     ran: list[tuple[str, int, int]] = []
@@ -282,9 +286,9 @@ def test_seconds_of_an_update(
 
 
 def test_gradients_that_stay_are_added_to_by_every_micro_batch() -> None:
-    """Compare steps with and without existing gradients.
+    """Compare the seconds of a step that begins with gradients and of one that begins without.
 
-    If gradients exist, a step has one addition more, which reads two tensors and writes one.
+    Existing gradients cost one more addition, which reads two tensors and writes one.
     """
     predictor = Predictor(count(model(), X), replace(GPU, launch=0.0))
     optimizer = optimizer_named("sgd", foreach=False)
