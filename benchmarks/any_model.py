@@ -2,8 +2,9 @@
 
     python -m benchmarks.any_model torchvision --out results/benchmarks/any_model.json
 
-docs/any-model.md says what is compared, and how. A stopped run can be resumed: the program skips
-each model whose result is already in the record file, unless `--again` is given.
+docs/any-model.md says which results of a model and its pipelines are compared, and how. A stopped
+run can be resumed: the program skips each model whose result is already in the record file, unless
+the option `--again` is given.
 """
 
 import gc
@@ -43,11 +44,14 @@ Named = dict[str, Tensor | None]
 
 
 class Unequal(Exception):
-    """An error that says where a pipeline's results differ from its model's results."""
+    """The error of a pipeline whose results differ from its model's; its message says where."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check models of one list, record the results, and print tables of all recorded results."""
+    """Check the models of one list, record the results, and print tables of all recorded results.
+
+    A list has the models of one package, such as torchvision.
+    """
     parser = command("any_model", __doc__ or "", seed=0)
     parser.add_argument("list", choices=LISTS)
     parser.add_argument("--model", nargs="+", metavar="NAME", help="these models of the list only")
@@ -79,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) -> Found:
-    """Yield the result of each model. Its weights and its batch are drawn with the seed."""
+    """Check one model after another, and yield a list with the result of each.
+
+    Before a model's random weights and its batch are made, PyTorch is seeded with `seed`.
+    """
     for name, build in models.items():
         torch.manual_seed(seed)
         try:
@@ -102,7 +109,8 @@ def check_model(experiment: str, name: str, case: Case) -> Result:
     in theory, so its computed value is only noise. In float64, the noise is small enough.
 
     Raises:
-        Unequal: If a pipeline differs in float64, too. The message says where.
+        Unequal: If results differ in float64, too, or if `sequential` has changed the model. The
+            message says what differs.
     """
     try:
         return _check_model(experiment, name, case)
@@ -155,7 +163,7 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
 
 
 def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:
-    """Run a forward on each sample and one backward; return outputs, gradients and buffers.
+    """Run a forward on each sample, then one backward; return outputs, gradients and buffers.
 
     The keys of the returned dictionary name each tensor, for example "gradient of 0.weight".
     """
@@ -218,7 +226,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _said(result: Result) -> str:
-    """Return a model's result as a text for a table cell, such as "equal"."""
+    """Return the text for a model's result in a table, such as "equal" or an error message."""
     if result.status == "not run":
         return "not run"
     if result.status == "measured":

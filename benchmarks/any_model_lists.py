@@ -1,8 +1,8 @@
-"""The models of `benchmarks.any_model`, by name: functions that build a model and a batch.
+"""List the models that `benchmarks.any_model` checks.
 
-Weights are random, and nothing is downloaded. Models are in training mode, but without dropout, so
-that the results of a model and its pipeline can be compared. If a model accepts small images, its
-images are small.
+Each model has a name, and a function that builds the model and a batch for it. Weights are random,
+and nothing is downloaded. Models are in training mode, but without dropout, so that the results of
+a model and its pipeline can be compared. If a model accepts small images, its images are small.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ IMAGES = (64, 56, 96, 128, 160, 192, 224, 256)
 
 
 class Case(NamedTuple):
-    """A model, and the arguments with which it is called."""
+    """A model to check, and its input: a tensor, or a dictionary of keyword arguments."""
 
     module: Module
     sample: Any
@@ -61,7 +61,7 @@ def _torchvision(name: str) -> Case:
 
 
 def timm_models() -> dict[str, Build]:
-    """Return a small model from each family of timm."""
+    """Map names to functions that build timm models: one small model of each family."""
     import timm
 
     found: dict[str, Build] = {}
@@ -94,7 +94,7 @@ _SMALL = (
 
 
 def _size(name: str) -> tuple[int, int, str]:
-    """Guess a model's size from its name, such as "tiny"; return it as a sort key."""
+    """Return a sort key for a model's name: names with a word such as "tiny" come first."""
     for k, hint in enumerate(_SMALL):
         if hint in name:
             return k, len(name), name
@@ -102,7 +102,11 @@ def _size(name: str) -> tuple[int, int, str]:
 
 
 def _timm(name: str) -> Case:
-    """Build a timm model for the smallest image size with which it runs on the `meta` device."""
+    """Build a timm model, and a batch of the smallest images in `IMAGES` that the model accepts.
+
+    Each size is tried on device `meta`, which costs no memory. If none works, the images have the
+    model's default size.
+    """
     import timm
 
     for size, option in product(IMAGES, ("img_size", None)):
@@ -122,8 +126,8 @@ def _timm(name: str) -> Case:
     return Case(module, torch.randn(SAMPLES, *shape))
 
 
-# Options that make a model tiny, by their names in configurations of transformers. A configuration
-# ignores options that it does not know.
+# Fields of a configuration of transformers that make the model tiny. A configuration ignores the
+# fields that it does not know.
 _TINY: Options = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -272,7 +276,7 @@ TRANSFORMERS: dict[str, tuple[str, str, Options, str]] = {
 
 
 def transformers_models() -> dict[str, Build]:
-    """Return tiny models of the transformers package, with random weights."""
+    """Map names to functions that build tiny models of the transformers package."""
     found: dict[str, Build] = {}
     for name, row in TRANSFORMERS.items():
         build = partial(_transformers, *row)
@@ -310,9 +314,10 @@ LISTS = {
 
 
 def _without_dropout(build: Build) -> Case:
-    """Build a model, and set the probabilities of dropout and drop path to zero.
+    """Build a model, and set its probabilities of dropout and of drop path to zero.
 
-    The probabilities are found by their names, in the attributes of all modules and their configs.
+    A probability is found by its name, such as "dropout", among the attributes of all modules and
+    of their configurations.
     """
     case = build()
     for module in case.module.modules():

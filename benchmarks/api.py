@@ -1,7 +1,7 @@
 """Make the text of docs/api.md from the docstrings of the public classes and functions.
 
-`python -m benchmarks.render` writes the page. It is plain Markdown, which can be read in the
-repository and on the site.
+`python -m benchmarks.render` writes the page. The page is plain Markdown, so that it can be read
+both in the repository and on the documentation's site.
 """
 
 import ast
@@ -90,7 +90,7 @@ OWN = re.compile(r"(\(\n?\s*)(?:self|cls)(?:,\s*|(?=\)))")
 
 
 def reference() -> str:
-    """Return the text of the page: a heading for each section, class, function and method."""
+    """Return the page as Markdown: all sections, with their classes, functions and methods."""
     described: dict[Callable[..., Any], str] = {}
     parts = []
     for section, names in PUBLIC.items():
@@ -105,7 +105,7 @@ def reference() -> str:
 
 
 def entry(path: str, public: Any) -> Iterator[str]:
-    """Yield the heading, the signature and the docstring of a class or function."""
+    """Yield pieces of Markdown: the heading, signature and docstring of a class or function."""
     yield f"### `{path}`"
     tree = parsed(public)
     documented: list[str] = []
@@ -128,13 +128,14 @@ def entry(path: str, public: Any) -> Iterator[str]:
 def members_of(
     owner: type, members: Iterable[str], described: dict[Callable[..., Any], str]
 ) -> Iterator[str]:
-    """Yield texts about methods and properties of a class.
+    """Yield pieces of Markdown that describe methods and properties of a class.
 
     Args:
         owner: The class.
-        members: Their names.
-        described: Maps each method that the page has described to its heading. This function adds
-            the methods of the class.
+        members: The names of the methods and properties.
+        described: The methods that the page has described so far, with links to them. This function
+            adds the methods of the class. If several classes share a method, only the first class
+            describes it, and the others have a link.
     """
     properties = []
     elsewhere = []
@@ -161,7 +162,7 @@ def members_of(
 
 
 def parsed(public: Any) -> ast.ClassDef | ast.FunctionDef:
-    """Return the syntax tree of a class or function."""
+    """Return the syntax tree of a class or function from its source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(public))).body
     assert isinstance(tree, ast.ClassDef | ast.FunctionDef)
     return tree
@@ -172,7 +173,7 @@ def header(function: Callable[..., Any], shown: str) -> str:
 
     Args:
         function: The function.
-        shown: The name to show in place of the function's own.
+        shown: The name to show in place of the function's name, such as that of the class.
     """
     source = textwrap.dedent(inspect.getsource(function))
     (tree,) = ast.parse(source).body
@@ -184,13 +185,13 @@ def header(function: Callable[..., Any], shown: str) -> str:
 
 
 def fields_of(tree: ast.ClassDef) -> list[str]:
-    """Return the public fields of a class, such as `micro_batch: int`."""
+    """Return the names and types of a class's public fields, such as `micro_batch: int`."""
     fields = [ast.unparse(node) for node in tree.body if isinstance(node, ast.AnnAssign)]
     return [field for field in fields if not field.startswith("_")]
 
 
 def documented_fields(tree: ast.ClassDef) -> list[str]:
-    """Return a line for each field of a class, or no line if no field has a docstring."""
+    """Return a list item for each field of a class; return none if no field has a docstring."""
     lines = []
     documented = False
     for node, following in pairwise([*tree.body, ast.Pass()]):
@@ -205,7 +206,7 @@ def documented_fields(tree: ast.ClassDef) -> list[str]:
 
 
 def markdown(docstring: str) -> str:
-    """Return a docstring as Markdown: its sections as lists, and its examples as code."""
+    """Turn a docstring into Markdown: sections such as `Args:` into lists, examples into code."""
     parts: list[str] = []
     lines = docstring.splitlines()
     while lines:
@@ -233,7 +234,7 @@ def markdown(docstring: str) -> str:
 
 
 def listed(section: str) -> str:
-    """Return the entries of a section, such as `name: text`, as a list."""
+    """Turn the entries of a docstring's section, such as `name: text`, into a Markdown list."""
     lines = []
     for line in section.splitlines():
         if line[:1].strip():
@@ -246,7 +247,7 @@ def listed(section: str) -> str:
 
 
 def within_list(docstring: str) -> str:
-    """Return a docstring as Markdown that can stand in an entry of a list."""
+    """Turn a docstring into Markdown, indented so that it can stand within a list item."""
     text = markdown(inspect.cleandoc(docstring))
     return textwrap.indent(text, "  ").strip()
 

@@ -1,15 +1,15 @@
 """Measure what `torch.compile` gains on a transformer, with pipelines and without.
 
-The model has 12 equal layers. Each way to train it runs with its layers compiled and uncompiled,
-which take turns:
+The model has 12 equal layers. There are three ways to train it:
 
-- `plain` runs the layers on one micro-batch after another
+- `plain` runs the layers on one micro-batch after another, without a pipeline
 - `workers` is a `GPipe` of two partitions, each in a thread
 - `ranks` is a `DistributedGPipe` of two partitions, each in a process
 
-The ratio is the time of a step uncompiled, divided by its time compiled. It is the median over all
-rounds. If the ratio of a pipeline is as high as that of `plain`, the pipeline gains as much from
-compilation as layers without a pipeline.
+In each way, a step with uncompiled layers and a step with compiled layers are timed in each round.
+The table's ratio is the uncompiled step's time divided by the compiled step's time, as the median
+over all rounds. If the ratio of a pipeline is as high as that of `plain`, the pipeline gains as
+much from compilation as layers without a pipeline.
 """
 
 import random
@@ -55,14 +55,17 @@ Seconds = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A way to train (a key of `WAYS`), and a checkpoint mode."""
+    """A way to train the model (a key of `WAYS`), and a checkpoint mode."""
 
     way: str
     checkpoint: str
 
 
 class Job(NamedTuple):
-    """A case to measure: the size of its model, the rounds, and the backend of `torch.compile`."""
+    """A case to measure, with the model's size, the number of rounds, and the compiler's backend.
+
+    In each round, an uncompiled step and a compiled step are timed.
+    """
 
     case: Case
     size: str
@@ -91,7 +94,7 @@ class Block(nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every combination of a way to train and a mode of checkpointing; print a table."""
+    """Measure each way to train with each checkpoint mode, record the results, print a table."""
     parser = command("compiled", __doc__, rounds=20, seed=0)
     add, ways, modes = parser.add_argument, list(WAYS), list(CHECKPOINTS)
     add("--way", nargs="+", choices=ways, default=ways, help="to train")
@@ -110,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(jobs: Sequence[Job]) -> Found:
-    """Yield a list of results for each job: one result uncompiled, and one compiled."""
+    """Yield a list of two results for each job: of the uncompiled and of the compiled steps."""
     for job in jobs:
         first, *_ = _measured(job)
         turns = zip(first["uncompiled"], first["compiled"], strict=True)
@@ -125,7 +128,7 @@ def measure(jobs: Sequence[Job]) -> Found:
 
 
 def _measured(job: Job) -> Iterator[Seconds]:
-    """Run a job in its processes, and yield the measurements of each process."""
+    """Run a job in new processes, and yield the measured seconds of each process."""
     count = WAYS[job.case.way]
     with (
         TemporaryDirectory() as folder,
@@ -141,7 +144,7 @@ def _measured(job: Job) -> Iterator[Seconds]:
 
 
 def _process(k: int, link: Connection, folder: str, job: Job) -> None:
-    """Run uncompiled and compiled steps in turn, as process `k`; send the seconds of each step."""
+    """Time uncompiled and compiled steps as process `k` of a job; send the seconds of each step."""
     torch.set_num_threads(1)
     count = WAYS[job.case.way]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=k, world_size=count)
@@ -176,7 +179,7 @@ def _process(k: int, link: Connection, folder: str, job: Job) -> None:
 def _way(
     case: Case, layers: nn.Sequential, x: Tensor, target: Tensor
 ) -> tuple[nn.Module, Callable[[], object]]:
-    """Return a model, and a function that runs a step of its training."""
+    """Build a case's model from layers; return it with a function that runs a training step."""
     half = LAYERS // N
     options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": case.checkpoint}
     options["schedule"] = "1F1B"
@@ -197,7 +200,7 @@ def _way(
 
 
 def _compile(model: Any, backend: str) -> None:
-    """Compile each layer of a pipeline, or of plain layers."""
+    """Compile each layer of a model, which is a pipeline or an `nn.Sequential`."""
     if isinstance(model, nn.Sequential):
         for layer in model:
             compile_layer(layer, backend=backend)
@@ -206,7 +209,7 @@ def _compile(model: Any, backend: str) -> None:
 
 
 def _check_gradients(models: Sequence[nn.Module], steps: Sequence[Callable[[], object]]) -> None:
-    """Run a step uncompiled and compiled, and check that both compute the same gradients."""
+    """Run one step of each model, and check that all models compute the same gradients."""
     expected: list[Tensor] | None = None
     for model, step in zip(models, steps, strict=True):
         step()

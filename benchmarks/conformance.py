@@ -3,9 +3,9 @@
     python -m benchmarks.conformance --out results/benchmarks/conformance.json
 
 Each check trains or evaluates a small pipeline on CPUs. The folder tests/behaviours/rows/training
-has the checks. An engine is a pipeline of this library or of another one. Every engine runs each
-check, and the result is compared with that of the same layers without a pipeline. Two engines need
-packages:
+has the checks. An engine is a kind of pipeline of this library or of another one. Every engine runs
+each check, and the result is compared with that of the same layers without a pipeline. Two engines
+need packages:
 
     pip install --no-deps --target DIR torchgpipe==0.0.7     # then pass --older DIR
     pip install --target DIR deepspeed                       # then pass --deepspeed DIR
@@ -98,9 +98,10 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _engines(options: Namespace) -> dict[str, Adapter]:
-    """Return the chosen engines that are installed, and prepare their imports.
+    """Return the chosen engines whose packages are installed; say which others are left out.
 
-    The packages of the engines become importable in the processes that run the engines.
+    The folders of the options `--older` and `--deepspeed` are set as places of the engines'
+    packages.
     """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:
@@ -122,7 +123,7 @@ def _engines(options: Namespace) -> dict[str, Adapter]:
 
 
 def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
-    """Yield a list of results for each check: one result for each engine."""
+    """Run each check with each engine; yield a list for each check, with a result per engine."""
     for name in checks:
         results = []
         for engine, adapter in engines.items():
@@ -134,12 +135,12 @@ def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render how often each engine had each outcome, and the results of all checks."""
+    """Render a table that counts each engine's outcomes, and then the results of all checks."""
     return f"{counted(record, style)}\n\n{checked(record, style)}"
 
 
 def counted(record: Record, style: str) -> str:
-    """Render how often each engine had each outcome."""
+    """Render a table that counts how often each engine was right, failed, and so on."""
     summary = []
     for engine in engines_of(record):
         own = [result for result in record.results if result.row == engine]
@@ -180,7 +181,7 @@ def engines_of(record: Record) -> list[str]:
 
 
 def word(kind: str) -> str:
-    """Return the word for an outcome in tables."""
+    """Return the word that tables show for a recorded outcome, such as "right" for "equal"."""
     return WORDS.get(kind, kind)
 
 
@@ -190,10 +191,10 @@ def outcome(result: Result | None) -> str:
 
 
 def here_word(results: Sequence[Result]) -> str:
-    """Return the cell of this library's results in a check.
+    """Return the text for this library's results of one check in a table.
 
-    If all engines have the same outcome, this is its word. Otherwise, the cell names the engines
-    that were not right, each with the word for its outcome.
+    This library has several engines. If all have the same outcome, the text is that outcome, such
+    as "right". Otherwise, the text names each engine that was not right, and its outcome.
     """
     words = {result.row: outcome(result) for result in results}
     if len(set(words.values())) <= 1:
@@ -202,7 +203,7 @@ def here_word(results: Sequence[Result]) -> str:
 
 
 def reasons(results: Sequence[Result]) -> str:
-    """Return the messages of the engines whose results differ from those without a pipeline.
+    """Return a text that says which engines did not get a check right, and why.
 
     An example is "*fails* (ScheduleGPipe, Schedule1F1B): RuntimeError: …".
     """

@@ -1,4 +1,4 @@
-"""What several benchmarks use: options, and a record that is saved after each case.
+"""Give benchmarks common options, and a record of results that is saved after each case.
 
 A benchmark has cases. In each case, several *ways* to do the same work take turns: different
 engines, different versions, or a loop without a pipeline. The record has one result for each way in
@@ -56,8 +56,8 @@ def command(
         record: Whether the benchmark makes a record, and so has the option `--out`.
         formats: Whether the results can be printed in several formats, by the option `--format`.
         package: The package that has the module.
-        defaults: The default values of the options `rounds`, `steps` and `seed`. The benchmark has
-            only those of these options for which a default is given.
+        defaults: The default values of the options `rounds`, `steps` and `seed`. An option without
+            a default here is not an option of the benchmark.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
@@ -78,14 +78,14 @@ def command(
 
 
 def positive(text: str) -> int:
-    """Parse a command line argument as a positive integer."""
+    """Parse a command line argument as a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 
 def not_negative(text: str) -> int:
-    """Parse a command line argument as a whole number that is not negative."""
+    """Parse a command line argument as a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
     return int(text)
@@ -98,10 +98,10 @@ def start(
     unit: dict[str, str],
     devices: int,
 ) -> Record:
-    """Return a record without results that describes this machine and the options.
+    """Return a record without results yet, which describes this machine and the options.
 
-    The kind of device is the value of the option `on`, or `cpu` if there is no such option. This
-    function also sets the number of PyTorch's CPU threads to one.
+    The record's kind of device is the value of the option `on`, or `cpu` if there is no such
+    option. This function also sets the number of PyTorch's CPU threads to one.
     """
     if options.out is not None:
         folder = options.out.absolute().parent
@@ -124,9 +124,9 @@ def start(
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return the record with the results of an earlier record.
+    """Return `record` with the results of the earlier record `before`, to add further results.
 
-    If the earlier results are of another git revision, a note names the revision.
+    If the earlier results are of another git revision, a note in the record names that revision.
     """
     assert record.run is not None
     assert before.run is not None
@@ -139,7 +139,7 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return a record's results in nested dictionaries: by case, then by way to run the case."""
+    """Return a record's results in a dictionary of cases, each a dictionary by way to run it."""
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:
         found.setdefault(result.experiment, {})[result.row] = result
@@ -155,7 +155,10 @@ def cell(reason: str | None) -> str:
 
 
 def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
-    """Return a heading, a table, and notes as a list, for a page or for a terminal."""
+    """Join a heading, a table and a list of notes into one text.
+
+    The style "pipe" is for a page in Markdown, and other styles are for a terminal.
+    """
     title = title[0].upper() + title[1:]
     heading = f"## {title}" if style == "pipe" else title
     lines = []
@@ -173,7 +176,10 @@ def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
 
 
 def summarized(result: Result) -> Result:
-    """Replace a result's samples by their medians; put their quartiles and number into `spread`."""
+    """Return a result whose samples are replaced by their median, quartiles and number.
+
+    The median is the result's value. The quartiles and the number of samples are in `spread`.
+    """
     if not result.samples:
         return result
     medians, spread = {}, {}
@@ -187,9 +193,11 @@ def summarized(result: Result) -> Result:
 
 
 def in_format(style: str, table: Callable[[Record, str], str]) -> Callable[[Record], str]:
-    """Return the function that renders a record in a format of the option `--format`.
+    """Return a function that renders a record in a format of the option `--format`.
 
-    `table` renders the record's tables in a style of the package tabulate.
+    Args:
+        style: The format.
+        table: A function that renders the record's tables in a style of the package tabulate.
     """
 
     def rendered(record: Record) -> str:
@@ -212,9 +220,9 @@ def collect(
     Args:
         record: The record to which results are added.
         path: The record's file. If it is `None`, no file is written.
-        found: A generator, which runs one case at a time and yields its results.
+        found: A generator that runs one case at a time and yields the results of each.
         total: The number of cases.
-        table: The function that renders the record.
+        table: A function that renders the record for the terminal.
     """
     recorder = Recorder(path or Path(), record)
     for result in record.results:
@@ -251,7 +259,7 @@ def collect(
 
 
 def _finished(record: Record, path: Path | None) -> str:
-    """Say where the results of an interrupted benchmark are."""
+    """Say where the finished results of an interrupted benchmark can be found, if there are any."""
     if not record.results:
         return "nothing is finished"
     if path is None:

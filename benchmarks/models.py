@@ -1,6 +1,7 @@
-"""Language models of published sizes, for `python -m reproduce plan benchmarks.models:gpt2_xl`.
+"""Build language models of published sizes, to plan their training.
 
-Their parameters are in bfloat16.
+A command can name them: `python -m reproduce plan benchmarks.models:gpt2_xl`. The models'
+parameters are in bfloat16.
 """
 
 import torch
@@ -13,12 +14,12 @@ Example = tuple[nn.Module, Tensor]
 
 
 def gpt2() -> Example:
-    """Return GPT-2 with 124 million parameters."""
+    """Return GPT-2 with 124 million parameters, and a sample."""
     return tied(gpt(layers=12, width=768, heads=12))
 
 
 def gpt2_long() -> Example:
-    """Return a GPT-2 with the width of GPT-2 medium, and a sample of 16,384 tokens."""
+    """Return a model of the size of GPT-2 medium for long samples, and one of 16,384 tokens."""
     return tied(gpt(layers=24, width=1024, heads=16, tokens=16_384))
 
 
@@ -59,13 +60,13 @@ def gpt(*, layers: int, width: int, heads: int, tokens: int = 1024) -> Example:
 
 
 def example(sizes: Sizes) -> Example:
-    """Return a transformer with parameters in bfloat16, and a sample of its tokens."""
+    """Return a transformer with parameters in bfloat16, and a batch of one sample (of tokens)."""
     sample = torch.zeros(1, sizes.tokens, dtype=torch.long)
     return transformer(sizes).to(torch.bfloat16), sample
 
 
 def tied(given: Example) -> Example:
-    """Let the head of a transformer use the weight of its embedding, as GPT-2's does."""
+    """Let a transformer's last layer share the weight of its embedding, as in GPT-2."""
     model, sample = given
     assert isinstance(model, nn.Sequential)
     embedding, head = model[0], model[-1]

@@ -2,9 +2,10 @@
 
     python -m benchmarks.names            # `make lint` runs this
 
-A page may name a revision only if a record in `results/` was measured at it. Code in a page (in
-backticks, or in a block) may name only files, modules, make targets and options that exist.
-CHANGELOG.md is not checked, because it also names what has been removed.
+A page is a Markdown file of the docs. It may name a git revision only if a record in `results/` was
+measured at that revision. Code in a page (in backticks, or in a block) may name only files,
+modules, make targets and options that exist. CHANGELOG.md is not checked, because it also names
+what has been removed.
 """
 
 import functools
@@ -60,14 +61,14 @@ PROGRAMS = (
 
 
 class Code(NamedTuple):
-    """A piece of code in a page, and the number of its line."""
+    """A piece of code in a page, and the number of the line in which it begins."""
 
     line: int
     text: str
 
 
 def main() -> int:
-    """Print what pages name although it does not exist. Return the exit code."""
+    """Print each name in a page that refers to nothing; return 1 if there are any, else 0."""
     sys.excepthook = fail
     revisions, found = recorded_revisions(ROOT)
     for page in pages(ROOT):
@@ -86,13 +87,13 @@ def pages(root: Path) -> list[Path]:
 
 
 def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
-    """Return the revisions of all records, and a message for each one that is not in git's history.
+    """Return the git revisions of all records, and messages about those that git does not have.
 
     Raises:
-        Error: This folder is no git clone, or the clone is shallow: it lacks a part of the history.
+        Error: If this folder is no git clone, or if the clone lacks a part of the history.
     """
     if git(root, "rev-parse", "--is-shallow-repository") == b"true":
-        raise Error("this clone is shallow: run 'git fetch --unshallow' to have its history")
+        raise Error("this clone is shallow: run 'git fetch --unshallow' to get all of its commits")
     history = git(root, "rev-list", "HEAD").decode().split()
     known = frozenset(history)
     revisions, missing = [], []
@@ -109,7 +110,7 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield what a page names although it does not exist: the number of the line, and a message.
+    """Check a page; yield a line number and a message for each name that refers to nothing.
 
     Args:
         text: The text of the page.
@@ -127,9 +128,9 @@ def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
 def pieces(text: str) -> Iterator[Code]:
     """Yield all pieces of code in a page.
 
-    A block of shell commands has a piece for each line. Any other block, and code in backticks, is
-    one piece. Blocks of the languages `text` and `output` are left out, because they show pictures
-    and what programs print.
+    In a block of shell commands, each line is a piece. Any other block is one piece, and so is code
+    in backticks. Blocks of the languages `text` and `output` are left out, because they show
+    pictures and what programs print.
     """
     for match in CODE.finditer(text):
         number = text.count("\n", 0, match.start()) + 1
@@ -145,7 +146,7 @@ def pieces(text: str) -> Iterator[Code]:
 
 
 def _in_code(code: str) -> list[str]:
-    """Return messages about what code names although it does not exist."""
+    """Return a message for each file, module, command or option in code that does not exist."""
     found = []
     for pattern, exists, what in (
         (MODULE, _module_exists, "there is no module {}"),
@@ -168,7 +169,7 @@ def _module_exists(name: str) -> bool:
 
 
 def _resolves(name: str) -> bool:
-    """Return whether a dotted name is a module, or something in a module."""
+    """Return whether a dotted name is that of a module, or of something that a module defines."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -179,8 +180,8 @@ def _resolves(name: str) -> bool:
 def _file_exists(path: str) -> bool:
     """Return whether a page may name this file or folder.
 
-    It may if the file exists, if git ignores it (then a command writes it), or if its name is in
-    capitals. A name such as `tests/FILE` stands for any file.
+    A page may name a file that exists, or a file that git ignores, because a command may write it.
+    It may also name a file in capitals, such as `tests/FILE`, which stands for any file.
     """
     path = path.rstrip("./")
     if Path(path).name.isupper() or any(ROOT.glob(path)):
@@ -200,7 +201,7 @@ def _is_command(name: str) -> bool:
 
 
 def _unknown_options(code: str) -> Iterator[str]:
-    """Yield a message about each option in code that its program does not have.
+    """Yield a message for each option in a piece of code that the named program does not have.
 
     If the code names no program, the options of all programs are allowed. Options after ` -- ` are
     not checked, because the program passes them to another program.
@@ -222,7 +223,7 @@ def _unknown_options(code: str) -> Iterator[str]:
 
 @functools.cache
 def _all_options() -> frozenset[str]:
-    """Return the options of all programs of this project, of torchrun, and of the tests."""
+    """Return the command-line options of all this project's programs, torchrun and the tests."""
     commands = [str(command.name) for command in COMMANDS]
     known = {"--all", "--help", "--slow", "--version"}
     known.update(OPTION.findall(torchrun_parser().format_help()))
@@ -233,7 +234,7 @@ def _all_options() -> frozenset[str]:
 
 @functools.cache
 def _options_of(name: str) -> frozenset[str]:
-    """Return the options that a program's help names.
+    """Return the command-line options that a program's `--help` names.
 
     Args:
         name: A command of `reproduce`, a module, or the path of a script.

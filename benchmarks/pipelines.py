@@ -1,7 +1,7 @@
 """Build pipelines on CPU devices with a chosen engine.
 
-An engine is a way to run the partitions. One choice is the graph engine as it works on several
-GPUs.
+An engine is the part of `GPipe` that runs the partitions. The choice "across" makes the graph
+engine work on CPUs as it does on several GPUs.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ def evenly(layers: nn.Sequential, n: int) -> list[int]:
 def on_cpu(
     layers: nn.Sequential, balance: Sequence[int], engine: str | None = None, **options: Any
 ) -> GPipe:
-    """Return a pipeline on CPU devices, as many as there are partitions if `options` has none.
+    """Return a pipeline on CPU devices: one for each partition, or the `devices` in `options`.
 
     Args:
         layers: The layers of the pipeline.
         balance: The number of layers of each partition.
         engine: An engine of `GPipe`, `None` for its default engine, or `"across"`: the graph engine
-            as it works on several GPUs, but without copies. There, each task is a node of the
-            autograd graph, and additional edges between these nodes order the backward.
+            as it works on several GPUs, but without copies. In this engine, each task is a node of
+            the autograd graph, and additional edges between these nodes order the backward.
         options: Further options of `GPipe`.
     """
     if engine is not None:

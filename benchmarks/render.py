@@ -3,9 +3,9 @@
     python -m benchmarks.render            # or `make results`
     python -m benchmarks.render --check    # `make lint` runs this
 
-`python -m reproduce render` rewrites only the tables of experiments, because `reproduce` must not
-import `benchmarks`. This program runs the same command, and passes it a function that makes the
-tables of benchmarks and the text of the API.
+The command `python -m reproduce render` rewrites only the tables of experiments, because
+`reproduce` must not import `benchmarks`. This program runs the same command, and passes it the
+function `block`, which makes the tables of benchmarks and the text about the API.
 """
 
 import sys
@@ -37,7 +37,7 @@ TABLES = {
 
 
 def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
-    """Return the table of a benchmark's record, and a line about when and where it was measured.
+    """Return a benchmark's table, and a line about when and where its numbers were measured.
 
     Args:
         page: The page that contains the table.
@@ -46,7 +46,7 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         folder: The folder of the records.
 
     Raises:
-        Error: The record is broken, or no benchmark has that name.
+        Error: If the record cannot be read, or if no benchmark has that name.
     """
     if name == API:
         return api.reference() + "\n\n"
@@ -71,7 +71,7 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
 
 
 def _conditions(run: Run) -> Iterator[str]:
-    """Yield texts about a run: its date, versions and machine, and how busy the machine was."""
+    """Yield short texts about a run: date, versions, machine, and how busy the machine was."""
     machine, versions, load, git = run.machine, run.versions, run.load, run.git
     yield run.started[:10]
     yield f"torch {versions['torch']}"

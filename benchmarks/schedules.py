@@ -1,9 +1,10 @@
 """Measure schedules over two ranks, and compare them with other schedules, such as PyTorch's.
 
-All schedules take turns in the same two processes. Some schedules are compared with another one:
+All schedules take turns in the same two processes. For a schedule that is compared with another
+schedule, the table has these columns:
 
-- `ratio` is the other schedule's time for a step, divided by this schedule's time. It is the median
-  over all rounds. If it is above 1, this schedule is faster.
+- `ratio` is the other schedule's time for a step, divided by this schedule's time, as the median
+  over all rounds. If the ratio is above 1, this schedule is faster.
 - `replayed` is the ratio that a simulation predicts from the measured times of both schedules'
   tasks.
 """
@@ -40,7 +41,7 @@ N = 2
 LAYERS = 4
 """The number of linear layers on each rank."""
 
-# For each size: the width of the linear layers, and the number of samples in a micro-batch.
+# For each size, the width of the linear layers, and the number of samples in a micro-batch.
 SIZES = {
     "short": (512, 64),
     "small": (1024, 64),
@@ -62,14 +63,17 @@ Measured = dict[str, tuple[list[float], Tasks]]
 
 
 class Case(NamedTuple):
-    """A number of micro-batches, and the size of the tasks (a key of `SIZES`)."""
+    """What to measure: a number of micro-batches, and the size of the tasks (a key of `SIZES`)."""
 
     micro_batches: int
     size: str
 
 
 class Job(NamedTuple):
-    """A case to measure, the number of rounds, and a seed for parameters, data and the order."""
+    """A case to measure, the number of rounds, and the seed of all random numbers.
+
+    Parameters, data and the order of the schedules in each round are random.
+    """
 
     case: Case
     rounds: int
@@ -77,7 +81,7 @@ class Job(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every combination of a size and a number of micro-batches, and print a table."""
+    """Measure each number of micro-batches with each size of tasks, and print a table."""
     parser = command("schedules", __doc__, rounds=60, seed=0)
     add, sizes, chunks = parser.add_argument, list(SIZES), list(PAIRS)
     add("--size", nargs="+", choices=sizes, default=sizes, help="of the tasks")
@@ -92,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(cases: Sequence[Case], rounds: int, seed: int) -> Found:
-    """Yield a list of results for each case: one result for each schedule."""
+    """Measure cases, and yield for each a list of results with one result for each schedule."""
     for case in cases:
         m, size = case
         samples: dict[str, list[float]] = {}
@@ -117,7 +121,7 @@ def measure(cases: Sequence[Case], rounds: int, seed: int) -> Found:
 
 
 def _measured_by_ranks(job: Job) -> Iterator[Measured]:
-    """Run a case on all ranks, and yield the measurements of each rank."""
+    """Run a case in new processes, the ranks, and yield the measured times of each rank."""
     with (
         TemporaryDirectory() as folder,
         closing(Launched("spawn", N, _rank, folder, job)) as launched,
@@ -132,13 +136,13 @@ def _measured_by_ranks(job: Job) -> Iterator[Measured]:
 
 
 def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
-    """Return the predicted seconds of a step in which each task takes its measured time."""
+    """Simulate a step of a schedule with each task's measured time; return the step's seconds."""
     schedule = make(name, N, m, 1, "never")
     return schedule.replay(tasks[name].__getitem__).seconds
 
 
 def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
-    """Run steps of all schedules in turn, as one rank; measure the steps and this rank's tasks.
+    """Take part as rank `k` in steps of all schedules, and time the steps and this rank's tasks.
 
     At the end, send the seconds of all steps and the median seconds of each task through `link`.
     """
@@ -216,7 +220,7 @@ def _way(name: str, layers: nn.Sequential, m: int, x: Tensor, target: Tensor) ->
 
 
 def _check_gradients(ways: Sequence[Way]) -> None:
-    """Run a step of each schedule, and check that all schedules compute the same gradients."""
+    """Run one step of each schedule, and check that all of them compute the same gradients."""
     expected: list[Tensor] | None = None
     for way in ways:
         way.step()
@@ -228,7 +232,10 @@ def _check_gradients(ways: Sequence[Way]) -> None:
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render a table of milliseconds and ratios, and the geometric mean of each pair's ratios."""
+    """Render a table that compares schedules, with the milliseconds of a step and their ratio.
+
+    Below the table is the geometric mean of the ratios of each two schedules over all cases.
+    """
     rows: list[list[str]] = []
     ratios: dict[str, list[float]] = {}
     for case, found in by_case(record).items():

@@ -1,9 +1,10 @@
-"""Simulate devices: streams with simulated clocks, which replace the streams of GPUs.
+"""Simulate devices for tests: streams with simulated clocks replace the streams of GPUs.
 
-The devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission. Its clock is
-the simulated time at which all its work so far has ended. The host itself takes no time, but can
-wait for streams. A copy occupies the current stream of the source device, and that of the target
-device. A log notes who waits for whom, and which stream uses memory.
+The simulated devices are `cpu:0`, `cpu:1`, …. A stream runs its work in the order of submission.
+The clock of a stream is the simulated time at which all its work so far has ended. The host itself
+takes no time, but can wait for streams. A copy occupies the current stream of the source device and
+the current stream of the target device. A log notes who waits for whom, and which stream uses
+memory.
 """
 
 import threading
@@ -25,7 +26,7 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Wait for the work of a transfer between two ranks. All other work has ended already."""
+        """Wait for a transfer between two ranks, if there is one; other work has ended already."""
         if self.work is not None:
             self.work.wait()
 
@@ -51,7 +52,7 @@ class Stream:
         self.clock = max(self.clock, event.clock)
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Run work for some simulated seconds; return when it starts and ends."""
+        """Run work for some simulated seconds; return the times when it starts and ends."""
         self.clock += seconds
         start = self.clock - seconds
         return start, self.clock
@@ -76,7 +77,7 @@ class Streams:
     host: threading.Thread = field(default_factory=threading.current_thread)
 
     def __post_init__(self) -> None:
-        """Replace the library's streams by simulated streams."""
+        """Replace the library's streams by simulated streams until the test ends."""
         to = Tensor.to
 
         def copied(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,7 +101,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The current streams of this thread, the innermost stream last."""
+        """The current streams of this thread, in the order in which `using` made them current."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
@@ -136,7 +137,10 @@ class Streams:
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
-        """Occupy the two innermost current streams for the time of a copy."""
+        """Advance the clocks of the last two current streams by the time of a copy to `target`.
+
+        They are streams of the source device and of the target device.
+        """
         ends = self.current[-2:]
         names, devices, clocks = [], [], []
         for stream in ends:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.which         # takes minutes, and writes results/benchmarks/which.json
 
-Nothing is run on a device: `torchgpipe.plan` counts the operators of the models, and predicts their
-training from descriptions of hardware. docs/which.md shows the record.
+No model runs on a device: `torchgpipe.plan` counts the operators of the models, and predicts the
+time of a training step from descriptions of hardware. docs/which.md shows the predictions.
 """
 
 import sys
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """The command that makes the same predictions, but not those for several pipelines."""
+        """The command that makes the same predictions, except for those of several pipelines."""
         return (
             f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
             f"\\\n    --batch-size {self.batch_size} --optimizer {OPTIMIZER} --master-weights "
@@ -88,7 +88,7 @@ CASES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Predict all cases, save the record, and print its tables."""
+    """Predict the speed of all ways to train in all cases; save a record and print its tables."""
     options = command("which", __doc__ or "", record=False).parse_args(arguments)
     results: list[Result] = []
     for case in CASES:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def predicted(case: Case) -> list[Result]:
-    """Return the predictions of all ways to train a case."""
+    """Return a result for each way to train a case, such as FSDP or a pipeline."""
     planned = planned_for(case)
     data_parallel, sharded = planned.beside[case.devices]
     return [
@@ -116,7 +116,7 @@ def predicted(case: Case) -> list[Result]:
 
 
 def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> Plan:
-    """Return the plan for a case with one pipeline, or for one of several pipelines.
+    """Return the plan of a case's training with one pipeline, or of one of several pipelines.
 
     Args:
         case: The case.
@@ -125,7 +125,7 @@ def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> 
         memory: The bytes of each device; by default those of the hardware description.
 
     Raises:
-        Impossible: If no setup fits.
+        Impossible: If no setup fits into the memory.
     """
     given = find_given(f"{MODULE}:{case.model}", (), ())
     module, sample = given.built(1, torch.device("meta"))
@@ -143,11 +143,11 @@ def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> 
 
 
 def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
-    """Return the result of data parallel training or of FSDP.
+    """Return the result of a case's training without a pipeline: data parallel, or FSDP.
 
     Args:
         case: The case.
-        each: The prediction.
+        each: The prediction for data parallel training or for FSDP.
         room: How many bytes tensors may take on each device.
     """
     config = {
@@ -163,8 +163,8 @@ def several_pipelines(case: Case, planned: Plan) -> Result:
     """Return the result of several pipelines, which share the devices and the batch.
 
     All possible numbers of pipelines are tried, and the fastest result is returned. After a step,
-    the pipelines sum up their gradients. For this, each device keeps memory free for a second copy
-    of its gradients.
+    the pipelines sum up their gradients. For this sum, each device keeps memory free for a second
+    copy of its gradients.
     """
     layers = planned.predictor.counts.once
     gradients = sum([layer.parameters for layer in layers])
@@ -180,12 +180,12 @@ def several_pipelines(case: Case, planned: Plan) -> Result:
 
 
 def of_pipelines(case: Case, pipelines: int, best: Candidate | None, planned: Plan) -> Result:
-    """Return the result of one pipeline or of several.
+    """Return the result of a case's training with one pipeline or with several pipelines.
 
     Args:
         case: The case.
         pipelines: How many pipelines there are.
-        best: The prediction of one of them, or `None` if no setup fits.
+        best: The prediction for one of the pipelines, or `None` if no setup fits into the memory.
         planned: The plan for a single pipeline.
     """
     way = "pipeline" if pipelines == 1 else "both"
@@ -209,12 +209,12 @@ def of_pipelines(case: Case, pipelines: int, best: Candidate | None, planned: Pl
 
 
 def result(case: Case, way: str, config: Fields, seconds: float | None, allocated: float) -> Result:
-    """Return the result of a way to train a case.
+    """Make the record's result from a prediction of one way to train a case.
 
     Args:
         case: The case.
         way: One of `WAYS`.
-        config: How the case is trained.
+        config: The settings of the training, such as the number of micro-batches.
         seconds: The seconds of a step, or `None` if the memory of the devices is too small.
         allocated: The bytes of the fullest device.
     """
@@ -237,12 +237,12 @@ def result(case: Case, way: str, config: Fields, seconds: float | None, allocate
 
 
 def throughput(result: Result) -> float:
-    """Return the samples per second of a result, or 0 if the devices' memory is too small."""
+    """Return a result's samples per second, or 0 if the devices' memory is too small."""
     return float(result.values.get("throughput", 0.0))
 
 
 def table(record: Record, style: str = "simple") -> str:
-    """Render the samples per second of all cases, the settings of each way, and the commands."""
+    """Render tables of each case's speeds and settings, and the commands that predict them."""
     speeds = []
     setups = []
     commands = []
@@ -275,32 +275,35 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def by_case_of(record: Record) -> list[tuple[Case, dict[str, Result]]]:
-    """Return each case with its results, by way."""
+    """Return a list of cases, each with its results in a dictionary by way to train."""
     found = by_case(record)
     return [(case, found[case.name]) for case in CASES]
 
 
 def fastest(ways: Mapping[str, Result]) -> list[str]:
-    """Return the fastest way and those that are close to it, the fastest first."""
+    """Return the fastest way to train, and all ways that are at most 5% slower.
+
+    The fastest way comes first.
+    """
     ranked = sorted(ways.values(), key=throughput, reverse=True)
     least = (1 - CLOSE) * throughput(ranked[0])
     return [each.row for each in ranked if throughput(each) >= least]
 
 
 def speed(result: Result) -> str:
-    """Return the samples per second, with a star if activations are recomputed."""
+    """Return a table cell: samples per second, with a star if activations are recomputed."""
     if result.status != "predicted":
         return "no room"
     return number(throughput(result)) + ("*" if recomputed(result) else "")
 
 
 def recomputed(result: Result) -> bool:
-    """Return whether activations are recomputed, at least those of some micro-batches."""
+    """Return whether training recomputes the activations of all or some micro-batches."""
     return bool(result.config.get("recomputed", result.config.get("checkpoint") != "never"))
 
 
 def setup_of(result: Result) -> list[str]:
-    """Return the cells that say how a case is trained."""
+    """Return the table cells that say how a case is trained, from its memory to its balance."""
     config = result.config
     (allocated,) = result.values["allocated"]
     return [

@@ -1,8 +1,8 @@
 """Render the tables of docs/works-with.md.
 
-They say which PyTorch tools work with a pipeline, and which checks of training pass. Whether
-a tool works comes from this library's tests (`TOOLS`). Whether a check passes comes from the record
-that `benchmarks.conformance` writes.
+The tables say which PyTorch tools work with a pipeline, and which checks of training pass. What
+they say about tools comes from the rows of this library's tests (`TOOLS`). What they say about
+checks comes from the record that `benchmarks.conformance` writes.
 """
 
 from benchmarks import conformance
@@ -20,7 +20,12 @@ TOOLS += tools.REPLICAS
 
 
 def table(record: Record, style: str) -> str:
-    """Render three parts: a count of each engine's outcomes, the tools, and the checks."""
+    """Render a table of how often each engine was right, one of all tools, and one of all checks.
+
+    Args:
+        record: The record of `benchmarks.conformance`.
+        style: The style of the tables, such as "pipe" for Markdown.
+    """
     rows = []
     notes = []
     for row in TOOLS:
@@ -39,7 +44,7 @@ def table(record: Record, style: str) -> str:
 
 
 def answer(row: Row, engine: str) -> str:
-    """Say with which checkpoint modes a tool works on an engine of `GPipe`."""
+    """Say with which checkpoint modes a tool of PyTorch works on an engine of `GPipe`."""
     right = [mode for mode in MODES if not row.refusal(engine, mode)]
     if not right:
         return "refused"

@@ -1,6 +1,6 @@
-"""The site that `make docs` builds.
+"""Configure Sphinx for the site that `make docs` builds.
 
-It has the README and the pages of this folder.
+The site has the README and the pages of this folder.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ LINK = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 
 
 def read(app: Sphinx, name: str, source: list[str]) -> None:
-    """Put the README's text before the index, and mend links in the text of a page.
+    """Change the source of a page before Sphinx reads it.
 
-    A link to the README becomes a link to the index. A link to another file that is no page of this
-    site would lead nowhere, so the file's name takes its place.
+    The text of the index begins with the README's text. On all pages, a link to the README becomes
+    a link to the index. A link to a file that is no page of this site would lead nowhere, so the
+    file's name takes its place.
     """
     if name == "index":
         app.env.note_dependency(str(README))

@@ -32,5 +32,8 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict of a number in the words of the command `regression`."""
+    """Return the verdict about a number: "worse" if something was lost, otherwise "~".
+
+    The command `regression` uses the same words.
+    """
     return "worse" if lost else "~"

@@ -1,6 +1,6 @@
-"""Count what the training steps of several configurations do.
+"""Count the operations that pipelines of several configurations add in a training step.
 
-`Counts` says what is counted.
+The class `Counts` says what is counted.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class Model(NamedTuple):
     """A model whose operations are counted.
 
     Attributes:
-        build: Returns the layers.
+        build: A function that returns the layers.
         shape: The shape of a sample.
         options: Options of `GPipe`.
     """
@@ -63,7 +63,7 @@ N = 2
 
 
 class Configuration(NamedTuple):
-    """What is counted: a training step of a model.
+    """The configuration of a training step whose operations are counted.
 
     Attributes:
         model: The name of the model.
@@ -124,7 +124,7 @@ class Counts(NamedTuple):
     idles: int = 0
 
     def totals(self) -> dict[str, int]:
-        """Return one number for each kind of count."""
+        """Return the total number of each kind: operators, nodes, waits and idles."""
         return {
             "operators": self.operators.total(),
             "nodes": self.nodes,
@@ -133,7 +133,7 @@ class Counts(NamedTuple):
         }
 
     def plus(self, other: "Counts", sign: int = 1) -> "Counts":
-        """Add the counts of `other` or, if `sign` is -1, subtract them."""
+        """Return the sum of these counts and `other` or, if `sign` is -1, their difference."""
         operators = Counter(self.operators)
         for operator, number in other.operators.items():
             operators[operator] += sign * number
@@ -142,14 +142,16 @@ class Counts(NamedTuple):
 
 
 def counted() -> Iterator[tuple[str, Counts]]:
-    """Yield, for each configuration, its name and how many operations its last step has."""
+    """Yield the name of each configuration, and the operations that its pipeline adds in a step."""
     with closing(Ranks(N)) as ranks:
         for configuration in CONFIGURATIONS:
             yield str(configuration), count(configuration, ranks)
 
 
 def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
-    """Count the operations that a pipeline adds in the last of `STEPS` steps. See `Counts`.
+    """Count the operations that a pipeline adds in a training step. See `Counts`.
+
+    Several steps run, but only the last one is counted, because the first one starts threads.
 
     Args:
         asked: The configuration.
@@ -180,7 +182,7 @@ def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
 
 
 def _plain(asked: Configuration) -> Counts:
-    """Count a step of a plain loop over the same layers and micro-batches."""
+    """Count the operations of a step with the same layers and micro-batches, but no pipeline."""
     build, shape, _ = MODELS[asked.model]
     layers = build()
     x = torch.randn(asked.m * SAMPLES, *shape)
@@ -205,7 +207,7 @@ def _plain(asked: Configuration) -> Counts:
 
 
 def _on_rank(_: object, asked: Configuration) -> Counts:
-    """Count the last step of a distributed pipeline, as one of its ranks."""
+    """Count the operations of this rank in the last training step of a distributed pipeline."""
     build, shape, _ = MODELS[asked.model]
     layers = build()
     x = torch.randn(asked.m * SAMPLES, *shape)

@@ -60,9 +60,10 @@ def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> 
 
 
 def other_orders(file: Orders, noted: Orders) -> list[str]:
-    """Return a line for each order of tasks that differs from the file's order.
+    """Return a line of text for each device whose order of tasks differs from that in the file.
 
-    The line says from which task on the two orders differ.
+    The line says from which task on the order differs. A configuration that is missing on one side
+    (in the file or in `noted`) also gets a line.
     """
     lines = _missing(ORDERS, file, noted)
     for name in noted.keys() & file.keys():
@@ -93,7 +94,10 @@ def _listed(operators: Mapping[str, int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count every configuration, and compare the counts with the files, or write the files."""
+    """Count the operations of all configurations, and compare the counts with those in the files.
+
+    With the option --update, write the counts into the files.
+    """
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
     options = parser.parse_args(arguments)
@@ -124,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
-    """Yield each count for CSV and JSON. Its verdict is "worse" if it differs from the file's."""
+    """Yield each count, for CSV and JSON. The verdict is "worse" if the file has another count."""
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
         before = file.get(name, {})
@@ -134,7 +138,10 @@ def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Ite
 
 
 def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
-    """Yield each order of tasks for CSV and JSON. Its value is a list: a text for each device."""
+    """Yield the order of tasks of each configuration, for CSV and JSON.
+
+    The order is a list with a text for each device.
+    """
     for name, now in noted.items():
         about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
         yield {**about, "metric": "order", "value": now, "verdict": called(file.get(name) != now)}
@@ -152,7 +159,7 @@ def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
 
 
 def _write(name: str, rows: Mapping[str, object]) -> None:
-    """Write a JSON file with a line for each row."""
+    """Write a JSON file called `name` into this folder, with a line for each configuration."""
     lines = [f"{json.dumps(row)}: {json.dumps(found)}" for row, found in rows.items()]
     text = ",\n".join(lines)
     write_atomically(FOLDER / name, f"{{\n{text}\n}}\n")

@@ -31,7 +31,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _times(result: Result | None) -> str:
-    """Return a text such as `9 of 10`: how many runs of a gate found the loss, of how many runs.
+    """Return a text such as `9 of 10`, if a gate found the loss in 9 of its 10 runs.
 
     The text is empty if the gate did not run.
     """

@@ -7,8 +7,8 @@ times m micro-batches). The time of the layers is included.
 
 For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
 loop. If another version is given, the divisor is the total time of the same engine in that version.
-(If that version has only one engine, it is the time of that engine.) On CUDA, all partitions are on
-one GPU.
+(If that version has only one engine, the divisor is the total time of that engine.) On CUDA, all
+partitions are on one GPU.
 """
 
 import runpy
@@ -67,7 +67,10 @@ class Case(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case, record the results, and print a table."""
+    """Measure every case (a model with its numbers of partitions and micro-batches).
+
+    Store the results in a record (a file), and print them as a table.
+    """
     parser = command("gates.machinery", __doc__, rounds=5, steps=20, seed=0)
     add = parser.add_argument
     add("--base", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
@@ -92,7 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def other_torchgpipe(text: str) -> Path | str:
-    """Parse an argument: a folder that contains a torchgpipe, or a revision of this repository."""
+    """Parse the argument --base, which names another torchgpipe version to measure.
+
+    The argument is a folder that contains this version, or a git revision of this repository.
+    """
     if (Path(text) / VERSION).is_file():
         return Path(text).absolute()
     try:
@@ -217,7 +223,10 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _titles(record: Record) -> dict[str, str]:
-    """Return the titles of the columns for the plain loop and for the other version."""
+    """Return the titles of the table's columns for the plain loop and for the other version.
+
+    All other columns of times have the name of an engine as their title.
+    """
     name = ""
     for result in record.results:
         if result.row.endswith(OTHER):
@@ -230,7 +239,10 @@ def _titles(record: Record) -> dict[str, str]:
 
 
 def _cells(way: str, found: Mapping[str, Result]) -> Iterator[str]:
-    """Yield the table cells of one way to run a case: its times and, for an engine, its ratio."""
+    """Yield the table cells for one way to run a case, such as the plain loop or an engine.
+
+    The cells have the times and, for an engine, the ratio.
+    """
     values = found[way].values if way in found else {}
     if BOTH in values:
         yield f"{values['forward']:.0f} + {values['backward']:.0f}"

@@ -1,6 +1,6 @@
-"""Measure the torchgpipe version that this process imports.
+"""Measure how long tasks take with the torchgpipe version that this process imports.
 
-`benchmarks.gates.machinery` and `benchmarks.gpu.issued` use it.
+`benchmarks.gates.machinery` and `benchmarks.gpu.issued` use this module.
 """
 
 import time
@@ -79,10 +79,10 @@ class Way(NamedTuple):
 
 
 class Subject:
-    """A model, and its input.
+    """A model that is ready to run with the options of a measurement, and its input.
 
     Args:
-        way: How the model runs.
+        way: The options, such as the engine and the number of micro-batches.
         layers: The layers of the model. By default, they are built from `way`.
     """
 
@@ -131,7 +131,7 @@ def plain_loop(
 def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]:
     """Return a function that measures `steps` steps; raise an error if the model cannot run.
 
-    `fields` are the values of the fields of `Way`.
+    `fields` are the values of all fields of `Way`, the options of the measurement, in order.
     """
     way = Way(*fields)
     measure(1, way)

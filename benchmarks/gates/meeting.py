@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all training steps on every engine; print the first of each engine without overlap."""
+    """Run all training steps on every engine, to find steps whose tasks do not overlap.
+
+    For each engine, print the first such step, if there is one.
+    """
     options = command("gates.meeting", __doc__, record=False).parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()
@@ -46,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def meet() -> "tuple[list[Met], str]":
-    """Run all scenes; return what was found on each engine, and a line that says what was run."""
+    """Run all scenes (training steps) on every engine.
+
+    Return what was found on each engine, and a line that says how many scenes were run.
+    """
     from benchmarks.gates import overlap, scenes
     from reproduce.run.engines.ranks import Ranks
 

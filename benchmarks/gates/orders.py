@@ -32,8 +32,9 @@ def orders() -> Iterator[tuple[str, list[str]]]:
 def order(engine: str, schedule: str, mode: Mode) -> list[str]:
     """Return for each device the order of its tasks in a training step, such as `0a 1a R0a B0a`.
 
-    `torchgpipe.schedules.texts` explains these texts. Unlike there, each task has the letter of its
-    stage, even if each device has a single stage.
+    In this text, `0a` is the forward of micro-batch 0 on stage a, `R0a` is its recomputation, and
+    `B0a` is its backward. `torchgpipe.schedules.texts` explains all such texts. Unlike there, each
+    task has the letter of its stage, even if each device has a single stage.
     """
     placement = make(schedule, N, M).placement
     tasks: list[list[str]] = [[] for _ in range(N)]

@@ -1,4 +1,4 @@
-"""Run scenes (training steps) on all engines; find tasks that do not overlap."""
+"""Run scenes (training steps) on all engines, and find tasks that should overlap but do not."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,7 @@ class Board:
 
 
 def over_workers(scene: Scene, looks: int) -> str | None:
-    """Run the step of `scene` with an engine that has one thread for each partition.
+    """Run a scene (a training step) with an engine that has one thread for each partition.
 
     Return a one-line message if tasks do not overlap, otherwise `None`.
     """
@@ -98,7 +98,7 @@ def over_workers(scene: Scene, looks: int) -> str | None:
 
 
 def on_rank(store: Any, scene: Scene, looks: int) -> str | None:
-    """Run the step of `scene` as one rank of a distributed pipeline.
+    """Run a scene (a training step) as one rank of a distributed pipeline.
 
     All ranks share `store`, which has to be new. Return a one-line message if tasks do not overlap,
     otherwise `None`.
@@ -111,7 +111,7 @@ def on_rank(store: Any, scene: Scene, looks: int) -> str | None:
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run the step of `scene` with the graph engine on simulated devices.
+    """Run a scene (a training step) with the graph engine on simulated devices.
 
     A copy takes as long as a task. Return a one-line message if tasks do not overlap, otherwise
     `None`.
@@ -162,8 +162,8 @@ class Met(NamedTuple):
 
     Attributes:
         engine: The name of the engine.
-        cases: How many scenes the engine has.
-        lost: A line about its first scene whose tasks do not overlap, or `None`.
+        cases: How many scenes (training steps) were run on the engine.
+        lost: A line about the engine's first scene whose tasks do not overlap, or `None`.
     """
 
     engine: str
@@ -172,7 +172,7 @@ class Met(NamedTuple):
 
 
 def every(ranks: Ranks) -> list[Met]:
-    """Run all scenes on every engine; return what was found on each engine."""
+    """Run all scenes (training steps) on every engine; return what was found on each engine."""
 
     def on_ranks(scene: Scene, looks: int) -> str | None:
         answers: list[str | None] = ranks.run(on_rank, scene, looks)
@@ -191,9 +191,9 @@ def every(ranks: Ranks) -> list[Met]:
 
 
 def first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a message about the first scene whose tasks do not overlap, or `None`.
+    """Return a message about the first scene (training step) whose tasks do not overlap, or `None`.
 
-    To be sure, such a scene is run a second time, with many more looks.
+    To be sure, such a scene is run a second time, in which waiting tasks wait much longer.
     """
     for scene in scenes:
         if run(scene, LOOKS):

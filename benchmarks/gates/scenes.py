@@ -64,10 +64,11 @@ ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
 
 
 def spans(scene: Scene, copy: float = 0.0) -> Times:
-    """Simulate a step; return when each action begins and ends, and each copy if copies take time.
+    """Simulate a step, and return when each action begins and ends.
 
-    If `copy` (the units of time of a copy) is zero, the buffer between two stages has room for one
-    activation or gradient. Otherwise, as on simulated devices, the buffer has no limit.
+    If copies take time, also return this for each copy. If `copy` (the units of time of a copy) is
+    zero, the buffer between two stages has room for one activation or gradient. Otherwise, as on
+    simulated devices, the buffer has no limit.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
@@ -90,7 +91,10 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 
 
 def mates(times: Times) -> dict[str, list[str]]:
-    """Return, for each action or copy, the others that begin while it runs."""
+    """Return the names of the actions and copies that begin while another action or copy runs.
+
+    The result maps the name of each action or copy to the names of those that begin meanwhile.
+    """
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():
         found[work] = []
@@ -101,7 +105,10 @@ def mates(times: Times) -> dict[str, list[str]]:
 
 
 def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None) -> None:
-    """Run the step of `scene`. With the schedule `GPipe`, call `between` before the backward."""
+    """Run a scene (a training step) with the pipeline `model`.
+
+    With the schedule `GPipe`, call `between` after the forward, before the backward.
+    """
     gpipe = scene.schedule == "GPipe"
     run = model.loss if gpipe else model.step
     with torch.set_grad_enabled(scene.grad):
@@ -112,7 +119,7 @@ def step(scene: Scene, model: Any, between: Callable[[], object] = lambda: None)
 
 
 def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
-    """Return a pipeline for the step of `scene`, with one layer for each stage."""
+    """Return a pipeline for a scene (a training step), with one layer for each stage."""
     n = len(make(scene.schedule, N, M).placement)
     return GPipe(
         layers(n),

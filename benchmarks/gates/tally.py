@@ -112,7 +112,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _starts(tally: Tally) -> Iterator[Patch]:
-    """Yield the patch that counts the starts of threads."""
+    """Yield a patch of `Thread.start` that counts the starts of threads."""
     start = threading.Thread.start
 
     def noted_start(thread: threading.Thread) -> None:

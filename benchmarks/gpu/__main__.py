@@ -7,7 +7,7 @@ NEEDED = ("torch", "msgspec", "tabulate", "tqdm", "click")
 
 
 def main() -> None:
-    """Run the command, or say in one line what is missing."""
+    """Run the command, or say in one line which needed packages are not installed."""
     absent = " ".join(package for package in NEEDED if find_spec(package) is None)
     if absent:
         sys.exit(f"python -m benchmarks.gpu: not installed: {absent} (pip install {absent})")

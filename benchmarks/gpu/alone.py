@@ -1,14 +1,14 @@
-"""Run the partition of one device of a pipeline, without the other devices.
+"""Run one partition of a pipeline on its device without the others, to measure its memory.
 
-A partition takes zeros in place of the activations and gradients that its neighbours would send,
-and what it gives to them is dropped. All else is as in a rank of a pipeline: the program of the
-device, the tensors that it keeps between forward and backward, the skips that wait for a later
+The partition takes zeros in place of the activations and gradients that other partitions would
+send, and what it sends to them is dropped. Everything else is as in a rank of a pipeline: the order
+of tasks, the tensors that are kept between forward and backward, the skips that wait for a later
 partition, and the optimizer's step. So the device needs about as much memory as it would in the
-whole pipeline. Only one activation or gradient is missing: in a whole pipeline, it can arrive
-before its task begins.
+whole pipeline. The only difference is one activation or gradient: in a whole pipeline, it can
+arrive, and take memory, before its task begins.
 
-The shapes of the zeros are found by a forward of all partitions on device `meta`, which has no
-data.
+The shapes of the zeros come from a forward of all partitions on device `meta`, where tensors have
+no data.
 """
 
 from collections import deque
@@ -39,10 +39,10 @@ META = torch.device("meta")
 class Neighbours(Links):
     """Stand-ins for the other partitions: they give zeros, and drop what they are given.
 
-    A skip and its gradient also take memory while they wait. In GPipe's schedule, partition p
-    begins a micro-batch p - s tasks later than partition s. So a skip from s to p waits for p - s
-    tasks on the device of s. In backward, p is ahead of s, and the gradient of the skip waits on
-    the device of s.
+    Skips are kept for a while, because they take memory in a real pipeline. In GPipe's schedule,
+    partition p begins each micro-batch p - s tasks later than partition s. So a skip from s to p
+    waits on the device of s for p - s tasks. In backward, partition p comes first, and the skip's
+    gradient waits on the device of s for as many tasks.
 
     Args:
         device: The device of the partition.
@@ -59,14 +59,14 @@ class Neighbours(Links):
         self.device = device
         self.outputs = outputs
         self.skips = skips
-        self._away: dict[Crossing, deque[Any]] = {}  # the skips that wait
-        self._early: dict[Crossing, deque[Any]] = {}  # the gradients of skips that wait
+        self._away: dict[Crossing, deque[Any]] = {}  # skips that wait for their target
+        self._early: dict[Crossing, deque[Any]] = {}  # gradients that wait for the skip's source
 
     def check(self) -> None:
         """Do nothing: no other program can fail."""
 
     def take(self, action: Action) -> Any:
-        """Return zeros: in forward, the partition's inputs; in backward, its outputs' gradients."""
+        """Return zeros in place of the partition's input or, in backward, its output's gradient."""
         if action.kind == "forward":
             return self._item_like(self.outputs[action.stage - 1])
         self._away.clear()  # all forwards of all partitions have ended
@@ -76,13 +76,13 @@ class Neighbours(Links):
         """Drop what the partition sends."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Keep a skip until its target would take it; drop the gradient of a skip."""
+        """Keep a skip for as long as it would wait for its target; drop a skip's gradient."""
         if action.kind == "forward":
             tasks = crossing.target - crossing.source
             self._away.setdefault(crossing, deque(maxlen=tasks)).append(skip)
 
     def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Return zeros: in forward, a skip to this partition; in backward, a skip's gradient."""
+        """Return zeros in place of a skip to this partition or, in backward, a skip's gradient."""
         skip = self.skips[crossing]
         if action.kind == "forward":
             return self._item_like(skip)
@@ -109,7 +109,7 @@ class Neighbours(Links):
 
 
 class _Recorder(Neighbours):
-    """Neighbours on device `meta`, which record what each partition sends in the forward."""
+    """Stand-ins on device `meta` that record the outputs and skips which each partition sends."""
 
     outputs: dict[int, Item]
     skips: dict[Crossing, Item]
@@ -127,14 +127,14 @@ class _Recorder(Neighbours):
 
 
 class _AloneBatch(Batch):
-    """A mini-batch in a process that runs only one partition."""
+    """A mini-batch of which this process runs only one partition."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, links: Links) -> None:
         super().__init__(engine, m, mode, None)
         self._links = links
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run the list of actions of the partition's device."""
+        """Run the forwards or the backwards that the schedule lists for the partition's device."""
         ((d, program),) = self.programs.items()
         with self._in_place, modes():
             program.run(lists[d], self._links, io, keep=keep)
@@ -167,7 +167,7 @@ class Partitions:
         self._need_gradients()
 
     def _need_gradients(self) -> None:
-        """Set `requires_grad` of recorded floating-point tensors, as in a training."""
+        """Let the recorded outputs and skips require gradients, as they do in training."""
         items = [*self._recorder.outputs.values(), *self._recorder.skips.values()]
         for item in items:
             for x in item.flat:
@@ -204,13 +204,13 @@ class Partitions:
 
 
 class Alone:
-    """A partition on its device, which runs training steps.
+    """A partition on its device, which runs training steps without the other partitions.
 
     Args:
         row: The row (the configuration) with the checkpoint mode, the loss and the optimizer.
         stage: The partition on its device.
         engine: An engine that runs only this stage.
-        links: The connections to the other partitions.
+        links: The stand-ins for the other partitions.
         inputs: The micro-batches, if this is the first partition.
         target: The target of the mini-batch, if this is the last partition.
     """
@@ -235,7 +235,7 @@ class Alone:
             self._optimizer = make_optimizer(row, stage.partition)
 
     def make_optimizer_state(self) -> None:
-        """Let the optimizer allocate its state, as it otherwise would in the first step."""
+        """Let the optimizer allocate its state, which it would otherwise do in the first step."""
         if self._optimizer is not None:
             for parameter in self._stage.partition.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -258,7 +258,7 @@ class Alone:
             update(self._optimizer)
 
     def _forward(self) -> tuple[Batch, list[TensorOrTensors]]:
-        """Run the forwards; return the mini-batch and the outputs of the last partition, if any."""
+        """Run all forwards; return the mini-batch, and outputs if this is the last partition."""
         row = self._row
         m = row.micro_batches or 1
         batch = _AloneBatch(self._engine, m, row.checkpoint or "never", self._links)
@@ -266,6 +266,6 @@ class Alone:
 
 
 def _fill(k: int, layer: nn.Module) -> None:
-    """Fill a layer with zeros. Its values do not matter for its memory."""
+    """Fill a layer's parameters and buffers with zeros: memory does not depend on values."""
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.zero_()

@@ -1,4 +1,7 @@
-"""Measure what compiled layers and CUDA graphs gain if launches of kernels limit the speed."""
+"""Measure how much compiled layers and CUDA graphs speed up steps that kernel launches slow down.
+
+Both launch fewer kernels one by one from Python.
+"""
 
 import time
 import traceback
@@ -43,8 +46,9 @@ class Graphed(nn.Module):
     """A partition whose forward without gradients replays a CUDA graph.
 
     With checkpointing, a forward runs first without gradients, and later again with gradients. Only
-    the first one replays the graph. The second one runs the layers themselves. So does the very
-    first forward of all, in which the pipeline learns which outputs take a gradient.
+    the forward without gradients replays the graph. The forward with gradients calls the layers. A
+    pipeline's very first forward also calls the layers, because it runs with gradients to find out
+    which outputs need them.
 
     Args:
         layers: The layers of the partition.
@@ -79,7 +83,7 @@ class Graphed(nn.Module):
 
 
 def run(context: Context) -> Fields:
-    """Measure one row (a model, compiled or with CUDA graphs) after another, as time permits."""
+    """Measure one row (a model, compiled or with CUDA graphs) after another while time is left."""
     device = context.devices[0]
     result: Fields = {"rows": {}, "left out": []}
     rows: dict[str, Callable[[], Fields]] = {}
@@ -145,14 +149,14 @@ def _with_graphs(device: torch.device) -> Fields:
 
 
 def _with_compiled(build: Build, device: torch.device, backend: Any, context: Context) -> Fields:
-    """Measure layers without checkpointing, uncompiled and compiled.
+    """Measure a model without checkpointing, first with uncompiled and then with compiled layers.
 
     If time runs out, the remaining layers stay uncompiled.
     """
     with torch.device(device):
         layers, x = build()
-    # Layers of one class share their code, and it is compiled once for each shape of a layer.
-    torch._dynamo.reset()  # versions for earlier models are not needed any more
+    # Layers of one class share their code, which dynamo compiles once for each shape of a layer.
+    torch._dynamo.reset()  # forget what was compiled for earlier models
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, len(layers))
     config.fail_on_recompile_limit_hit = True  # otherwise, further layers would not be compiled
@@ -182,9 +186,9 @@ def _with_compiled(build: Build, device: torch.device, backend: Any, context: Co
 def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: str) -> Fields:
     """Return the seconds that the host takes to issue a step, and those until the device is done.
 
-    The host issues each step twice: without pauses and with pauses. Without pauses, it may wait
-    because the queue of kernel launches is full. Pauses prevent that, but take some time
-    themselves. So both times can be too high, and the smaller one counts.
+    The host's time is measured twice: without and with pauses. Without pauses, the host may have to
+    wait because the queue of kernel launches is full. Pauses prevent that, but take some time
+    themselves. So both times can be too high, and the smaller time is returned.
     """
     options: Any = {"checkpoint": checkpoint, "engine": "graph"}
     model = GPipe(layers, balance, devices=[x.device] * PARTITIONS, chunks=CHUNKS, **options)

@@ -15,9 +15,9 @@ ENDS = ("passed", "failed", "skipped")
 
 @dataclass
 class Counting:
-    """A plugin of pytest that counts how tests end, and stops them when no time is left.
+    """A plugin of pytest that counts how tests end, and stops pytest when no time is left.
 
-    It writes the counts after each test that has passed or failed.
+    The plugin writes the counts to a file after each test that has passed or failed.
 
     Attributes:
         context: The part's context, to which the counts are written.
@@ -35,7 +35,7 @@ class Counting:
         self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Count a test when it has passed or was skipped, or when a fixture or the test fails."""
+        """Count a test as passed, skipped or failed; it fails if a fixture of it fails, too."""
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
             self.counts["failed"] += 1
@@ -49,13 +49,13 @@ class Counting:
             self.session.shouldstop = "no time is left"
 
     def result(self) -> Fields:
-        """Return the number of tests and of each outcome, and the names of failed tests."""
+        """Return the number of tests, how many passed, failed or were skipped, and which failed."""
         collected = len(self.session.items)
         return {"collected": collected, **self.counts, "failed tests": self.failed}
 
 
 def run(context: Context) -> Fields:
-    """Run the tests in this process. Their output is this part's log."""
+    """Run the tests in this process; what they print goes to the log of this part."""
     import pytest
 
     counting = Counting(context)

@@ -1,13 +1,13 @@
 """Emulate all rows of the papers' speed tables on one GPU, at the papers' sizes (scale `paper`).
 
-`python -m reproduce run` emulates the rows. One GPU holds all partitions of a row and runs their
-tasks one at a time. Then the schedule is simulated twice with the measured times, as if each
-partition were on a GPU of its own:
+`python -m reproduce run` emulates the rows (the configurations of a table). One GPU holds all
+partitions of a row and runs their tasks one at a time. Then the schedule is simulated twice with
+the measured times of the tasks, as if each partition were on a GPU of its own:
 
 1. Each GPU has a thread of its own that launches its kernels, as in a pipeline of ranks.
 2. One thread launches the kernels of all GPUs.
 
-If the second simulation is slower, launches limit the speed of this row in a single process.
+If the second simulation is slower, kernel launches would limit this row's speed in one process.
 """
 
 from benchmarks.gpu.experiments import (
@@ -41,7 +41,7 @@ PREDICTING = 30.0
 
 
 def run(context: Context) -> Fields:
-    """Emulate one experiment after another, then predict the same rows."""
+    """Emulate one experiment after another, and then predict the speeds of the same rows."""
     paper = context.size == "paper"
     names = EXPERIMENTS if paper else EXPERIMENTS[:1]
     options = PAPER if paper else (*TINY, *TINY_SETTINGS)
@@ -68,7 +68,12 @@ def run(context: Context) -> Fields:
 
 
 def _add_predictions(rows: Fields, record: Record) -> None:
-    """Predict the rows for nodes with GPUs like this one, if there is a description of this GPU."""
+    """Predict the rows' speeds on nodes with this kind of GPU, if its description is available.
+
+    Args:
+        rows: The summary of an experiment's rows, to which predictions are added.
+        record: The record of the experiment.
+    """
     assert record.run is not None
     hardware = own_links(Devices(record.run.device, 1))
     if hardware is None or not any("speed" in row for row in rows.values()):

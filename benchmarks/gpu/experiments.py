@@ -28,17 +28,17 @@ def run_experiment(
 ) -> Record | str:
     """Run `python -m reproduce run` for an experiment, and return its record.
 
-    The record is in `DIR/records`, together with its tables. It is written during the run, too. So
-    a run that is ended early has a record of its finished rows.
+    The run writes its record and its tables into `DIR/records`. The record is saved after each row,
+    so a run that is ended early leaves a record of its finished rows.
 
     Args:
         context: The context of the part.
         name: The name of the experiment.
         options: Further options of `run`.
-        seconds: After this time, the run is interrupted, as by Ctrl-C.
+        seconds: The seconds after which the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record. If the run has written none, a text that says how the run ended.
+        The record or, if the run has written no record, a text that says how the run ended.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -66,16 +66,16 @@ def _await_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def about_failures(result: Fields) -> list[str]:
-    """Return a line for each experiment of a part that has no record."""
+    """Return a line for each experiment that left no record: its name, and the reason."""
     return [f"{name}: {why}" for name, why in result.get("failed", {}).items()]
 
 
 def summary(record: Record, *, emulated: bool) -> Fields:
-    """Return what a page says of each row of a record: samples/s, or why there are none.
+    """Return the speed of each row of a record in samples/s, or the reason why there is none.
 
     Args:
         record: The record of one experiment.
-        emulated: Whether the emulated rows are taken. Otherwise, the measured rows are.
+        emulated: Whether to take the emulated rows. Otherwise, the measured rows are taken.
     """
     rows: Fields = {}
     for result in record.results:
@@ -98,7 +98,7 @@ def _of_row(result: Result) -> Fields:
 
 
 def _published(result: Result) -> float | None:
-    """Return the published samples/s of the row that a result reproduces."""
+    """Return the published speed (in samples/s) of the row that a result reproduces, if any."""
     table = EXPERIMENTS[result.experiment].table
     if table is None or result.published is None:
         return None
@@ -107,10 +107,9 @@ def _published(result: Result) -> float | None:
 
 
 def about_rows(rows: Fields) -> str:
-    """Return a text on the rows of an experiment.
+    """Return a text about the rows of an experiment: how many have speeds, and one row's speed.
 
-    It says how many rows have numbers. It shows the speed of one row: of the last one that repeats
-    a published row, which has the most devices.
+    The one row is the last row that repeats a published row, because it has the most devices.
     """
     timed = {name: row for name, row in rows.items() if "speed" in row}
     said = [f"{len(timed)} of {len(rows)} rows"]
@@ -127,7 +126,7 @@ def about_rows(rows: Fields) -> str:
 
 
 def _about_one_thread(timed: dict[str, Any]) -> list[str]:
-    """Say how many rows are slower if one thread launches the kernels of all devices."""
+    """Say how many rows would be slower if one thread launched the kernels of all devices."""
     shares = {}
     for name, row in timed.items():
         if "one_thread" in row:

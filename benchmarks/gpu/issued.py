@@ -1,11 +1,11 @@
 """Measure the time that a step takes on the host and the device, for several torchgpipe versions.
 
 `benchmarks.gpu.machinery` runs this module as a program. For each version, the program forks two
-processes, like `reproduce.regression.interleave`. In the first process, steps are timed. In the
-second, PyTorch's profiler records them. (The profiler can make all later steps of its process
-slower.)
+processes with `reproduce.regression.interleave`. In the first process, steps are timed. In the
+second process, PyTorch's profiler records steps. They are two processes because the profiler can
+make all later steps of its process slower.
 
-Within these processes, nothing of torchgpipe may be used but `GPipe`, which all versions have.
+Code in these processes may use only `GPipe` of torchgpipe, which all versions have.
 """
 
 import json
@@ -46,10 +46,11 @@ What did not run on the device is a call of CUDA by the host. Start and end are 
 
 
 class Step:
-    """A training step of a model that is run in one way (a plain loop, or a torchgpipe).
+    """A forward and backward of a model, run by a plain loop or by a version of torchgpipe.
 
     Args:
-        fields: The values of the fields of `Way` in `benchmarks.gates.machinery_child`.
+        fields: The values of the fields of `Way` in `benchmarks.gates.machinery_child`. They name
+            the model, its partitions and micro-batches, the device, and what runs the model.
     """
 
     def __init__(self, *fields: Any) -> None:
@@ -62,7 +63,7 @@ class Step:
         self.tasks = way.n * way.m
 
     def issue(self) -> None:
-        """Issue forward and backward, without waiting for the device."""
+        """Launch the kernels of a forward and a backward, without waiting for the device."""
         self.subject.run(self.subject.x).sum().backward()
 
     def timed(self) -> Times:
@@ -86,11 +87,11 @@ class Step:
         return host / self.tasks, (done - start) / self.tasks, elapsed
 
     def host_seconds(self) -> float:
-        """Run the step with pauses, and return how long the host takes to issue it.
+        """Run the step with pauses for the device, and return the host's seconds to issue it.
 
-        The number can be too high, but not too low, because the hooks that pause take some time. A
-        time without pauses can be too high, too: the host may wait because the queue of kernel
-        launches is full.
+        The result can be too high, but not too low, because the hooks that pause take some time.
+        A measurement without pauses can be too high, too, because the host may have to wait when
+        the queue of kernel launches is full.
         """
         self.drop_gradients()
         return host_seconds(self.issue, self.subject.layers, self.wait)
@@ -107,7 +108,7 @@ class Step:
 
 @cache
 def _layers(model: str, n: int, device: str) -> nn.Sequential:
-    """Build a model for n partitions. All ways to run it share its layers."""
+    """Build a model for n partitions, or return the same layers if they were built before."""
     from benchmarks.gates.machinery_child import MODELS
 
     torch.manual_seed(0)
@@ -118,7 +119,10 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
 
 
 def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
-    """Return a function that times some steps; raise an error if the model cannot run."""
+    """Run a step to see that the model can run; return a function that times `steps` steps.
+
+    `fields` are the arguments of `Step`.
+    """
     step = Step(*fields)
     if step.on_gpu:
         torch.accelerator.empty_cache()  # other processes need the memory that the last case took
@@ -133,8 +137,8 @@ def _measure(step: Step, steps: int) -> list[Times]:
 def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that profiles a step: how long the device works, how often the host waits.
 
-    The function returns a dictionary. On CPUs, this is empty. If the profile fails, it has the
-    reason.
+    The returned function gives a dictionary like that of `summed_up`. On CPUs, the dictionary is
+    empty. If the profiler fails, the field "failed" has the reason.
     """
     step = Step(*fields)
     if not step.on_gpu:
@@ -157,13 +161,13 @@ def _profile(step: Step) -> dict[str, Any]:
 
 @cache
 def _recorded_of_nothing() -> list[Call]:
-    """Return what the profiler records when nothing runs: it calls CUDA itself."""
+    """Return the calls of CUDA that the profiler itself makes: those it records if nothing runs."""
     _recorded(lambda: None)  # the first time, the profiler also starts
     return _recorded(lambda: None)
 
 
 def _recorded(run: Callable[[], object]) -> list[Call]:
-    """Call `run`; return what the device did, and the host's calls of CUDA."""
+    """Call `run` with PyTorch's profiler; return the device's work and the host's CUDA calls."""
     torch.accelerator.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
@@ -180,8 +184,8 @@ def _recorded(run: Callable[[], object]) -> list[Call]:
 def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dict[str, Any]:
     """Return how often the host waited in a step, and how long the device worked for each task.
 
-    If the profiler has not recorded the host's calls or the device's work, the field "failed" says
-    so.
+    The field "waits" is a number, and the field "busy" is in seconds. If the profiler has not
+    recorded the host's calls or the device's work, the field "failed" says so.
 
     Args:
         calls: What the profiler has recorded in the step.
@@ -202,17 +206,17 @@ def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dic
 
 
 def _waits(calls: Sequence[Call]) -> int:
-    """Count the calls in which the host waits for the device.
+    """Count the calls of CUDA in which the host waits for the device.
 
-    Explicit calls count, such as `torch.Event.synchronize`. Calls within operators count, too, such
-    as those of `Tensor.item`.
+    Some come from explicit calls, such as `torch.Event.synchronize`, and others from operators that
+    have to wait, such as `Tensor.item`.
     """
     names = [name for name, on_device, *_ in calls if not on_device]
     return sum(WAIT.match(name) is not None for name in names)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Return the length of the union of spans of time, each given by its start and its end."""
+    """Return the time that at least one span covers. A span is a start and an end in ns."""
     total, until = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))
@@ -221,13 +225,14 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Measure all cases of a job; print a line of JSON for each.
+    """Measure all cases of a job, and print a line of JSON for each case.
 
-    Each case of the job has a name, a number of rounds, the number of steps of a turn, and ways to
-    run it. A way has the number of a torchgpipe folder, and the fields of `Way`.
+    A job has a list of folders, each with a version of torchgpipe, and a list of cases. Each case
+    has a name, a number of rounds, the number of steps to time in each round, and several ways to
+    run its model. A way is the index of a folder, and the fields of `Way`.
 
-    A printed line has the name of the case. For each way, it has the samples and the profile, or
-    the reason why the way could not run or be profiled.
+    A printed line has the name of the case. For each way, the line has the samples and the profile,
+    or the reason why the way could not run or be profiled.
     """
     with ExitStack() as stack:
         timed: list[Connection] = []
@@ -249,7 +254,7 @@ def main(job: dict[str, Any]) -> None:
 def _asked(
     sides: Sequence[Connection], case: str, ways: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Let processes run a case in each way, in turn; return samples, or why a way cannot run."""
+    """Let processes run a case in each way; return the samples, or why a way cannot run."""
     found: dict[str, Any] = {"case": case}
     lines = interleave(lambda i: nullcontext(sides[i]), {case: ways}, Sampling(rounds, least=1))
     try:

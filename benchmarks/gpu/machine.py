@@ -1,4 +1,4 @@
-"""Describe the machine, and measure its copies and its launches of kernels."""
+"""Describe the machine, and time copies between devices and launches of kernels."""
 
 import subprocess
 import time
@@ -33,7 +33,7 @@ Copy = tuple[str, Tensor, Tensor]
 
 
 def run(context: Context) -> Fields:
-    """Describe the machine and the software; time copies and launches."""
+    """Describe the machine and the software; time copies between devices and kernel launches."""
     device = context.devices[0]
     described = msgspec.to_builtins(machine())
     result: Fields = {"machine": described, "versions": versions(), "nvidia-smi": False}
@@ -59,7 +59,7 @@ def run(context: Context) -> Fields:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """Run nvidia-smi, and return what it prints; None if it is not installed or fails."""
+    """Run nvidia-smi, and return what it prints, or None if it is not installed or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS
@@ -70,7 +70,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
-    """Yield the copies to time: a name, and two float32 tensors, to copy from and to."""
+    """Yield each copy to time: its name, and two float32 tensors (the source and the target)."""
     first = devices[0]
     x = torch.ones(elements, device=first)
     yield f"within {first}", x, torch.empty_like(x)
@@ -88,12 +88,12 @@ def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
 def _launch(device: torch.device) -> Fields:
     """Time launches of an operator, and of an empty kernel.
 
-    An operator goes through PyTorch's dispatcher. An empty kernel is launched as directly as
+    The operator goes through PyTorch's dispatcher. The empty kernel is launched as directly as
     PyTorch allows.
 
     Returns:
-        For both, the mean seconds of a launch: of the host alone ("host"), and including the wait
-        until the device has finished ("until done").
+        A dictionary for "an operator" and, on GPUs, for "an empty kernel". It has the mean seconds
+        of a launch on the host ("host") and until the device has finished ("until done").
     """
     x = torch.zeros(1, device=device)
     launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}
@@ -117,7 +117,7 @@ def _launch(device: torch.device) -> Fields:
 
 
 def lines(result: Fields) -> list[str]:
-    """Describe the machine, its copies and its launches."""
+    """Say what the machine is, and how fast it copies and launches kernels, in three lines."""
     host, versions_of = result["machine"], result["versions"]
     gpus: dict[str, int] = {}
     for gpu in host.get("gpus", []):

@@ -28,10 +28,12 @@ FEW_TASKS = 8
 class Case(NamedTuple):
     """A model with n partitions and m micro-batches, and how often its steps are timed.
 
+    A plain loop and one or two versions of torchgpipe run the model, and take turns.
+
     Attributes:
         samples: The number of samples in a micro-batch.
-        rounds: How many turns each way to run the model has (a plain loop, or a torchgpipe).
-        steps: How many steps a turn has.
+        rounds: The number of turns of the loop, and of each torchgpipe.
+        steps: The number of steps that are timed in one turn.
     """
 
     model: str
@@ -47,8 +49,8 @@ class Case(NamedTuple):
         return f"{self.model} n={self.n} m={self.m}{size} {self.checkpoint}"
 
 
-# In AmoebaNet-D's table of speeds, a micro-batch has 4 samples in the controls, and 40 samples in
-# the published rows n2m32 and n8m32.
+# The micro-batches of AmoebaNet-D have the sizes of the table of its speed: 4 samples in rows that
+# are only for comparison, and 40 samples in the published rows n2m32 and n8m32.
 OF_4 = [
     Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
     Case(AMOEBANET, "never", 1, 8, 4, 2, 1),
@@ -68,7 +70,7 @@ TINY = [
 
 
 def _cases() -> list[Case]:
-    """Return the cases, the most important ones first."""
+    """Return all cases in the order in which they are measured, the most important ones first."""
     linear: dict[str, list[Case]] = {}
     for checkpoint in ("never", "always", "except_last"):
         linear[checkpoint] = []
@@ -79,7 +81,7 @@ def _cases() -> list[Case]:
 
 
 def run(context: Context) -> Fields:
-    """Measure the cases one after another, until there is no more time."""
+    """Measure one case after another until no time is left; return and save the results."""
     cases = {str(case): case for case in (_cases() if context.size == "paper" else TINY)}
     device = str(context.devices[0])
     folders = [ROOT]
@@ -108,7 +110,11 @@ def run(context: Context) -> Fields:
 
 
 def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list[Any]]]:
-    """Return the ways to run a case: for each, a torchgpipe's number, and the options of `Way`."""
+    """Return the ways to run a case (a plain loop, this torchgpipe, and perhaps another one).
+
+    Each way has the index of a torchgpipe's folder, and the fields of
+    `benchmarks.gates.machinery_child.Way`. The other torchgpipe is left out unless `beside` is set.
+    """
     engines: dict[str, tuple[int, str | None]] = {PLAIN: (0, "plain"), HERE: (0, "graph")}
     if beside:
         engines[OTHER] = (1, None)  # torchgpipe 0.0.7 has only one engine
@@ -120,7 +126,10 @@ def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list
 
 
 def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
-    """Return the results in a line of `benchmarks.gpu.issued`, in microseconds per task."""
+    """Return the results that `benchmarks.gpu.issued` printed for a case, by way to run the case.
+
+    Times are in microseconds per task.
+    """
     found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
     for way, turns in line.get("samples", {}).items():
         steps = chain.from_iterable(turns)
@@ -139,7 +148,10 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
 
 
 def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
-    """Return a text about the fault that this library made the host wait in a case, if it did."""
+    """Return a list with a message if this library made the host wait for the device in a case.
+
+    That is a fault, because a host that waits cannot launch work for other devices.
+    """
     waits = found.get(HERE, {}).get("waits")
     return [f"{name} ({waits} a step)"] if waits else []
 
@@ -147,7 +159,7 @@ def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
 def _results(
     name: str, case: Case, found: Mapping[str, Fields], versions: list[str]
 ) -> Iterator[Result]:
-    """Yield a record's results for a case."""
+    """Turn what was found of a case into results for the record, one for each way to run it."""
     config: dict[str, Any] = case._asdict()
     for way, values in found.items():
         config = {**config, "version": versions[way == OTHER]}
@@ -159,7 +171,7 @@ def _results(
 
 
 def lines(result: Fields) -> list[str]:
-    """Say what a task costs (the median over a model's cases), and whether the host waited."""
+    """Say what a task costs (the median over a model's cases), and whether the host had to wait."""
     cases: dict[str, dict[str, Fields]] = result["cases"]
     titles = {PLAIN: PLAIN, HERE: HERE, OTHER: result["versions"][-1]}
     models = dict.fromkeys(name.partition(" n=")[0] for name in cases)
@@ -177,7 +189,7 @@ def lines(result: Fields) -> list[str]:
 
 
 def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
-    """Return the median of a value over all cases, for each way to run them."""
+    """Return the median of a value (such as "host") over all cases, for each way to run them."""
     series: dict[str, list[float]] = {}
     for ways in cases:
         for way, values in ways.items():
@@ -187,7 +199,7 @@ def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
 
 
 def _about_waits(result: Fields) -> Iterator[str]:
-    """Say in which cases this library made the host wait for the device. Each is a fault."""
+    """Say in which cases this library made the host wait for the device, which is a fault."""
     counted = sum("waits" in ways.get(HERE, {}) for ways in result["cases"].values())
     if result["faults"]:
         named = _first(result["faults"])
@@ -199,7 +211,7 @@ def _about_waits(result: Fields) -> Iterator[str]:
 
 
 def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> Iterator[str]:
-    """Say how many cases were measured, and what failed."""
+    """Say how many of the planned cases were measured, and which measurements failed and why."""
     yield f"{len(cases)} of {planned} cases"
     failed = []
     for name, ways in cases.items():
@@ -213,6 +225,6 @@ def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> Iterator[
 
 
 def _first(said: list[str]) -> str:
-    """Return the first texts of a list, and how many more there are."""
+    """Join the first `NAMED` texts of a list, and say how many more texts there are."""
     more = f" and {len(said) - NAMED} more" if said[NAMED:] else ""
     return f"{', '.join(said[:NAMED])}{more}"

@@ -1,12 +1,12 @@
 """Measure the memory of each device of the papers' memory tables, one device at a time.
 
-The partition of a device runs alone on the GPU. It takes zeros in place of what other partitions
-would send (`alone.py`). So a table of eight devices needs one GPU. Each partition runs one training
-step. Before that, the optimizer has allocated its state. So the step takes as much memory as the
+Each partition runs alone on the GPU, with zeros in place of what other partitions would send (see
+`alone.py`). So one GPU is enough for a table of eight devices. Each partition runs one training
+step. The optimizer's state is allocated before that step, so the step takes as much memory as the
 second step of a training.
 
-On a CPU, PyTorch's allocator does not count bytes. There, the bytes of all live tensors are counted
-instead.
+In a dry run on a CPU, the bytes of all live tensors are counted, because PyTorch's allocator for
+CPUs does not count bytes.
 """
 
 import gc
@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
 
 
 def run(context: Context) -> Fields:
-    """Measure one row after another, and save a record after each row."""
+    """Measure the memory of one row (configuration) after another; save the record after each."""
     device = context.devices[0]
     record = _empty_record(context)
     rows: Fields = {}
@@ -85,11 +85,12 @@ def rows_of(size: str) -> Iterator[tuple[Experiment, Row]]:
 
 
 class _Measured:
-    """What was measured of a row so far.
+    """What was measured so far of a row (a configuration of a memory table).
 
     Attributes:
-        fields: The result of the row for the page. It has lists of bytes, with a number for each
-            device, and the published bytes of all devices together.
+        fields: The row's numbers for the page: predicted, allocated and reserved bytes of each
+            device, the published bytes of all devices together, and the indices of the devices
+            whose partition does not fit.
     """
 
     def __init__(self, experiment: Experiment, row: Row) -> None:
@@ -111,7 +112,7 @@ class _Measured:
         return len(self.fields["allocated"]) == self.row.devices
 
     def measure(self, context: Context, device: torch.device) -> Iterator[None]:
-        """Measure one partition after another, and yield after each."""
+        """Measure one partition after another on `device`, and yield after each partition."""
         partitions = Partitions(self.row)
         for j in range(self.row.devices):
             if context.seconds_left() < LEAST:
@@ -129,7 +130,10 @@ class _Measured:
             yield
 
     def result(self, device: torch.device, scale: str | None) -> Result:
-        """Return the row's result for the record. In a dry run, it reproduces no published row."""
+        """Return the row's result for the record.
+
+        At the scale "paper", the result names the published row that it reproduces.
+        """
         row = self.row
         table = self.experiment.table if scale == "paper" else None
         fields = self.fields
@@ -156,7 +160,7 @@ def _needs(fields: Fields, j: int) -> str:
 
 
 def _published(experiment: Experiment, row: Row) -> float | None:
-    """Return how many bytes the allocator reserved in the published run, on all devices."""
+    """Return the published bytes that the allocator reserved on all devices together, if any."""
     table = published(str(experiment.table))
     for paper in table.results:
         if paper.row == row.published:
@@ -166,7 +170,7 @@ def _published(experiment: Experiment, row: Row) -> float | None:
 
 
 def _empty_record(context: Context) -> Record:
-    """Return a record without results, of a run on one device."""
+    """Return a record for the results, which says that the run uses only one device."""
     title = "memory of the papers' tables, each partition alone"
     record = context.new_record(title, {name: UNITS[name] for name in NAMES}, [])
     assert record.run is not None
@@ -178,8 +182,8 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
     """Run a step of partition `j` alone on a device, and return the peaks of its memory.
 
     Returns:
-        The bytes that tensors took, and the bytes that the allocator reserved. On a CPU, the second
-        number is not known.
+        The largest number of bytes that tensors took at a time, and the largest number that the
+        allocator reserved. On a CPU, the second number is `None`.
     """
     if device.type == "cpu":
         return _counted_peak(partitions, j, device), None
@@ -197,7 +201,7 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
 
 
 def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
-    """Return the largest number of bytes that all live tensors took together in a step."""
+    """Run a step of partition `j`; return the most bytes that its live tensors took at a time."""
     counter = LiveBytes(1)
     with LiveBytesMode(counter, 0):
         alone = partitions.prepared(j, device)
@@ -208,7 +212,7 @@ def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on the largest row of each table, and a line on the errors of predictions."""
+    """Return a line about the last complete row of each table, and one about predicted memory."""
     said: dict[str, str] = {}
     shares = []
     lacking = []
@@ -232,7 +236,7 @@ def lines(result: Fields) -> list[str]:
 
 
 def _about(row: Fields) -> str:
-    """Say how much memory all devices of a row take together."""
+    """Say how much memory all devices of a row take together, as measured and as predicted."""
     total = sum(row["allocated"]) / GiB
     predicted = sum(row["predicted"]) / GiB
     text = f"{total:.2f} GiB allocated, predicted {predicted:.2f}"

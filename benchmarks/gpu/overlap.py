@@ -1,16 +1,16 @@
 """Record what overlaps on a GPU and the host, and compare the timeline with a simulation (replay).
 
-The GPU and the host are the two devices of a pipeline. The components of the papers' ablation are
-switched on one after another:
+The GPU and the host are the two devices of a pipeline. Components of the pipeline are switched on
+one after another, as in the papers' ablation study:
 
 - nothing: no component is on. The order of tasks in backward is not fixed, and copies run on the
   streams that compute.
 - dependency: the order of tasks is fixed. So a device can recompute a task before the gradient for
   its backward arrives.
-- streams: copies also have streams of their own.
+- streams: in addition, copies have streams of their own.
 
-Portals, the third component of the ablation, do nothing with two partitions: they would need three
-devices.
+The third component of the study, portals (direct copies of skips), is left out: it has no effect on
+a pipeline of two devices.
 """
 
 import re
@@ -64,7 +64,7 @@ SIZES = {"paper": Sizes(2048, 256, 1, 96, 5), "tiny": Sizes(64, 8, 1, 2, 2)}
 
 
 def run(context: Context) -> Fields:
-    """Record steps with each set of components, with the host first and with the GPU first."""
+    """Record steps with each set of components, with the first partition on the host or the GPU."""
     gpu = context.devices[0]
     host = torch.device("cpu")
     orders = {"host, then GPU": [host, gpu], "GPU, then host": [gpu, host]}
@@ -83,7 +83,13 @@ def run(context: Context) -> Fields:
 
 
 def pipeline(sizes: Sizes, devices: Sequence[torch.device], components: Sequence[str]) -> GPipe:
-    """Return a pipeline of two partitions, one on the host and one on the GPU."""
+    """Return a pipeline of two partitions, one on the host and one on the GPU.
+
+    Args:
+        sizes: The sizes of the layers.
+        devices: The devices of the first and the second partition.
+        components: The components that are on: "dependency", "streams", or both.
+    """
     balance = [sizes.on_host if device.type == "cpu" else sizes.on_gpu for device in devices]
     layers = nn.Sequential()
     for _ in range(sum(balance)):
@@ -109,10 +115,10 @@ def train(model: GPipe, sizes: Sizes, devices: Sequence[torch.device]) -> None:
 
 
 def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
-    """Return values of the recorded steps and of their replays, each the median over all steps.
+    """Return numbers about the recorded steps and their replays, as medians over all steps.
 
     - "seconds": the seconds of a step
-    - "replayed": the seconds of its replay
+    - "replayed": the seconds of the step's replay (its simulation)
     - "one after another": the sum of the seconds of all tasks and copies
     - "copies hidden": the share of the copies' time in which a device computed
     - "recomputed ahead": the share of recomputations on the first device that began before the
@@ -129,7 +135,10 @@ def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
 
 
 def replayed(step: Timeline, components: Sequence[str]) -> Timeline:
-    """Replay a recorded step of two partitions: every task and copy takes as long as recorded."""
+    """Simulate a recorded step of two partitions, with the recorded seconds of each task.
+
+    Each copy takes the median of the recorded copies.
+    """
     tables: dict[Kind, list[list[float]]] = {}
     for kind in ("forward", "recompute", "backward"):
         tables[kind] = [[0.0, 0.0] for _ in range(M)]
@@ -151,7 +160,7 @@ def replayed(step: Timeline, components: Sequence[str]) -> Timeline:
 
 
 def hidden(step: Timeline) -> float:
-    """Return the share of the copies' time in which a task ran; 0.0 if there are no copies."""
+    """Return the share of the copies' time in which a task ran, or 0.0 if there are no copies."""
     copies = 0.0
     overlapped = 0.0
     busy = _united(step.tasks)
@@ -177,9 +186,10 @@ def _united(tasks: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def ahead(step: Timeline) -> float:
-    """Return the share of the first partition's recomputations that began before their gradient.
+    """Return the share of the first partition's recomputations that began early.
 
-    The second partition computes this gradient, in its backward of the same micro-batch.
+    A recomputation is early if it began before the gradient for its backward was computed. The
+    second partition computes this gradient in its backward of the same micro-batch.
     """
     there = {}
     for task in step.tasks:
@@ -194,7 +204,7 @@ def ahead(step: Timeline) -> float:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line for each order of the devices."""
+    """Return a line for each order of the two devices, with the numbers of all components."""
     by_order: dict[str, list[str]] = defaultdict(list)
     for row, values in result["rows"].items():
         order, _, components = row.partition(": ")

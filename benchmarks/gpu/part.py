@@ -9,9 +9,9 @@ The module of a part has:
 - `PURPOSE`: one line that says which question the part answers. The page shows it.
 - `SHARE`: the part's share of the time, as a number. When a part starts, it gets (the time that is
   left) x (its share) / (the sum of its own share and the shares of all later parts).
-- `NEEDS`: the names of the packages beyond those of `__main__.py` that the part needs, such as
+- `NEEDS`: the packages that the part needs in addition to those that `__main__.py` names, such as
   `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. Only
-  `run` imports them, so that the module can be imported without them.
+  `run` imports these packages, so that the module can be imported without them.
 - `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
   what is known so far whenever something new is known.
 - `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
@@ -20,8 +20,8 @@ The module of a part has:
   The page is made in another process, perhaps on another machine. So `lines` may use nothing but
   the result.
 
-The modules are imported by the process that starts all parts, and that process forks the parts. So
-the import of a module must neither use CUDA nor start a thread.
+One process imports the modules of all parts, and then forks a process for each part. So the import
+of a module must neither use CUDA nor start a thread.
 
 An error that `run` raises is a result, too: the page says that the part failed, and with which
 error. The part's standard output and error are its log, `DIR/NAME/log.txt`.
@@ -82,7 +82,7 @@ Size = Literal["paper", "tiny"]
 
 
 class Part(Protocol):
-    """The module of a part. The docstring of this file says what its attributes are."""
+    """The type of a part's module. This file's docstring explains the module's attributes."""
 
     PURPOSE: str
     SHARE: float
@@ -94,7 +94,7 @@ class Part(Protocol):
 
 
 class Broken:
-    """A part whose module cannot be imported. Its `run` raises the error of the import."""
+    """A stand-in for a part whose module cannot be imported; `run` raises the import's error."""
 
     PURPOSE = "its module cannot be imported"
     SHARE = 1.0
@@ -148,20 +148,20 @@ class Context:
     def devices(self) -> list[torch.device]:
         """Return all GPUs or, in a dry run, the CPU twice, as two devices.
 
-        CUDA is not initialized, so the process can still fork others that use CUDA.
+        This does not initialize CUDA, so the process can still fork processes that use CUDA.
         """
         if self.size == "tiny":
             return [torch.device("cpu")] * 2
         return [torch.device("cuda", i) for i in range(self.gpus)]
 
     def seconds_left(self) -> float:
-        """Return how many seconds are left until the deadline; less than zero after it."""
+        """Return the seconds that are left until the deadline; they are negative after it."""
         return self.deadline - time.monotonic()
 
     def write(self, result: Fields) -> None:
-        """Write what is known so far, in place of what was written before.
+        """Write the part's result so far to its file, in place of an earlier result.
 
-        The file is replaced at once, so a kill at any time leaves a whole result.
+        The file is replaced in one step, so it is complete even if the part is killed meanwhile.
         """
         write_atomically(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
 
@@ -170,7 +170,7 @@ class Context:
 
         Args:
             title: What the numbers are, in a few words.
-            unit: The unit of each value of a result, by the name of the value.
+            unit: Maps the name of each value of a result to its unit, such as "s".
             results: The results so far.
         """
         devices = self.devices

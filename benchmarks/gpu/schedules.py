@@ -1,9 +1,9 @@
 """Check whether a step does what its schedule lists, and time the halves of a split backward.
 
-1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Three things are
-   compared: its gradients with those of the layers without a pipeline, its order of actions with
-   the lists of the schedule, and its memory with the largest number of micro-batches whose
-   activations these lists keep at a time.
+1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Its gradients are
+   compared with those of the layers without a pipeline. Its order of actions is compared with the
+   schedule's lists. Its memory is compared with the largest number of micro-batches whose
+   activations have to be kept at the same time if the lists are followed.
 2. The backward of a GPT block in bfloat16 runs as a whole, and in the two halves of zero-bubble
    schedules: first the gradients of inputs, then those of weights.
 """
@@ -50,7 +50,7 @@ ROUNDING = 1e-3
 
 
 class Sizes(NamedTuple):
-    """The sizes of what is run.
+    """The sizes of the pipeline for the schedules, and of the GPT block.
 
     Attributes:
         width: The width of the pipeline's linear layers.
@@ -90,14 +90,14 @@ def run(context: Context) -> Fields:
 
 
 def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
-    """Run a step of a schedule; return whether it did what the schedule lists.
+    """Run a step of a schedule, and return whether the step did what the schedule lists.
 
     Returns:
-        - `gradients` and `order`: whether they are as expected.
-        - `listed`: in the listed order, the largest number of forwards at a time whose backward has
-          not run.
-        - `kept`: the same number, computed from the GPU's memory: the largest memory that was kept,
-          divided by the memory that one forward keeps. `None` on a CPU.
+        - `gradients` and `order`: whether the gradients and the order of actions are right.
+        - `listed`: the largest number of forwards at a time whose backward has not run, if the
+          actions run as listed.
+        - `kept`: this number as measured: the most memory that was kept, divided by the memory that
+          one forward keeps. `None` on a CPU.
     """
     torch.manual_seed(0)
     count = N * stages
@@ -157,7 +157,7 @@ class Watch:
             self._allocated.append(accelerator.allocated(self._device))
 
     def most_kept(self) -> float | None:
-        """Return the largest memory that was kept, divided by what the first forward keeps."""
+        """Return the most memory that was kept, divided by the memory of the first forward."""
         if not self._allocated:
             return None
         begin, first, *_ = self._allocated
@@ -165,7 +165,7 @@ class Watch:
 
 
 def most_kept(actions: Sequence[Action]) -> int:
-    """Return the largest number of forwards at a time whose backward (all of it) has not run."""
+    """Return the largest number of forwards at a time whose whole backward has not run yet."""
     split = any(action.kind == "backward_weights" for action in actions)
     last = "backward_weights" if split else "backward"
     kept = most = 0
@@ -179,9 +179,9 @@ def most_kept(actions: Sequence[Action]) -> int:
 
 
 def alike(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> bool:
-    """Return whether parameters have the same gradients, up to rounding errors.
+    """Return whether two lists of parameters have the same gradients, up to rounding errors.
 
-    Differences are relative to the largest absolute number in a gradient.
+    Differences are divided by the largest absolute value in the gradient.
     """
     for our, their in zip(ours, theirs, strict=True):
         assert our.grad is not None
@@ -195,8 +195,8 @@ def alike(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> bool:
 def time_block(sizes: Sizes, device: torch.device) -> dict[str, float]:
     """Return the seconds of a GPT block's forward, of its backward, and of the backward's halves.
 
-    Each is the median of several rounds. In a round, the forward runs twice: once before the whole
-    backward, and once before the halves.
+    All times are medians of several rounds. In each round, the forward runs twice: once before the
+    whole backward, and once before the halves.
     """
     torch.manual_seed(0)
     block = Block(sizes.block).to(device, torch.bfloat16)
@@ -226,7 +226,7 @@ def time_block(sizes: Sizes, device: torch.device) -> dict[str, float]:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on all schedules, a line on their memory, and a line on the halves."""
+    """Return a line about all schedules, one about their memory, and one about the halves."""
     checked = result["schedules"]
     right = [name for name, row in checked.items() if row["gradients"] and row["order"]]
     wrong = [name for name in checked if name not in right]

@@ -1,13 +1,13 @@
-"""Try what needs several GPUs: copies between all pairs, ranks, a killed rank, the tables.
+"""Try what needs several GPUs: copies between GPUs, ranks, a killed rank, the papers' tables.
 
-There is a process (rank) for each GPU. The ranks train a pipeline twice:
+There are as many processes (ranks) as GPUs. The ranks train a pipeline twice:
 
-1. Each rank has its own GPU, and NCCL connects them.
+1. Each rank has its own GPU, and tensors are sent with NCCL.
 2. All ranks share one GPU, and tensors are sent through host memory.
 
-Then a rank is killed within a task, and the others have to notice it.
+Then one rank is killed in the middle of a task, and the other ranks have to notice that.
 
-In a dry run, there are two ranks on the CPU, whose tensors go over gloo.
+In a dry run, there are two ranks on the CPU, and tensors are sent with gloo.
 """
 
 import os
@@ -70,8 +70,8 @@ def run(context: Context) -> Fields:
     if len(devices) < 2:
         return result
     ways = ways_of(devices)
-    # Ranks are forked, so they come before this process uses CUDA.
-    # Each of these may take half of the time that is left, so ranks that hang do not take all.
+    # Ranks are forked processes, so they have to start before this process uses CUDA. Each call may
+    # take half of the time that is left, so that ranks that hang do not take all of it.
     width = WIDTHS[context.size]
     for way, places in ways.items():
         result[way] = train(places, width, context.seconds_left() / 2)
@@ -99,14 +99,18 @@ def run(context: Context) -> Fields:
 
 
 def ways_of(devices: Sequence[torch.device]) -> dict[str, list[torch.device]]:
-    """Return the ways to connect ranks, with the devices of the ranks."""
+    """Return the ways to connect ranks, such as "NCCL", each with the devices of all ranks."""
     if devices[0].type == "cpu":
         return {"gloo": [*devices]}
     return {"NCCL": [*devices], "staging": [devices[0]] * len(devices)}
 
 
 def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
-    """Copy a pattern from each device to every other; return the pairs with a wrong result."""
+    """Copy a pattern from each device to every other device, and check what arrives.
+
+    Returns:
+        The number of pairs, and those pairs whose copy was wrong.
+    """
     wrong = []
     pairs = 0
     for i, j in permutations(range(len(devices)), 2):
@@ -120,7 +124,7 @@ def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
 
 
 def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
-    """Train a pipeline of one layer for each rank; compare it with the layers without a pipeline.
+    """Train a pipeline with a layer on each rank; compare it with the layers without a pipeline.
 
     Args:
         places: The device of each rank.
@@ -130,8 +134,8 @@ def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Returns:
         - `ranks`: the number of ranks
         - `right`: whether the gradients of all ranks are those of the layers without a pipeline
-        - `seconds`: the median seconds of a step, of the slowest rank
-        - `failed`: the reason, if a rank fails
+        - `seconds`: the median seconds of a step on the slowest rank
+        - `failed`: the reason, if a rank fails; then `right` and `seconds` are missing
     """
     said = run_ranks(_train_on_rank, places, width, limit)
     failed = failure(said, places)
@@ -143,7 +147,7 @@ def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
 
 
 def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
-    """Kill the last rank within a task, and see what the other ranks say.
+    """Kill the last rank in the middle of a task, and see whether the other ranks notice.
 
     Args:
         places: The device of each rank.
@@ -152,9 +156,9 @@ def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
 
     Returns:
         - `others`: the number of the other ranks
-        - `told`: how many of them have raised `RankFailed`
-        - `seconds`: after how many seconds the last of them raised it
-        - `failed`: a reason, if not all of them raised it
+        - `told`: how many of the other ranks have raised `RankFailed`
+        - `seconds`: after how many seconds the last of these errors was raised
+        - `failed`: the reason, if a rank has not raised `RankFailed`
     """
     said = run_ranks(_survive_on_rank, places, width, limit)
     others = len(places) - 1
@@ -180,7 +184,7 @@ def run_ranks(
     width: int,
     limit: float,
 ) -> Said:
-    """Call `do(k, places, width)` on each rank k, and return the results of all ranks.
+    """Start a process for each rank k, which calls `do(k, places, width)`; return all results.
 
     Ranks that send no result within `limit` seconds are killed, and count as failed.
     """
@@ -224,7 +228,7 @@ def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
 def made(
     k: int, places: Sequence[torch.device], width: int
 ) -> tuple[Any, nn.Module, Tensor, Tensor]:
-    """Return the pipeline of rank k, all layers without a pipeline, a mini-batch and its target."""
+    """Build the pipeline of rank k, a copy of all layers for comparison, inputs and a target."""
     torch.manual_seed(0)
     layers = nn.Sequential()
     for _ in places:
@@ -270,14 +274,14 @@ def _survive_on_rank(k: int, places: Sequence[torch.device], width: int) -> Fiel
 
 
 def _kill_this_process(task: Task) -> Any:
-    """Kill this process when its second task begins."""
+    """Kill this process when its task for the second micro-batch begins."""
     if task.micro_batch == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return NOTHING
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line on ranks and copies, a line on the first table, and a line on all else."""
+    """Return lines about ranks and copies, about the first table, and about all else."""
     if result["devices"] < 2:
         return ["left out, for lack of GPUs: these parts need two or more, and there is one"]
     about = "; ".join(_about_ranks(result))

@@ -1,6 +1,6 @@
 """Predict the rows of all tables of the league, and write the predictions into results/league.
 
-Nothing is run on a device: the operators of the layers are counted.
+The predictions come from counts of the layers' operators, so that nothing is run on a device.
 """
 
 import sys

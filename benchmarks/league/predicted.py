@@ -1,4 +1,4 @@
-"""Predict the rows of a published table from its text and a hardware description."""
+"""Predict the rows of a published table from their configurations and a hardware description."""
 
 import functools
 
@@ -24,7 +24,7 @@ ALIKE = Alike()  # a cache of counted layers: all blocks of a transformer are eq
 
 
 def predicted(table: Record) -> Record:
-    """Return predictions of all rows of a published table."""
+    """Return a record with predictions of all rows of a published table."""
     return Record(
         name=f"{table.name}-predicted",
         title=f"{table.title}: predicted",
@@ -35,7 +35,7 @@ def predicted(table: Record) -> Record:
 
 
 def predicted_row(table: str, row: Result) -> Result:
-    """Return the prediction of a row of the table with the name `table`."""
+    """Predict the speed and memory of one row of a published table, whose name is `table`."""
     config = row.config
     counts = counted(Sizes(**config["model"]), config["dtype"])
     hardware = load_hardware(config["hardware"])

@@ -1,4 +1,4 @@
-"""The table of how far the league's predictions are from the published numbers."""
+"""Make the table that shows how far the league's predictions are from the published numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def published_paths() -> list[Path]:
 
 
 def predicted_path(published: Path) -> Path:
-    """Return the file with the predictions of a published table."""
+    """Return the path of the file with the predictions of a published table."""
     return published.with_name(f"{published.stem}{PREDICTED}.json")
 
 
@@ -71,7 +71,7 @@ def absolute(numbers: dict[str, float]) -> list[float]:
 
 
 def speed_ups_over(record: Record) -> dict[str, float]:
-    """Return the speed-up of each row over the row that its field `over` names, if any."""
+    """Return the speed-up of each row that names a baseline (another row) in its field `over`."""
     found: dict[str, float] = {}
     for base in record.results:
         others = [result for result in record.results if result.over == base.row]
@@ -80,7 +80,7 @@ def speed_ups_over(record: Record) -> dict[str, float]:
 
 
 def row(title: str, speeds: Sequence[float], ratios: Sequence[float]) -> list[str]:
-    """Return the cells of a row of the table.
+    """Return the texts of all cells in a row of the league's table.
 
     Args:
         title: The first cell.

@@ -1,4 +1,4 @@
-"""A transformer of the sizes that a published table states, with its loss as the last layer."""
+"""Define a transformer whose sizes a published table states, and whose last layer is the loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def transformer(sizes: Sizes) -> nn.Sequential:
-    """Return the embedding, the blocks, and the head with the loss. Each of them is a layer."""
+    """Build a transformer as a sequence of layers: the embedding, each block, and the head."""
     blocks = [Block(sizes) for _ in range(sizes.layers)]
     return nn.Sequential(Embedding(sizes), *blocks, Head(sizes))
 
@@ -52,7 +52,7 @@ def norm(sizes: Sizes) -> nn.Module:
 
 
 class Embedding(nn.Module):
-    """The embedding of tokens. For the kind "gpt", it also adds an embedding of the positions."""
+    """The layer that embeds tokens and, for the kind "gpt", adds embeddings of their positions."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -71,7 +71,10 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each after a norm and beside a residual connection."""
+    """A block of a transformer: attention, and then a feed-forward part.
+
+    Each of these parts has a norm before it, and a residual connection around both.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -119,7 +122,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer. Its output is the cross-entropy of each sample, in float32."""
+    """The last layer of a transformer, which returns the cross-entropy of each sample in float32.
+
+    All targets are class 0, because only the operations of the layer are counted.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The adapter that runs checks with DeepSpeed's `PipelineModule`.
+"""Define the class that runs checks (short trainings) with DeepSpeed's `PipelineModule`.
 
 DeepSpeed runs a training step by `train_batch`, which includes the step of the optimizer.
 """
@@ -16,7 +16,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, Tensors, micro_batches
 
 
 class DeepSpeed(Pipe):
-    """An adapter for DeepSpeed's `PipelineModule` and its engine."""
+    """An adapter, which runs a check (a short training) with DeepSpeed's `PipelineModule`."""
 
     package = "deepspeed"
     ranks = True

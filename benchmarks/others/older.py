@@ -1,4 +1,4 @@
-"""The adapter that runs checks with torchgpipe 0.0.7.
+"""Define the class that runs checks (short trainings) with torchgpipe 0.0.7.
 
 Version 0.0.7 and this library are imported by the same name. So this module is imported only in a
 process that does not import this library.
@@ -14,7 +14,7 @@ from torchgpipe import GPipe
 
 
 class Older(Pipe):
-    """An adapter for `GPipe` of torchgpipe 0.0.7, on CPUs."""
+    """An adapter, which runs a check (a short training) with torchgpipe 0.0.7 on CPUs."""
 
     package = "torchgpipe"
 
@@ -25,8 +25,8 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # In the state dict of 0.0.7, names begin with the number of the partition. The keys of
-        # `named` do not.
+        # In the state dict of 0.0.7, names begin with the number of the partition. The names in
+        # `named` are the layers' names in the whole model, without this number.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:
             named.update(partition.named_children())

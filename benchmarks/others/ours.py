@@ -1,4 +1,4 @@
-"""The adapters for layers without a pipeline, and for this library's pipelines."""
+"""Define adapters, which run checks with this library's pipelines, or without a pipeline."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Layers(Pipe):
 
 
 class Threads(Pipe):
-    """An adapter for `GPipe` with one thread for each partition."""
+    """An adapter, which runs a check with `GPipe` and one thread for each partition."""
 
     package = "torchgpipe"
     engine: Any = "workers"

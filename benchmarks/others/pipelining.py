@@ -1,4 +1,4 @@
-"""The adapters for `ScheduleGPipe` and `Schedule1F1B` of `torch.distributed.pipelining`."""
+"""Define adapters, which run checks with two schedules of `torch.distributed.pipelining`."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Run a check with an adapter in separate processes, and compare the result.
 
-The folder tests/behaviours/rows/training has the checks. An adapter runs a check with a pipeline
-library.
+A check is a short training. The folder tests/behaviours/rows/training has the checks. An adapter is
+a class that runs a check with a pipeline library.
 
 The processes are forked from a server that has already imported torch. They create their process
 group through a shared file. Each rank sends the losses, gradients and parameters that it has, and
@@ -85,14 +85,17 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a check ended, and a message about it."""
+    """How a check (a short training with an adapter) ended, and a message for the user."""
 
     kind: Kind
     said: str = ""
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a check with an adapter; compare its result with that of layers without a pipeline."""
+    """Run a check (a short training), and compare its result with that of the layers alone.
+
+    The adapter runs the check with a pipeline library.
+    """
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
         raise AssertionError(f"{row.name}: the plain layers end in {expected}")
@@ -120,7 +123,9 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 
 
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
-    """Run a check on one rank for each partition, or in one process if the adapter has no ranks.
+    """Run a check (a short training) on one rank for each partition.
+
+    If the adapter has no ranks, the check runs in a single process.
 
     Return the results of all ranks, or the outcome if the check failed.
     """
@@ -180,7 +185,7 @@ def _after_another(outcome: Outcome) -> bool:
 
 
 def _printed(log: str) -> str:
-    """Return the last line of a process's log that looks like an error."""
+    """Return the last line that looks like an error in the text that a process has printed."""
     last = ""
     for line in log.splitlines():
         if "what()" in line or "Error" in line:
@@ -193,7 +198,7 @@ def _without_folders(said: str) -> str:
 
 
 def _rank(number: int, link: Connection, how: Work) -> None:
-    """Run a check as one rank; send its results and, if the check fails, the outcome."""
+    """Run a check as one rank, and send the rank's results and any failure to the main process."""
     log = os.open(how.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -234,7 +239,7 @@ def _join(number: int, how: Work) -> None:
 
 
 def judged(error: BaseException, package: str) -> Outcome:
-    """Classify an error as "not offered", "refused" or "fails".
+    """Classify an error that ended a check as "not offered", "refused" or "fails".
 
     - "not offered": the adapter says that the library has no such feature.
     - "refused": the library's own code raised the error, with a message.

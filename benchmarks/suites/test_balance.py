@@ -35,22 +35,22 @@ MODELS = {
 
 
 def by_time(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Time each layer (copy, warm-up, forward, backward), and find a balance by time."""
+    """Time each layer (copy, warm-up, forward, backward), and return a balance by time."""
     return balance_by_time(2, layers, sample, timeout=0.0, device="cpu")
 
 
 def times(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Time each layer, without searching for a balance."""
+    """Return the time of each layer, without searching for a balance."""
     return profile_times(layers, sample, 0.0, CPU)
 
 
 def by_size(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Count the bytes that each layer needs, and find a balance by size."""
+    """Count the bytes that each layer needs, and return a balance by size."""
     return balance_by_size(2, layers, sample, device="cpu")
 
 
 def by_size_on_meta(layers: Sequential, sample: Tensor) -> Sequence[float]:
-    """Find a balance by size on the `meta` device, which computes nothing."""
+    """Return a balance by size, found on the `meta` device, which computes nothing."""
     return balance_by_size(2, layers, sample, device="meta")
 
 
@@ -65,7 +65,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_balance(benchmark: Any, name: str, way: str) -> None:
-    """Balance a model for two partitions, or only time its layers, in each of the `WAYS`."""
+    """Measure how long it takes to find a balance of two partitions, or only to time the layers."""
     model = MODELS[name]
     layers = model.build()
     sample = torch.rand(*model.shape)
@@ -77,7 +77,10 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 @pytest.mark.parametrize("partitions", [2, 8])
 @pytest.mark.parametrize("layers", [24, 241, 1058])
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
-    """Find the balance of random costs, for as many layers as models of the papers have."""
+    """Measure how long it takes to find a balance of layers with random costs.
+
+    There are as many layers as in models of the papers.
+    """
     draw = random.Random(layers)
     costs = [draw.uniform(0.1, 10.0) for _ in range(layers)]
     given = costs, partitions

@@ -44,7 +44,7 @@ MODELS = {
 def timed(
     benchmark: Any, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Time one call, and fail if it takes `limit` seconds or more."""
+    """Time one call of `function`, and fail if the call takes `limit` seconds or more."""
     found = benchmark.pedantic(function, args=args, kwargs=kwargs, rounds=1)
     if benchmark.stats is not None:
         benchmark.extra_info["limit_seconds"] = limit
@@ -55,7 +55,7 @@ def timed(
 @pytest.mark.parametrize("memory", ["24GiB", "3GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_plan(benchmark: Any, name: str, memory: str) -> None:
-    """Plan the balance, the number of micro-batches and the checkpoint mode.
+    """Measure how long it takes to plan the balance, the micro-batches and the checkpoint mode.
 
     If pytest-benchmark is disabled, the model has fewer layers.
     """

@@ -1,1 +1,1 @@
-"""The code of `python -m benchmarks.gpu` that runs its parts and writes a page on the results."""
+"""Run the parts (measurements) of `python -m benchmarks.gpu`, and write a page on their results."""

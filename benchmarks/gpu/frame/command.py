@@ -1,10 +1,10 @@
 """Find out in a few minutes what only a machine with GPUs can tell.
 
-docs/measured.md explains the command. It runs several measurements, called parts, one after
-another, and writes into DIR:
+docs/measured.md explains the command `python -m benchmarks.gpu --out DIR`. The command runs several
+measurements, called parts, one after another, and writes into DIR:
 
-    command.json          what was asked for, and when
-    page.md               what was learnt, in at most 40 lines
+    command.json          the options of the command, and when it started
+    page.md               a summary of all results, in at most 40 lines
     archive.tar.gz        all other files
     records/              records in the format of `python -m reproduce`
     NAME/outcome.json     how the part NAME ended
@@ -52,11 +52,11 @@ LEAST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command runs.
+    """The options with which one call of the command runs its parts (its measurements).
 
     Attributes:
         folder: The folder for all results. It exists and is empty.
-        seconds: How long all parts together may run.
+        seconds: How many seconds all parts together may run.
         size: The size of the models: "paper" or "tiny", see `Context`.
         against: The folder of another torchgpipe to compare with, or `None`.
         gpus: The number of GPUs.
@@ -70,7 +70,7 @@ class Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the parts and print the page, or print the page of earlier results."""
+    """Run the parts and print the page of their results, or print the page of earlier results."""
     parser = command("gpu", __doc__, record=False, formats=False)
     add = parser.add_argument
     text = "write the page, the archive and all results into DIR"
@@ -123,7 +123,7 @@ def _minutes(text: str) -> float:
 
 
 def _torchgpipe(text: str) -> Path:
-    """Parse a command line argument as a folder that contains a torchgpipe."""
+    """Parse a command line argument as a folder that contains the package torchgpipe."""
     if not (Path(text) / VERSION).is_file():
         install = f"pip install --no-deps --target {text} torchgpipe==0.0.7"
         raise argparse.ArgumentTypeError(f"there is no {VERSION} in {text} (try: {install})")
@@ -131,10 +131,10 @@ def _torchgpipe(text: str) -> Path:
 
 
 def page_of(path: Path) -> str:
-    """Return the page of the results in a folder or in an archive.
+    """Return the page that sums up the results in a folder or in an archive.
 
     Raises:
-        Error: There are no results.
+        Error: If the folder or the archive has no results of this command.
     """
     with TemporaryDirectory() as temporary:
         folder = path
@@ -143,18 +143,24 @@ def page_of(path: Path) -> str:
                 with tarfile.open(path) as archive:
                     archive.extractall(temporary, filter="data")
             except (tarfile.TarError, OSError) as error:
-                raise Error(f"--page {path}: not an archive of this command ({error})") from None
+                raise Error(
+                    f"--page {path}: not an archive of this command ({error}); name the folder or "
+                    "the archive.tar.gz that an earlier run has written"
+                ) from None
             folder = Path(temporary) / TOP
         if not (folder / ABOUT).is_file():
-            raise Error(f"--page {path}: there is no {ABOUT} in it; name the DIR of a command")
+            raise Error(
+                f"--page {path}: there is no {ABOUT} in it; name the DIR into which an earlier run "
+                "has written its results (its option --out)"
+            )
         return page(folder, load_parts(PARTS))
 
 
 def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
-    """Run all parts, and return whether none of them failed or was killed.
+    """Run all parts; return whether all went well (none has failed or was killed).
 
-    After each part, the page and the archive are written anew. Ctrl-C or SIGTERM kills the running
-    part. Then, too, the page and the archive are written before this function ends.
+    After each part, the page and the archive of all results are written anew. Ctrl-C or SIGTERM
+    kills the running part, and then the page and the archive are written a last time.
     """
     end = time.monotonic() + plan.seconds
     about = {
@@ -173,7 +179,8 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
         folder.mkdir()
         left = end - time.monotonic()
         share = shares[name] / sum(shares.values())
-        del shares[name]  # later parts share the time that this part does not use
+        del shares[name]  # later parts also share the time that this part does not use
+
         # In a dry run, each part may use all the time that is left.
         limit = left if plan.size == "tiny" else left * share
         outcome = Outcome("interrupted")
@@ -189,20 +196,20 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
 
 
 def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
-    """Run a part, if there is time for it and if its packages are installed."""
+    """Run a part if there is time for it and its packages are installed; return how it ended."""
     absent = " ".join(package for package in part.NEEDS if find_spec(package) is None)
     if absent:
         return Outcome("not run", reason=f"not installed: {absent} (pip install {absent})")
     if limit < LEAST_SECONDS:
         return Outcome("no time", reason=f"{max(0.0, limit):.0f} s were left for it")
-    # A part gets a tenth of its time, but at most 5 s, for the end of what it does at its deadline.
+    # The part's deadline comes before its limit, so that it can finish what it is doing then.
     deadline = time.monotonic() + limit - min(5.0, limit / 10)
     context = Context(folder.name, plan.size, folder, deadline, plan.against, plan.gpus)
     return run_part(part, context, limit)
 
 
 def _close_records(folder: Path, outcome: Outcome) -> None:
-    """Set the state of records that the ended part has left as "running"."""
+    """Mark the records that the ended part left in state "running" as finished or interrupted."""
     state: Literal["finished", "interrupted"] = "interrupted"
     if outcome.ended == "finished":
         state = "finished"
@@ -212,7 +219,7 @@ def _close_records(folder: Path, outcome: Outcome) -> None:
 
 
 def _keep(parts: Mapping[str, Part], folder: Path) -> None:
-    """Write the page and the archive of all results so far."""
+    """Write the page and the archive with all results that are known so far."""
     write_atomically(folder / PAGE, page(folder, parts))
     unfinished = folder / f".{ARCHIVE}.part"
     left_out = (unfinished.name, ARCHIVE)

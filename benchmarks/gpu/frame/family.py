@@ -1,14 +1,16 @@
 """End a process together with all processes that it has started (its family).
 
-A process is found by the number of its parent. If the parent were killed first, a child that it
-started at the last moment could not be found any more. So the family is ended in two steps:
+The children of a process are found by the process number of their parent. If the parent were killed
+first, a child that it started at the last moment could not be found any more. So the family is
+ended in two steps:
 
-1. All processes are stopped, parents before their children. A stopped process starts no other one,
+1. All processes are stopped, parents before their children. A stopped process cannot start others,
    so the list of its children is complete.
 2. All processes are killed, children before their parents. This order matters, because the kernel
    can let a stopped process go on when its parent ends.
 
-The list comes from /proc, which only Linux has. Elsewhere, only the process itself is killed.
+The list of processes comes from /proc, which only Linux has. On other systems, only the process
+itself is killed.
 """
 
 import contextlib
@@ -31,8 +33,8 @@ def end(process: ForkProcess) -> None:
     """Kill a process and all processes that it has started, and wait until they have ended.
 
     Args:
-        process: A process that leads a session, see `os.setsid`. Members of its session are killed
-            even if their parent has ended. If the process was not started, nothing happens.
+        process: A process that leads a session, see `os.setsid`. All processes of its session are
+            killed, even if their parents have ended. If `process` was not started, nothing happens.
     """
     if process.pid is None:
         return
@@ -52,7 +54,7 @@ def end(process: ForkProcess) -> None:
 
 
 def _stop(pids: Sequence[int]) -> None:
-    """Stop processes, and wait until none of them runs."""
+    """Stop (but do not end) processes, and wait until none of them runs."""
     _send(signal.SIGSTOP, pids)
     until = time.monotonic() + PATIENCE
     while any(map(_runs, pids)) and time.monotonic() < until:
@@ -66,7 +68,7 @@ def _send(number: signal.Signals, pids: Sequence[int]) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process has a thread that is not stopped."""
+    """Return whether a process has a thread that has neither stopped nor ended."""
     try:
         return any(state not in STOPPED for _, (state, *_) in process_fields(PROC / f"{pid}/task"))
     except OSError:  # the process has ended
@@ -74,7 +76,7 @@ def _runs(pid: int) -> bool:
 
 
 def _started_by(family: Sequence[int], session: int) -> list[int]:
-    """Return further processes: those that the family has started, and those of the session."""
+    """Return processes that `family` has started or that are of `session`, but not in `family`."""
     found = []
     for pid, (parent, own_session) in _processes().items():
         belongs = parent in family or own_session == session
@@ -84,7 +86,7 @@ def _started_by(family: Sequence[int], session: int) -> list[int]:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the session of each process that has not ended."""
+    """Map the number of each process that has not ended to those of its parent and session."""
     found = {}
     for pid, (state, parent, _, session, *_) in process_fields():
         if state not in ENDED:

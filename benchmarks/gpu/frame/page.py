@@ -1,4 +1,4 @@
-"""Make the page that says what the parts found, from the files that they wrote."""
+"""Make the page that sums up the results of all parts, from the files that the parts wrote."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ TITLE = "# What the GPU told"
 
 
 def page(folder: Path, parts: Mapping[str, Part]) -> str:
-    """Return the page of a folder with results.
+    """Return the text of the page that sums up the results in a folder.
 
-    With nine parts, it has at most 40 lines: four at the top, and four for each part.
+    With nine parts, the page has at most 40 lines: four at the top, and four for each part.
 
     Args:
-        folder: The folder that `run_parts` wrote.
-        parts: The modules of the parts, by name. Each module puts its part's result into words.
+        folder: The folder with results that `run_parts` wrote.
+        parts: The modules of the parts, by name. A module's `lines` puts its result into words.
     """
     about: Fields = json.loads((folder / ABOUT).read_text())
     outcomes: dict[str, Outcome] = {}
@@ -39,7 +39,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
 
 def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
-    """Return the line about the whole command: its start, its time limit, and the GPUs' clocks."""
+    """Return the page's line about the command: start, time limit, and clock rates of the GPUs."""
     beside = about["against"]
     words = [
         f"Started {about['started']}",
@@ -52,7 +52,7 @@ def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
-    """Return the clock rates of the first GPU before and during all parts, and what slowed GPUs."""
+    """Say how fast the first GPU's clock ran before and during the parts, and what slowed GPUs."""
     if not before:
         return "Clocks are not known, because there is no driver for GPUs"
     first, *_ = before
@@ -73,7 +73,7 @@ def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _during(seen: Sequence[Watched]) -> str:
-    """Return a GPU's lowest and highest clock rate during all parts, and its temperature."""
+    """Say a GPU's lowest and highest clock rate and its highest temperature during all parts."""
     if not seen:
         return ""
     rates: list[float] = []
@@ -95,7 +95,7 @@ def _known(number: float | None) -> str:
 
 
 def _first_line(name: str, part: Part, outcome: Outcome | None) -> str:
-    """Return the line with a part's name, how it ended, and what it is for."""
+    """Return the page's line with a part's name, how the part ended, and what it is for."""
     if outcome is None:
         return f"- **{name}** (not reached): {part.PURPOSE}"
     ended: str = outcome.ended
@@ -106,7 +106,7 @@ def _first_line(name: str, part: Part, outcome: Outcome | None) -> str:
 
 
 def _found(folder: Path, part: Part) -> list[str]:
-    """Return what a part says about its result, in at most `MOST_LINES` lines."""
+    """Return the lines that a part makes of its result, cut off after `MOST_LINES` lines."""
     path = folder / RESULT
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Run a part in a process of its own, with a limit of time, and say how it ended."""
+"""Run a part in a process of its own with a time limit, and say how the part ended."""
 
 import contextlib
 import faulthandler
@@ -36,7 +36,7 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         ended: How it ended:
-            - "finished"
+            - "finished": the part's function `run` has returned.
             - "failed": `run` raised an error.
             - "killed": its process was killed at the end of its time, or died of a signal.
             - "interrupted": the whole command was interrupted.
@@ -54,17 +54,17 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
 
 
 def run_part(part: Part, context: Context, limit: float) -> Outcome:
-    """Run a part in a forked process, and return how it ended.
+    """Run a part in a forked process, and return how the part ended.
 
-    The new process inherits all modules that this process has imported, so it starts at once. This
-    process must not have initialized CUDA. Otherwise, the new process could not use CUDA.
+    The forked process inherits all modules that this process has imported, so it starts at once.
+    This process must not have initialized CUDA, because then the forked process could not use CUDA.
 
-    If this function is ended by Ctrl-C, it kills the process, too.
+    If Ctrl-C ends this function, the function kills the forked process, too.
 
     Args:
         part: The part to run.
-        context: What the part is given.
-        limit: The seconds after which the process is killed.
+        context: The argument of the part's `run`.
+        limit: The seconds after which the forked process is killed.
     """
     began = time.monotonic()
     process = get_context("fork").Process(target=_run, args=(part, context), name=context.name)
@@ -92,7 +92,7 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
 
 
 def _start(process: ForkProcess) -> None:
-    """Start a process. Signals that arrive meanwhile, such as that of Ctrl-C, act afterwards.
+    """Start a process, and hold back signals (such as that of Ctrl-C) until it has started.
 
     Otherwise, a signal could end this program when the process has started, but before the program
     knows which process to kill.
@@ -115,8 +115,8 @@ def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
 def count_gpus() -> int:
     """Return the number of CUDA devices that PyTorch can use.
 
-    A forked process asks PyTorch, because asking may initialize CUDA. If this process did that, the
-    processes that it forks later could not use CUDA.
+    A forked process asks PyTorch, because the question may initialize CUDA. If this process
+    initialized CUDA, the processes that it forks later could not use CUDA.
     """
     process = get_context("fork").Process(target=_count_gpus)
     process.start()
@@ -129,7 +129,7 @@ def _count_gpus() -> None:
 
 
 def _run(part: Part, context: Context) -> None:
-    """Run a part in this process, which was forked for it."""
+    """Run a part in this process, which was forked for it, and exit with 1 if the part fails."""
     os.setsid()  # Ctrl-C is for the parent, which then kills this process
     log = (context.folder / LOG).open("w", buffering=1)
     for number in (1, 2):
@@ -152,7 +152,7 @@ def _run(part: Part, context: Context) -> None:
 
 
 def _write_stacks(process: ForkProcess) -> None:
-    """Let a process write the call stacks of its threads into its log."""
+    """Make a process that runs a part write the call stacks of its threads into its log."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
@@ -168,7 +168,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _error(log: Path) -> str:
-    """Return the last line of a log that names an error, or its last line if none does."""
+    """Return the last line of a log that names an error or, if no line does, the last line."""
     lines = _lines(log)
     for line in reversed(lines):
         if ERROR.match(line):
@@ -177,7 +177,7 @@ def _error(log: Path) -> str:
 
 
 def _where(log: Path) -> str:
-    """Say in which line the main thread was when `_write_stacks` wrote all stacks into the log."""
+    """Say which line a part was running when `_write_stacks` let it log its call stacks."""
     where = ""
     for title, line in pairwise(_lines(log)):
         if title.startswith("Current thread"):

@@ -9,16 +9,20 @@ Range = tuple[float, float]
 
 
 class Watched(Struct, frozen=True, omit_defaults=True):
-    """What a GPU did while a part ran. A field is `None` if the driver does not tell.
+    """A summary of what a GPU did while a part ran.
+
+    A field is `None` if the driver does not know its value.
 
     Attributes:
         index: The number that the driver gives the GPU.
-        looks: How many times the driver was asked.
-        busy: How many of these times the GPU was not idle. The other fields are about these times.
+        looks: How many times the driver was asked about the GPU.
+        busy: At how many of these times the GPU was not idle. All fields below are about the times
+            when the GPU was not idle.
         clock: The lowest and the highest clock rate of the multiprocessors, in MHz.
         power: The highest power draw in watts.
         temperature: The highest temperature in degrees Celsius.
-        slowed_by: What kept the clock rate below its maximum, and at how many of the times.
+        slowed_by: The reasons that kept the clock rate below its maximum, each with the number of
+            times when the driver gave this reason.
     """
 
     index: int
@@ -31,13 +35,13 @@ class Watched(Struct, frozen=True, omit_defaults=True):
 
 
 class Watch:
-    """What the GPUs did whenever this watch looked at them."""
+    """A collection of the GPUs' states at the times when `look` was called."""
 
     def __init__(self) -> None:
         self._states: dict[int, list[GpuState]] = {}
 
     def look(self) -> None:
-        """Ask the driver about all GPUs. Without a driver, nothing happens."""
+        """Ask the driver for the state of all GPUs, and keep it; do nothing without a driver."""
         for state in gpu_states():
             self._states.setdefault(state.index, []).append(state)
 
