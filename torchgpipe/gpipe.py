@@ -25,7 +25,7 @@ from torchgpipe.step.request import StepRequest, check_criterion
 from torchgpipe.step.targets import whole
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
-from torchgpipe.trace.inputs import taken_apart
+from torchgpipe.trace.parts import taken_apart
 from torchgpipe.uncompiled import is_traced, run_uncompiled
 
 Device = int | str | torch.device
@@ -132,6 +132,9 @@ class GPipe(Partitioned):
                 DeprecationWarning,
                 stacklevel=2,
             )
+        self._traced_instead = "call model.eval() first, or trace or export its layers, model[:]"
+        if self._signature is not None:
+            self._traced_instead = "trace or export the module itself, which has its parameters"
         stages = len(self.balance)
         named = (
             [*devices]
@@ -199,23 +202,12 @@ class GPipe(Partitioned):
                 nor a tuple of tensors.
             ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
-        if is_traced() and self._can_be_traced():
+        # In evaluation mode, the layers give the same output without micro-batches.
+        plain = not self.training and self._signature is None and len(set(self.devices)) == 1
+        if plain and is_traced():
             return cast(TensorOrTensors, self[:](input))
         output = run_uncompiled(self._traced_instead, self._forward, input)
         return cast(TensorOrTensors, output)
-
-    def _can_be_traced(self) -> bool:
-        """Return whether `torch.jit.trace` and `torch.export` may run the layers in their order.
-
-        In evaluation mode, the layers give the same output without micro-batches.
-        """
-        return not self.training and len(set(self.devices)) == 1 and self._signature is None
-
-    @property
-    def _traced_instead(self) -> str:
-        if self._signature is not None:
-            return "trace or export the module itself, whose parameters the pipeline uses"
-        return "call model.eval() first, or trace or export its layers, model[:]"
 
     def _forward(self, input: Input) -> Input:
         micro_batches, copied = self._begun(input)

@@ -68,7 +68,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     logs: list[Any]
     plan: Any = None
     rank: int = 0
-    _traced_instead: Any  # what to trace or export instead of a pipeline, for an error message
+    _traced_instead: str  # what to trace or export instead of a pipeline, for an error message
     _partitions: nn.ModuleList
     _steps: WorkersEngine
     _schedule: str | Schedule

@@ -31,9 +31,8 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.inputs import taken_apart
 from torchgpipe.trace.layer import batched, flat
-from torchgpipe.trace.parts import as_tensors
+from torchgpipe.trace.parts import as_tensors, taken_apart
 
 T = TypeVar("T")
 

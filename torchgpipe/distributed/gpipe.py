@@ -43,7 +43,7 @@ from torchgpipe.step.request import StepRequest
 from torchgpipe.tensors._autograd import backward_id, sharded
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import check
-from torchgpipe.trace.inputs import taken_apart
+from torchgpipe.trace.parts import taken_apart
 from torchgpipe.uncompiled import run_uncompiled
 
 

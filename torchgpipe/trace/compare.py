@@ -177,8 +177,12 @@ def check_samples(
 ) -> None:
     """Check that a module treats each sample by itself; warn if it compares pairs of samples.
 
-    Submodules that the user keeps whole may compare samples. Then the halves of the sample may
-    give other outputs, and are not checked.
+    Args:
+        module: The module.
+        signature: The module's signature.
+        inputs: The tensors of the sample.
+        kept: The submodules that the user keeps whole. They may compare samples. Then the halves
+            of the sample may rightly give other outputs than the sample, and are not checked.
     """
     if not kept:
         _check_halves(module, signature, inputs)
@@ -186,7 +190,8 @@ def check_samples(
         warnings.warn(
             f"{type(module).__name__} returns a value for each pair of samples, and step compares "
             "only samples of the same micro-batch; to compare all samples of a mini-batch, return "
-            "what is compared, and compare it in the loss, as in loss(model(input))",
+            "what is compared, and compare it in the loss, as in loss(model(input)); or, if an "
+            "argument has no batch dimension, name it, shared=[…]",
             stacklevel=3,
         )
 

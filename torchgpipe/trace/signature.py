@@ -19,8 +19,7 @@ from torchgpipe.tensors.microbatch import (
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import refuse_concatenated, same
-from torchgpipe.trace.inputs import check_sample
-from torchgpipe.trace.parts import Slot, Slots, cache_in
+from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
 Tensors = Sequence[Tensor]

@@ -240,7 +240,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "layers as module": (
         lambda: sequential(sequential(nn.Linear(2, 2), X), X),
-        ["the layers that sequential has made", "give them to GPipe"],
+        ["layers that sequential has made of a module", "give these layers to GPipe"],
     ),
     "no output": (
         lambda: traced(lambda net, x: None),
