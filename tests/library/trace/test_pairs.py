@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torchgpipe import GPipe, sequential
 from torchgpipe.trace.refuse import Untraceable
 
-from .test_every_schedule import CHUNKS, every_schedule, pipeline
+from ...behaviours.test_every_schedule import CHUNKS, every_schedule, pipeline
 
 GIVEN = torch.linspace(-1, 1, 80).view(2, 8, 5).sin().unbind()
 
