@@ -23,3 +23,9 @@ def shortened(value: object) -> str:
     """Return the `repr` of a value for a message: one line of at most 200 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def how_many(number: int, noun: str) -> str:
+    """Return a number with its noun, in the singular or in the plural: "1 layer", "2 layers"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"

@@ -128,7 +128,7 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
             )
         if count is not None and count > cuda:
             raise Error(
-                f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}"
+                f"--devices {count}: this machine has {how_many(cuda, 'CUDA device')}; use at most {cuda}"
             )
         return Devices("cuda", count or cuda)
 

@@ -11,6 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from reproduce.models.built import titled
+from torchgpipe.caught import how_many
 from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.optimizer import optimizer_named
@@ -146,7 +147,7 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
 def title_of(asked: Asked) -> str:
     """Return a title with the model, the devices and the training options of the search."""
     return (
-        f"largest {asked.family.name} on {asked.devices} device(s) of {asked.hardware.name} with "
+        f"largest {asked.family.name} on {how_many(asked.devices, 'device')} of {asked.hardware.name} with "
         f"{amount(asked.memory)} for tensors, batch size {asked.batch_size}, {asked.optimizer}, "
         "float32"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.caught import how_many
 from torchgpipe.modules import InPlace, Swap, modules_of, modules_of_pipelines
 from torchgpipe.random.generators import own_generators
 from torchgpipe.skip.layout import Crossing
@@ -66,8 +67,7 @@ class Stage:
     def __str__(self) -> str:
         parameters = sum(p.numel() for p in self.partition.parameters())
         layers = len([*self.partition.children()])
-        noun = "layer" if layers == 1 else "layers"
-        return f"stage {self.index} on {self.device}: {layers} {noun}, {parameters:,} parameters"
+        return f"stage {self.index} on {self.device}: {how_many(layers, 'layer')}, {parameters:,} parameters"
 
     def look(self) -> bool:
         """List the partition's modules and buffers; return whether this list has changed."""

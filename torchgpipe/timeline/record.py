@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchgpipe.caught import how_many
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.schedules.replay import Event, Timeline
@@ -62,8 +63,7 @@ class Recording:
         bubble = sum(shares) / len(shares)
         seconds = sum(step.seconds for step in self.steps)
         count = len(self.steps)
-        noun = "mini-batch" if count == 1 else "mini-batches"
-        said = f"{count} {noun}, {seconds:.3g} s: bubble {bubble:.1%} ({each})"
+        said = f"{how_many(count, 'mini-batch')}, {seconds:.3g} s: bubble {bubble:.1%} ({each})"
         if self.over_ranks:
             said += f"; clocks agree to {1000 * self.clock_error:.2g} ms"
         return said

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+from torchgpipe.caught import how_many
 from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.task_bytes import task_bytes
@@ -68,7 +69,7 @@ def refuse_hopeless(
     if static > room:
         raise Impossible(
             f"{what} need {amount(static)}, but tensors may take only {amount(room)} on "
-            f"{devices} device(s): "
+            f"{how_many(devices, 'device')}: "
             "use more devices, or an optimizer with less state"
         )
 
@@ -126,7 +127,7 @@ def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
     if not found:
         raise Impossible(
             f"none of the schedules that were asked for can run {len(needed)} layers on "
-            f"{partitions} device(s) with {chunks[0]} or more micro-batches: allow other schedules"
+            f"{how_many(partitions, 'device')} with {chunks[0]} or more micro-batches: allow other schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
@@ -153,11 +154,11 @@ def why(
         return (
             "the chunks, checkpoint modes or schedules that were asked for need too much memory: "
             f"with {told(allowed.setup)}, {balanced}, the fullest device needs "
-            f"{amount(allowed.peak)} of {room}; on {partitions} device(s), {free_setup} needs only "
+            f"{amount(allowed.peak)} of {room}; on {how_many(partitions, 'device')}, {free_setup} needs only "
             f"{free_peak}"
         )
     return (
-        f"no balance fits {devices} device(s) of {room}: "
+        f"no balance fits {how_many(devices, 'device')} of {room}: "
         f"even with {free_setup}, {balanced}, the fullest device needs {free_peak}; "
         + _what_helps(predictor, free, partitions, memory)
     )
