@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reproduce.error import Error
+from torchgpipe.caught import how_many
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,8 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
             )
         if count is not None and count > cuda:
             raise Error(
-                f"--devices {count}: this machine has {how_many(cuda, 'CUDA device')}; use at most {cuda}"
+                f"--devices {count}: this machine has {how_many(cuda, 'CUDA device')}; use at most "
+                f"{cuda}"
             )
         return Devices("cuda", count or cuda)
 

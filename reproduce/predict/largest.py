@@ -147,9 +147,9 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
 def title_of(asked: Asked) -> str:
     """Return a title with the model, the devices and the training options of the search."""
     return (
-        f"largest {asked.family.name} on {how_many(asked.devices, 'device')} of {asked.hardware.name} with "
-        f"{amount(asked.memory)} for tensors, batch size {asked.batch_size}, {asked.optimizer}, "
-        "float32"
+        f"largest {asked.family.name} on {how_many(asked.devices, 'device')} of "
+        f"{asked.hardware.name} with {amount(asked.memory)} for tensors, batch size "
+        f"{asked.batch_size}, {asked.optimizer}, float32"
     )
 
 

@@ -42,7 +42,6 @@ from reproduce.run.training import (
     record_tasks,
     update,
 )
-from torchgpipe.caught import how_many
 from torchgpipe.engine.arrangement import overlaps
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.replay import Costs, Timeline, replay
@@ -346,6 +345,6 @@ def memory_needed(row: Row) -> str:
     setup = setup_of(config, len(counts))
     peak = sum(device.peak for device in setup_memory(counts, setup))
     return (
-        f"its {how_many(ran.devices, 'partition')} take {peak / 2**30:.0f} GiB "
+        f"its {ran.devices} partition(s) take {peak / 2**30:.0f} GiB "
         "on the one device that plays all"
     )

@@ -66,8 +66,8 @@ class Stage:
 
     def __str__(self) -> str:
         parameters = sum(p.numel() for p in self.partition.parameters())
-        layers = len([*self.partition.children()])
-        return f"stage {self.index} on {self.device}: {how_many(layers, 'layer')}, {parameters:,} parameters"
+        layers = how_many(len([*self.partition.children()]), "layer")
+        return f"stage {self.index} on {self.device}: {layers}, {parameters:,} parameters"
 
     def look(self) -> bool:
         """List the partition's modules and buffers; return whether this list has changed."""

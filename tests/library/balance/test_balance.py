@@ -239,7 +239,7 @@ NAN = float("nan")
 # Each row holds arguments that both functions refuse, the error's type, and a part of its message.
 MISUSE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((0, RELUS, X), ValueError, "partitions must be at least 1, got 0"),
-    ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layer.s.: .* at most 2"),
+    ((3, RELUS, X), ValueError, "cannot fill 3 partitions with 2 layers: .* at most 2"),
     ((1.5, RELUS, X), TypeError, "partitions must be an int, got 1.5"),
     ((True, RELUS, X), TypeError, "partitions must be an int, got True"),
     ((1, ReLU(), X), TypeError, "got ReLU; torchgpipe.sequential"),

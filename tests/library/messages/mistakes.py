@@ -251,7 +251,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "too few devices": (
         lambda: model(devices=["cpu"]),
-        ["too few devices: 2 partitions, but 1 devices", "at most 1 partitions"],
+        ["too few devices: 2 partitions, but 1 device;", "at most 1 partition,"],
     ),
     "too few partitions for a V": (
         lambda: model(schedule="ZBVZeroBubble"),

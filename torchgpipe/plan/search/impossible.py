@@ -3,8 +3,8 @@
 from dataclasses import replace
 from itertools import product
 
-from torchgpipe.caught import how_many
 from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.caught import how_many
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.task_bytes import task_bytes
 from torchgpipe.plan.hardware.amount import amount
@@ -127,7 +127,8 @@ def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
     if not found:
         raise Impossible(
             f"none of the schedules that were asked for can run {len(needed)} layers on "
-            f"{how_many(partitions, 'device')} with {chunks[0]} or more micro-batches: allow other schedules"
+            f"{how_many(partitions, 'device')} with {chunks[0]} or more micro-batches: allow other "
+            "schedules"
         )
     return min(found, key=lambda candidate: candidate.peak)
 
@@ -154,8 +155,8 @@ def why(
         return (
             "the chunks, checkpoint modes or schedules that were asked for need too much memory: "
             f"with {told(allowed.setup)}, {balanced}, the fullest device needs "
-            f"{amount(allowed.peak)} of {room}; on {how_many(partitions, 'device')}, {free_setup} needs only "
-            f"{free_peak}"
+            f"{amount(allowed.peak)} of {room}; on {how_many(partitions, 'device')}, {free_setup} "
+            f"needs only {free_peak}"
         )
     return (
         f"no balance fits {how_many(devices, 'device')} of {room}: "
