@@ -27,5 +27,7 @@ def shortened(value: object) -> str:
 
 def how_many(number: int, noun: str) -> str:
     """Return a number with its noun, in the singular or in the plural: "1 layer", "2 layers"."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{ending}"
+    if number == 1:
+        return f"1 {noun}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"

@@ -87,7 +87,7 @@ ON_CPUS = "is for CPU devices, but got ['cpu', 'm"
 NO_TENSORS = "input must be a tensor or a tuple of tensors, but got list"
 OF_RESIDUAL = "layers of Residual one after another, but it has a method"
 TWICE = "layers 'first' and 'again' are the same module, but a layer "
-TOO_FEW = "2 partitions, but 1 devices; give a balance of at most 1 parti"
+TOO_FEW = "2 partitions, but 1 device; give a balance of at most 1 partition,"
 NO_LIST = "a list of devices, one per partition, such as ['cuda:0', 'cuda:1'], but got "
 NUMBERS = (
     "balance must be a list with the number of layers of each partition, such as [2, 3], but got "

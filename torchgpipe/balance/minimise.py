@@ -17,6 +17,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
 
+from torchgpipe.caught import how_many
+
 
 def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> list[int]:
     """Return the balance whose heaviest partition costs as little as possible.
@@ -51,8 +53,8 @@ def check_partitions(partitions: int, layers: int) -> None:
         raise ValueError(f"partitions must be at least 1, got {partitions}")
     if partitions > layers:
         raise ValueError(
-            f"cannot fill {partitions} partitions with {layers} layer(s): "
-            f"every partition needs a layer, so ask for at most {layers} partition(s)"
+            f"cannot fill {how_many(partitions, 'partition')} with {how_many(layers, 'layer')}: "
+            f"every partition needs a layer, so ask for at most {how_many(layers, 'partition')}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from torchgpipe.caught import shortened
+from torchgpipe.caught import how_many, shortened
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.stage import Stage
@@ -83,8 +83,8 @@ def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arr
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
             f"the schedule {known.name} needs the same number of stages, at least {usual}, on each "
-            f"device, but there are {stages} partitions for {n} devices; give a balance of "
-            f"{usual * n} partitions"
+            f"device, but there are {stages} partitions for {how_many(n, 'device')}; give a "
+            f"balance of {usual * n} partitions"
         )
     v = max(1, stages // n)
     return Arrangement(schedule, n, v, make(schedule, n, 1, v).placement[:stages])

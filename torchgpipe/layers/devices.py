@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torchgpipe.caught import shortened
+from torchgpipe.caught import how_many, shortened
 from torchgpipe.tensors import accelerator
 
 MOVING = (
@@ -57,9 +57,11 @@ def choose_devices(
     if n and not found:
         raise IndexError("devices is empty; name a device for each partition: devices=['cpu']")
     if len(found) < n:
+        count = len(found)
         raise IndexError(
-            f"too few devices: {n} partitions, but {len(found)} devices; give a balance of at most "
-            f"{len(found)} partitions, or name a device several times in devices=[…]"
+            f"too few devices: {how_many(n, 'partition')}, but {how_many(count, 'device')}; give a "
+            f"balance of at most {how_many(count, 'partition')}, or name a device several times in "
+            "devices=[…]"
         )
     if devices is not None and len(found) > n:
         warnings.warn(

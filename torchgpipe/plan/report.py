@@ -7,6 +7,7 @@ from textwrap import fill
 import torch
 from torch.nn import Sequential
 
+from torchgpipe.caught import how_many
 from torchgpipe.gpipe import GPipe
 from torchgpipe.plan import tables
 from torchgpipe.plan.hardware.amount import amount
@@ -123,13 +124,13 @@ class Plan:
         """One line of text: the setup, and the predicted seconds and memory of a step."""
         setup = self.best.setup
         n = len(self.best.devices)
-        devices = "1 device" if n == 1 else f"{n} devices"
+        devices = how_many(n, "device")
         peak, memory = amount(self.best.peak), amount(self.memory)
         return (
             f"plan: {setup.lists.name} on {devices}, balance {tables.listed(setup.balance, 60)}, "
-            f"{self.chunks} micro-batches of {setup.sizes[0]}, checkpoint {self.checkpoint}; "
-            f"predicted {duration(self.seconds)} a step in {self.precision}, "
-            f"at most {peak} of {memory} on a device"
+            f"{how_many(self.chunks, 'micro-batch')} of {setup.sizes[0]}, "
+            f"checkpoint {self.checkpoint}; predicted {duration(self.seconds)} a step in "
+            f"{self.precision}, at most {peak} of {memory} on a device"
         )
 
     def on(self, devices: int) -> "Plan":

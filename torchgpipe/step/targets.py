@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.caught import how_many
 from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
 
 Values = Sequence[Any]
@@ -37,8 +38,8 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(target, MicroBatches):
         if len(target) != len(sizes):
             raise ValueError(
-                f"the input has {len(sizes)} micro-batches, but the target has {len(target)}; give "
-                "a target for each micro-batch of the input"
+                f"the input has {how_many(len(sizes), 'micro-batch')}, but the target has "
+                f"{len(target)}; give a target for each micro-batch of the input"
             )
         return [with_tensors(lambda x: x, each) for each in target]
     target = _as_tensor(target)

@@ -296,7 +296,7 @@ def test_wrong_arguments() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (
             {"balance": [5]},
-            r"the balance \[5\] has 1 partition, but there are 3 ranks; give each rank a number",
+            r"the balance \[5\] has 1 partitions, but there are 3 ranks; give each rank a number",
         ),
         (
             {"mesh": 3},

@@ -202,7 +202,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             ValueError,
             "headroom must be a share of the tensors' bytes, 0 or more",
         ),
-        ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %; got '15%'"),
+        ({"headroom": "15%"}, ValueError, "such as 0.15 for 15 %, but got '15%'"),
         ({"optimizer": "lion"}, ValueError, "optimizer must be one of none, sgd"),
         ({"batch_size": 0}, ValueError, "batch_size must be"),
         ({"devices": 0}, ValueError, "devices must be a whole number of at least 1, got 0"),
@@ -227,7 +227,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
         (
             {"schedules": make("1F1B", 9, 4)},
             Impossible,
-            r"none of the schedules that were asked for can run 8 layers on 8 device\(s\)",
+            r"none of the schedules that were asked for can run 8 layers on 8 devices",
         ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": Linear(1, 1)}, TypeError, "only an nn.Sequential"),
