@@ -34,7 +34,7 @@ from benchmarks.harness import (
     section,
     start,
 )
-from benchmarks.others.processes import PRELOADED, Adapter, Kind, run
+from benchmarks.others.processes import FALSE, NOWHERE, PRELOADED, Adapter, Kind, run
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import grid
 from tests.behaviours.rows.training import ROWS
@@ -58,8 +58,19 @@ CHECKS = {row.name: row for row in ROWS}
 RIGHT = "right"
 WORDS = {"equal": RIGHT, "not offered": "lacks"}
 """The words of tables for outcomes that have another name in records."""
+SENTENCES = {
+    "lacks": "there is no way to do this (*lacks*)",
+    "refused": "this is *refused*",
+    "fails": "this *fails*",
+    "differs": "the result *differs*",
+    "ends": "the process *ends*",
+    "hangs": "the process *hangs*",
+}
+"""Sentences that say how a check ended. Each contains the word that the tables have for it."""
 HEADS = {"ScheduleGPipe": "GPipe", "Schedule1F1B": "1F1B"}
 """The headings of columns that differ from the engine's name."""
+IN_FULL = {"0.0.7": "torchgpipe 0.0.7", "threads": "worker threads"}
+"""The names of engines in sentences, if they differ from the engine's name in records."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -205,7 +216,7 @@ def here_word(results: Sequence[Result]) -> str:
 def reasons(results: Sequence[Result]) -> str:
     """Return a text that says which engines did not get a check right, and why.
 
-    An example is "*fails* (ScheduleGPipe, Schedule1F1B): RuntimeError: …".
+    An example is "With ScheduleGPipe and DeepSpeed, this *fails*: RuntimeError: …".
     """
     engines_by_end: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -214,8 +225,15 @@ def reasons(results: Sequence[Result]) -> str:
             engines_by_end.setdefault(end, []).append(result.row)
     ends = []
     for (kind, reason), engines in engines_by_end.items():
-        ends.append(f"*{kind}* ({', '.join(engines)}): {reason}")
-    return "; ".join(ends)
+        *others, last = [IN_FULL.get(engine, engine) for engine in engines]
+        listed = f"{', '.join(others)} and {last}" if others else last
+        if reason.startswith(FALSE):
+            reason = f'"{reason.removeprefix(FALSE)}" is false'
+        if reason.endswith(NOWHERE):
+            reason = f"no rank has {reason.removesuffix(NOWHERE)}"
+        stop = "" if reason.endswith((".", "…")) else "."
+        ends.append(f"With {listed}, {SENTENCES[kind]}: {reason}{stop}")
+    return " ".join(ends)
 
 
 if __name__ == "__main__":

@@ -61,20 +61,18 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         rendered = table(record, "pipe")
         conditions = ""
         if record.run is not None:  # a prediction does not depend on the machine
-            conditions = f" {', '.join(_conditions(record.run))}"
+            conditions = f" on {', '.join(_conditions(record.run))}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"the block from benchmarks/{name} cannot be made ({path}: {error!r})"
         raise Error(f"{page}: {failure}") from error
-    kind = record.kind.capitalize()
     source = f"[record]({link(page, path)})"
-    return f"{rendered}\n\n{kind}{conditions}; {source}\n\n"
+    return f"{rendered}\n\nThe numbers of this {source} were {record.kind}{conditions}.\n\n"
 
 
 def _conditions(run: Run) -> Iterator[str]:
     """Yield short texts about a run: date, versions, machine, and how busy the machine was."""
     machine, versions, load, git = run.machine, run.versions, run.load, run.git
-    yield run.started[:10]
-    yield f"torch {versions['torch']}"
+    yield f"{run.started[:10]} with torch {versions['torch']}"
     yield f"Python {versions['python']}"
     if machine.gpus:
         first, *_ = machine.gpus
@@ -85,7 +83,7 @@ def _conditions(run: Run) -> Iterator[str]:
         yield "freed memory kept"
     if load is not None:
         last_minute, *_ = load
-        yield f"load {last_minute:.2f} before the start"
+        yield f"a load of {last_minute:.2f} before the start"
     if git is None:
         yield "no revision"
     else:

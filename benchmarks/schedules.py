@@ -251,7 +251,7 @@ def table(record: Record, style: str = "simple") -> str:
     lines = [grid(heads, rows, style), ""]
     for pair, found_ratios in ratios.items():
         mean = statistics.geometric_mean(found_ratios)
-        lines.append(f"- {pair}: {mean:.3f}, the geometric mean")
+        lines.append(f"- The geometric mean of the ratios of {pair} is {mean:.3f}.")
     return "\n".join(lines)
 
 

@@ -254,15 +254,18 @@ def table(record: Record, style: str = "simple") -> str:
         commands += [f"# {k}", case.command]
     heads = ["", "model", "batch", "hardware", *WAYS, "fastest"]
     notes = [
-        "Predicted samples/s of all devices. A star: activations are recomputed.",
-        "The column *both* has several pipelines, which share the batch.",
-        f"The last column has the fastest way, and those that are at most {CLOSE:.0%} slower: "
-        "a prediction is no more exact.",
+        "The numbers are predicted samples/s of all devices together. A star means that "
+        "activations are recomputed.",
+        "The column *both* is for several equal pipelines that share the batch.",
+        "The last column has the fastest way to train, and the ways that are at most "
+        f"{CLOSE:.0%} slower, because predictions are no more exact than that.",
     ]
     details = ["", "way", "GiB", "micro-batches", "recomputed", "pipelines", "balance"]
     about_details = [
-        "GiB: the fullest device.",
-        "Micro-batches: of each device, or of each pipeline, and the samples in one.",
+        "The column *GiB* has the memory that tensors take on the device where they take most.",
+        "In the column *micro-batches*, `8 x 16` means 8 micro-batches of 16 samples each, on each "
+        "device or, with pipelines, in each pipeline.",
+        "The column *balance* has the number of layers of each partition.",
     ]
     shell = "\n".join(["```sh", *commands, "```"])
     return "\n\n".join(

@@ -30,7 +30,7 @@ def table(record: Record, style: str) -> str:
     notes = []
     for row in TOOLS:
         rows.append([row.name, *(answer(row, engine) for engine in ENGINES)])
-        rounded = "Equal up to rounding. " if row.tolerance else ""
+        rounded = "The results are equal up to rounding. " if row.tolerance else ""
         if rounded or row.note:
             notes.append(f"**{row.name}**: {rounded}{row.note}".strip())
     tools_of_torch = grid(["", *ENGINES], rows, style)

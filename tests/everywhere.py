@@ -243,7 +243,7 @@ class _Done:
     """What a backward needs from its forward: the model, this rank's output, and the inputs.
 
     Attributes:
-        parameters: The tensors of the whole model that can have gradients, by name.
+        parameters: Maps names to the tensors of the whole model that can have gradients.
     """
 
     def __init__(self, model: Everywhere, own: Any, given: list[Tensor]) -> None:

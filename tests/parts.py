@@ -1,4 +1,4 @@
-"""`Fails`, a layer that raises an error when a test wants it, and optimizers by their names."""
+"""`Fails`, a layer that raises an error when a test wants it, and a dictionary of optimizers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 
 
 class Fails(nn.Module):
-    """An identity layer that a test can make fail.
+    """An identity layer that a test can make fail, once, in a forward, recomputation or backward.
 
-    After a call of `fail`, it raises an error once: in forward, in a recomputation, or in backward.
-    After a call of `at`, it calls a function there instead of raising an error.
+    A call of `fail` says in which of them the layer raises an error. A call of `at` says in which
+    of them the layer calls a given function.
     """
 
     def __init__(self) -> None:

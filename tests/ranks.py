@@ -5,10 +5,10 @@ The ranks live until pytest's process ends. A test runs in three steps:
 
 1. Pytest's process tells the ranks which test is next.
 2. Each rank runs the test with its fixtures, and reports the result. With the mark `ranks(n)`, only
-   the first n ranks do so. With the mark `ranks`, the test calls `Rank.join` with the number of
-   ranks.
+   the first n ranks run the test. With the mark `ranks`, the test itself chooses the number of
+   ranks, by calling `Rank.join`.
 3. During the test, ranks send messages to each other by `Rank.exchange`. The messages go through
-   pytest's process, which so notices if a rank waits for a message that never comes.
+   pytest's process, which therefore notices if a rank waits for a message that never comes.
 
 Each rank prints to its own file. If a rank hangs or dies, the test fails, and its message shows the
 ends of these files, with the stack of each thread.
@@ -122,7 +122,7 @@ class Ranks:
 
         Args:
             why: What went wrong.
-            told: The errors that ranks have reported, by rank.
+            told: Maps ranks to the errors that they have reported.
 
         Returns:
             An error with `why`, the reported errors, and what each process printed last.

@@ -31,7 +31,7 @@ PRELOADED = [
 
 
 def forking() -> Any:
-    """Return a context of `multiprocessing` whose processes are forked from a server.
+    """Return the `multiprocessing` API with which new processes are forked from a server.
 
     The server has imported torch and this library, so a new process starts fast. As it has only one
     thread, forking is safe. All tests share the server that the first call starts.
@@ -78,7 +78,7 @@ def python(
         arguments: The arguments of Python, such as a script, or `-m` and a module.
         root: The folder of the checkout, which becomes the working directory.
         first: A folder in which Python looks for modules before it looks in the checkout.
-        errors: The argument `stderr` of `subprocess.Popen`.
+        errors: Where the process writes its errors: the argument `stderr` of `subprocess.Popen`.
         environment: Additional environment variables.
     """
     path = os.pathsep.join([str(first), str(root)])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A package may import only packages in lines below its own. Packages in the same line may not
-# import each other. A package within another package has a line of its own.
+# Each line names packages. A package may import only packages that are named in lower lines than
+# itself. So packages in the same line may not import each other.
 LAYERS = [
     {"benchmarks"},
     {"reproduce"},

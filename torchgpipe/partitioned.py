@@ -143,7 +143,7 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return those parameters that are copies of another process's, with their names there."""
+        """Return the parameters that are copies of another process's, with their names in it."""
         return {}
 
     @abstractmethod
@@ -323,9 +323,10 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
             return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Return a context for the method `doing`, which all ranks call with arguments `alike`.
+        """Let ranks exchange tensors within this context, in a method that all of them call.
 
-        It gives a function that sends this rank's tensor to all ranks, and returns all tensors.
+        The context gives a function that sends this rank's tensor to all ranks, and returns the
+        tensors of all ranks. `doing` is the method's name, and `alike` are its arguments.
         """
         return nullcontext(lambda own: [own])
 

@@ -10,8 +10,8 @@ from reproduce.tables.output import Number, written
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
     """Print what a gate (a program that checks speed) has found.
 
-    In the format "text", what has become worse is not printed here: the raised error says it, and
-    the program prints this error at its end.
+    In the format "text", this function does not print what has become worse. The raised error says
+    it, and the program prints this error at its end.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".

@@ -112,7 +112,7 @@ class Counts(NamedTuple):
     cancel out. Before the step, each `.grad` is None. The counts of several ranks are summed up.
 
     Attributes:
-        operators: The counts of operators, by name.
+        operators: Maps the name of an operator to the number of its calls.
         nodes: The number of nodes of autograd graphs.
         waits: The number of calls that may wait for another thread.
         idles: The number of sleeps, readings of a clock, and looks into a queue.

@@ -7,7 +7,7 @@ Unlike times, counts are the same in each run. `benchmarks.gates.counted` says w
 `benchmarks.gates.tally` says how. A lower count also has to be written to the file. Otherwise,
 nobody would notice if the count later rose to its old value.
 
-The orders in which devices run their tasks are compared in the same way, with `orders.json`.
+The program also compares the orders in which devices run their tasks with the file `orders.json`.
 """
 
 import json
@@ -36,7 +36,7 @@ ADVICE = (
 
 Totals = dict[str, int]
 Orders = Mapping[str, list[str]]
-"""The tasks of each device in the order in which they run, by the name of the configuration."""
+"""Maps the name of a configuration to the tasks of each device, in the order in which they run."""
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:
@@ -148,7 +148,7 @@ def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
 
 
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
-    """Return the counts of operations and the orders of tasks, by the name of the configuration."""
+    """Return two dictionaries: each configuration's counts of operations, and orders of tasks."""
     import torch
 
     from benchmarks.gates import counted, orders

@@ -155,8 +155,9 @@ def _with_compiled(build: Build, device: torch.device, backend: Any, context: Co
     """
     with torch.device(device):
         layers, x = build()
-    # Layers of one class share their code, which dynamo compiles once for each shape of a layer.
-    torch._dynamo.reset()  # forget what was compiled for earlier models
+    # Forget what dynamo has compiled for earlier models. Then allow one compilation for each layer:
+    # layers of one class share their code, which dynamo compiles once for each shape.
+    torch._dynamo.reset()
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, len(layers))
     config.fail_on_recompile_limit_hit = True  # otherwise, further layers would not be compiled

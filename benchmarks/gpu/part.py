@@ -111,7 +111,7 @@ class Broken:
 
 
 def load_parts(names: Sequence[str]) -> dict[str, Part]:
-    """Import the modules of parts, and return them by name."""
+    """Import the modules of the named parts, and return a dictionary from names to modules."""
     parts: dict[str, Part] = {}
     for name in names:
         module: Any

@@ -37,7 +37,7 @@ def table(style: str) -> str:
     """Return a table with a row for each published table, in a style of the package tabulate.
 
     Raises:
-        Error: A table has no predictions, or its predictions have other rows than the table.
+        Error: A table has no predictions, or not a prediction for each of its rows.
     """
     rows = []
     all_speeds: list[float] = []

@@ -39,6 +39,10 @@ AFTER = 2.0
 """Seconds to wait for other ranks after one rank has failed or ended."""
 TOLERANCE = 1e-4
 """The tolerance of comparisons, relative to the largest value of a tensor."""
+FALSE = "not so: "
+"""What a message begins with if it names a statement that does not hold."""
+NOWHERE = ": on no rank"
+"""What a message ends with if it names a tensor that no rank has."""
 
 Kind = Literal["equal", "not offered", "refused", "fails", "differs", "ends", "hangs"]
 
@@ -111,14 +115,14 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
     for found in ranks:
         for name, y in found.items():
             if y is False:
-                return Outcome("differs", f"not so: {name}")
+                return Outcome("differs", f"{FALSE}{name}")
             if name not in plain:
                 return Outcome("differs", f"{name}: there, but not in the model")
             if said := difference(y, plain[name], TOLERANCE):
                 return Outcome("differs", f"{name} {said}")
             missing.pop(name, None)
     for name in missing:
-        return Outcome("differs", f"{name}: on no rank")
+        return Outcome("differs", f"{name}{NOWHERE}")
     return Outcome("equal")
 
 

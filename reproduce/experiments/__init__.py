@@ -1,4 +1,4 @@
-"""Define all experiments, and a dictionary of experiments by name.
+"""Define all experiments, and a dictionary from names to experiments.
 
 To add an experiment, define an object of the class `Experiment`, and add it to `ALL`. No other code
 changes.

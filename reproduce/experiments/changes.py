@@ -1,8 +1,9 @@
 """Change the settings of an experiment's rows by options of the command line.
 
-For example, `--row n2m4 --set m=16 batch_size=64` runs the row `n2m4` with other settings. The
-changed row has a name of its own, `n2m4 m=16 batch_size=64`. It reproduces no published row, and is
-not compared with unchanged rows. Its record says what was changed.
+For example, `--row n2m4 --set m=16 batch_size=64` runs the row `n2m4` with 16 micro-batches and
+mini-batches of 64 samples, whatever its own settings are. The changed row has a name of its own,
+`n2m4 m=16 batch_size=64`. It reproduces no published row, and is not compared with unchanged rows.
+Its record says what was changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def change_rows(scale: Scale, texts: Sequence[str]) -> Scale:
     Raises:
         Error: A row has no such field, the value is not allowed, or nothing would change.
     """
-    changed = {}  # by the name of the row as it is
+    changed = {}  # maps the names of unchanged rows to changed rows
     for row in scale.rows:
         changed[row.name] = change_row(row, texts)
     rows = []

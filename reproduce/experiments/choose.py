@@ -18,10 +18,10 @@ def choose_rows(
 
     Args:
         experiments: The experiments with all of their rows.
-        names: The names of the rows to choose. If there are no names, all rows are chosen whose
-            `extra` is false.
-        extra: If there are no names, whether to choose the rows whose `extra` is true, too. Such
-            rows run only if the user asks for them.
+        names: The names of the rows to choose. If there are no names, all rows that run by default
+            are chosen.
+        extra: If there are no names, whether to choose also the rows that do not run by default,
+            whose field `extra` is true.
 
     Raises:
         Error: A name is unknown, or an experiment has none of the chosen rows.

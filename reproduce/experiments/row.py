@@ -76,7 +76,7 @@ class Row:
         link: The hardware description from which an emulation takes the time of copies between
             devices. None means that copies take no time.
         changed_from: If the option `--set` changed the row, the name of the row as it was.
-        changed: The settings that were changed, by the names that `--set` gives them.
+        changed: Maps the names that `--set` has for the changed settings to their new values.
     """
 
     name: str = ""
@@ -142,10 +142,10 @@ class Row:
         return math.ceil(self.batch_size / size)
 
     def work(self) -> float:
-        """Return an estimate of the time of a step, relative to the steps of other rows.
+        """Return a number that is roughly proportional to the time of a step of this row.
 
-        The estimate has no unit. A run uses it to divide the time limit among groups of rows, and
-        to predict how much time is left.
+        The number has no unit, and can only be compared with that of another row. A run uses it to
+        divide the time limit among groups of rows, and to predict how much time is left.
         """
         recomputation = 1.3 if self.checkpoint in ("always", "except_last") else 1
         return self.batch_size * math.prod(self.size) * recomputation

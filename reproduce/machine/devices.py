@@ -31,7 +31,7 @@ class Devices:
     Attributes:
         kind: "cpu", "cuda", or "meta", on which tensors have no data and nothing is computed.
         count: The number of devices.
-        threads: The number of threads of each CPU device. None for other kinds.
+        threads: The number of threads of each CPU device. None if the devices are no CPU devices.
     """
 
     kind: str

@@ -75,11 +75,14 @@ class Pauses:
 def host_seconds(
     issue: Callable[[], object], layers: Iterable[nn.Module], wait: Callable[[], object]
 ) -> float:
-    """Return how long the host takes to issue work, such as a training step.
+    """Return the seconds that the host takes to issue work, such as a training step.
+
+    The host waits for the device between layers, so that CUDA's queue of launches never becomes
+    full (see `Pauses`). The seconds of these waits are subtracted.
 
     Args:
         issue: A function that issues the work.
-        layers: The layers that the work runs. The host can pause before each of them (`Pauses`).
+        layers: The layers that the work runs.
         wait: A function that waits until the device has finished all work.
     """
     with Pauses(layers, wait) as pauses:

@@ -158,7 +158,7 @@ def _count() -> Counts:
 
 
 def _processes() -> tuple[dict[int, int], set[int]]:
-    """Return the CPU time of each process by its id, and the ids of this program's processes.
+    """Return a dictionary from process ids to CPU times, and the ids of this program's processes.
 
     The CPU time is in ticks of the kernel. It includes that of child processes that have ended.
     """

@@ -1,4 +1,4 @@
-"""Define the models. `MODELS` in the module `built` has each model by its name.
+"""Define the models. The dictionary `MODELS` in the module `built` maps names to models.
 
 This file and the module `sizes` do not import torch, because that would take seconds.
 """

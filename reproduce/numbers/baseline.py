@@ -10,7 +10,7 @@ from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import Reading
 from reproduce.numbers.significance import Decision, Rule, compare_samples
 
-Readings = Mapping[int, Reading]  # the number of a side -> the side's value (a reading) in one row
+Readings = Mapping[int, Reading]  # maps a side's number to its value (a reading) in one row
 Measured = tuple[Line, Readings]
 CHANGED = ("higher", "lower")  # the outcomes of a real difference
 

@@ -108,7 +108,7 @@ class Asked:
         sides: The sides, such as runs. Each later side is compared with the first one.
         rule: What counts as a difference.
         force: Whether to compare absolute numbers even of different machines or different work.
-        every: Whether notes name the rows that only one side has, instead of counting them.
+        every: Whether notes name the rows that only one side has. Otherwise, they say how many.
     """
 
     sides: Sequence[Side]
@@ -185,7 +185,8 @@ def _compare(
 ) -> Comparison:
     """Compare the rows of an experiment in one metric.
 
-    If ratios are compared, the numbers of each line are divided by those of a line in `bases`.
+    If the rows did different work or ran on different machines, ratios are compared: each side's
+    numbers are first divided by the side's number on a line of `bases`.
     """
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
@@ -242,9 +243,10 @@ def _relative_rows(
 
 
 def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list[str]:
-    """Withdraw the verdicts about `rows` on each side where their baseline itself has changed.
+    """Withdraw verdicts about ratios to a baseline row that has itself become faster or slower.
 
-    Return notes that say on which sides (such as runs) the baseline `base` has changed.
+    Return notes that say for which sides (such as runs) the verdicts about `rows` are withdrawn,
+    because their baseline `base` has changed.
     """
     said = []
     for number, side in enumerate(asked.sides):

@@ -34,7 +34,7 @@ class Gate:
     Attributes:
         worse: The names of the rows that are worse than on the first side, A.
         judged: Whether at least one row could be judged.
-        unjudged: For each reason why rows of A could not be judged, the names of these rows.
+        unjudged: Maps each reason why rows of A could not be judged to the names of these rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
     """
 
@@ -89,8 +89,8 @@ def gate(
     """Return what a comparison shows about regressions.
 
     Args:
-        sides: The sides that were compared.
-        lines: The lines that were compared. Some of them may be in no table.
+        sides: The sides that were compared, such as two runs.
+        lines: The lines, each with matching rows of the sides. Some lines may be in no table.
         comparisons: The tables of the comparison.
         threshold: The smallest relative difference that matters.
     """
@@ -146,8 +146,8 @@ def _reason(
 
     Args:
         line: The line.
-        side: The number of the side.
-        letter: The letter of the side.
+        side: The number of the side, from 0 on.
+        letter: The letter of the side in tables, such as B.
         table: The table of the line's experiment, if there is one.
         row: The line's row in this table, if there is one.
     """

@@ -37,7 +37,7 @@ class Line:
 
     Attributes:
         experiment: The experiment of the rows.
-        entries: The rows, by the index of their side.
+        entries: Maps the index of a side to its row.
         label: The text in the first cell.
     """
 
@@ -69,8 +69,8 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 def match(sides: Sequence[Side]) -> list[Line]:
     """Return the lines of a table that compares sides, such as runs.
 
-    Each row of each side is on one line, and rows that match share a line. The lines of an
-    experiment follow one another.
+    Each row of each side is on one line, and rows that match share a line. All lines of an
+    experiment come together.
     """
     lines: list[Line] = []
     for number, side in enumerate(sides):
@@ -152,7 +152,16 @@ def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
 
 
 def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> list[Line]:
-    """Return the lines whose field `name` has an allowed value; raise `Error` if there are none."""
+    """Apply one `--filter name=value,...`: return the lines whose field has an allowed value.
+
+    Args:
+        lines: The lines of a table.
+        name: The name of the field.
+        allowed: The values of which the field must have one.
+
+    Raises:
+        Error: No line has the field, or no line has an allowed value.
+    """
     known: dict[str, None] = {}
     picked = []
     for line in lines:
@@ -180,9 +189,9 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Add a row to the table's line whose rows are most similar, or to a new line.
+    """Add a row of side `number` to the table, on the line whose rows are most similar.
 
-    The rows of a line are compared with each other. `number` is the number of the row's side.
+    If no line has rows that match, add the row on a new line.
     """
     best = None
     most = -1
@@ -206,7 +215,7 @@ def _place_published(lines: list[Line], number: int, entry: Entry) -> None:
     """
     table = entry.result.experiment
     link = f"{table}/{entry.result.row}"
-    reproducing: dict[int, list[Line]] = {}  # by the number of a side that has a row on the line
+    reproducing: dict[int, list[Line]] = {}  # maps the index of a side to lines with its rows
     for line in lines:
         if number not in line.entries and line.first.result.published == link:
             for side in line.entries:
@@ -259,9 +268,12 @@ def _label(lines: Sequence[Line]) -> None:
 
 
 def _distinguish(lines: Sequence[Line], extra: Callable[[Entry], str | None]) -> None:
-    """Where lines have the same label but different values of `extra`, add the value to the label.
+    """Make equal labels of a table's lines different, by adding a text in brackets to each.
 
-    The value is added in brackets. `extra` is a function that returns a value of a row.
+    Args:
+        lines: The lines of the table.
+        extra: A function that returns the text for a row, such as its device, or None. If all lines
+            with the same label have the same text, nothing is added.
     """
     for group in grouped(lines, lambda line: (line.experiment, line.label)).values():
         extras = [extra(line.first) for line in group]

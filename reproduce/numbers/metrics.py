@@ -18,7 +18,7 @@ from reproduce.records.record import Result
 
 # Either samples, or a number that is taken as exact, such as a published number.
 Measurement = float | Sequence[float]
-Numbers = Mapping[str, float]  # numbers by the names of rows
+Numbers = Mapping[str, float]  # maps names of rows to numbers
 DEFAULTS = ("throughput", "time", "memory", "reserved", "top1_error", "utilization", "parameters")
 HIGHER = ("throughput", "speedup", "utilization", "top1_accuracy")
 LOWER = ("time", "step_time", "memory", "reserved", "loss", "top1_error", "model_bytes", "bubble")
@@ -57,7 +57,7 @@ class Reading:
 
     @property
     def mark(self) -> str:
-        """Return an asterisk if the value is disturbed, otherwise an empty text."""
+        """Return an asterisk if other programs disturbed the measurement, else an empty text."""
         return MARK if self.disturbed else ""
 
     @property
@@ -149,7 +149,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 
 
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
-    """Return the speed-up of each timed row over the row `first`, by the name of the row.
+    """Return a dictionary from the names of timed rows to their speed-ups over the row `first`.
 
     In these names, a slash and everything after it is left out.
     """

@@ -21,7 +21,7 @@ Sides = Sequence[Side]
 
 
 def unfair(lines: Lines, metric: str) -> str:
-    """Return why absolute numbers of a metric are not comparable; empty if they are comparable."""
+    """Return why absolute numbers of a metric cannot be compared; an empty text if they can."""
     other_machines = False
     other_work = False
     for first, other in _pairs(lines):
@@ -38,9 +38,9 @@ def unfair(lines: Lines, metric: str) -> str:
 
 
 def other_differences(lines: Lines) -> list[str]:
-    """Return notes that say in which scales (sets of sizes), fields and versions the rows differ.
+    """Return notes on how matched rows (rows on the same line of a comparison's table) differ.
 
-    Only rows on the same line are compared.
+    They can differ in their scales (sets of sizes), in some settings, and in versions of software.
     """
     scales: dict[str, None] = {}
     fields: list[str] = []
@@ -95,7 +95,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
         sides: The sides that are compared.
         lines: The lines of the table.
         have: For each line, the indices of the sides that have a number.
-        every: Whether to name the rows instead of counting them.
+        every: Whether a note names all its rows. Otherwise, it says how many they are.
     """
     pairs = unmatched(lines, len(sides))
     told = set()
@@ -117,12 +117,16 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 
 
 def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[str]:
-    """Return notes on rows that have the same name on two sides (such as runs), but other settings.
+    """Return notes on rows that cannot be compared, because their settings differ.
+
+    A side is one of the things that are compared, such as a run or a published table. Side A is the
+    first one.
 
     Args:
-        sides: The sides that are compared.
-        pairs: The pairs of such rows.
-        every: Whether to name the rows instead of counting them.
+        sides: The sides.
+        pairs: Pairs of a row of side A and a row of another side. The two rows have the same name,
+            but different settings.
+        every: Whether a note names all its rows. Otherwise, it says how many they are.
     """
     labels: dict[str, list[str]] = {}
     for pair in pairs:
@@ -133,7 +137,9 @@ def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[
 
 
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) -> str:
-    """Return a note for an experiment in which no row has the same metric on two sides.
+    """Return a note about an experiment in which no row can be compared.
+
+    No row has values of the same metric on two sides (such as runs).
 
     The note has the first of these reasons that applies:
 

@@ -122,7 +122,7 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """Return the name of the hardware for which the row was predicted; None for other rows."""
+        """Return the name of the hardware for which the row was predicted; None if it was not."""
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -132,8 +132,9 @@ class Entry:
 class Side:
     """The rows of one side of a comparison.
 
-    If several records have the same row, the row is taken from the best record that has a number
-    for this row. The function `ranked` says which records are better.
+    A side is, for example, a run. If several of its records have the same row, the row is taken
+    from the best record that has a number for it. The function `ranked` says which records are
+    better.
 
     Attributes:
         letter: The side's short name in tables, such as A.

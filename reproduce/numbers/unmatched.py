@@ -1,7 +1,7 @@
-"""Find rows of the same name on two sides (such as runs) that differ in a field such as `link`.
+"""Find rows that have the same name on two sides (such as runs), but different settings.
 
-Such rows do not match, so each of them has a line of its own in the comparison. Without this
-module, a note would say that each of them is missing on the other side.
+Such rows do not match, so each of them has a line of its own in the comparison. A note says in
+which setting they differ. Otherwise, the user would think that each side lacks a row.
 """
 
 import json
@@ -30,7 +30,7 @@ class Unmatched:
 
     @property
     def fields(self) -> list[str]:
-        """Return the names of the fields (settings) in which the two rows differ."""
+        """Return the names of the fields in which the settings of the two rows differ."""
         ours, theirs = self._entries
         names = differing(ours, theirs)
         if ours.result.scale != theirs.result.scale:

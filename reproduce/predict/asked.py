@@ -113,7 +113,7 @@ class Given:
 
 
 def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
-    """Find a model by its name, or raise `ValueError`.
+    """Return the model with a given name, or raise `ValueError`.
 
     Args:
         name: The name, such as "unet", "torchvision:resnet50" or "package.module:function".

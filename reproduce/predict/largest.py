@@ -165,7 +165,11 @@ def line_of(asked: Asked, found: Largest) -> str:
 
 
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
-    """Yield lines of text that name the largest models that fit, and say which size has grown."""
+    """Yield lines of text about the largest models that fit in memory.
+
+    The last lines say which of the model's sizes the search has increased, and under which settings
+    of the training the memory was predicted.
+    """
     for each in found:
         yield line_of(asked, each)
     yield (

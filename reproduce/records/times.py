@@ -23,8 +23,8 @@ def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, 
 
     Args:
         row: The name of the row.
-        samples: The lists of samples of the row, by name, such as `step_time`.
-        values: The single values of the row, by name.
+        samples: Maps names, such as `step_time`, to lists of samples of the row.
+        values: Maps names to single values of the row.
         where: The file and the place of the row in it, such as `FILE: results[3]`.
     """
     for name in TIMES:

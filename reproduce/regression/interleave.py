@@ -48,7 +48,7 @@ from reproduce.run.engines.launch import Launched
 from reproduce.run.turns import turns
 
 Way = tuple[int, Sequence[Any]]
-Cases = Mapping[str, Mapping[str, Way]]  # case name -> way name -> way
+Cases = Mapping[str, Mapping[str, Way]]  # maps a case's name, then a way's, to the way
 
 
 class Sampling(NamedTuple):
@@ -82,7 +82,7 @@ def interleave(
 
     Args:
         start: A function. `start(i)` starts a process that uses version i of the package.
-        cases: The ways of each case, by the names of the case and of the way.
+        cases: Maps the name of each case, and then the name of each way to run it, to the way.
         sampling: How many samples to take, and in which order.
 
     Yields:
@@ -141,7 +141,7 @@ def _warm_up(
 ) -> dict[str, Any]:
     """Prepare a case with each way (a version of the package, and arguments for it).
 
-    Return the reason of each way that failed, by the name of the way.
+    Return a dictionary from the name of each way that failed to the reason.
     """
     order = draw.sample(list(ways), len(ways))
     for way in order:

@@ -34,10 +34,10 @@ class Settings:
     """The settings of a measurement: what is measured, and for how long.
 
     Attributes:
-        cases: The clock that each case (timed piece of work) chooses, by the name of the case.
+        cases: Maps the name of each case (timed piece of work) to the clock that the case chooses.
         restarts: How many times the timed processes are started.
         rounds: How many samples of a case each version takes after each restart.
-        clock: The clock for all cases, or None for the clocks that the cases choose.
+        clock: The clock for all cases. None means that each case has the clock that it chooses.
         slow_down: A delay that is added to each sample of the new version, as a fraction of the
             median sample. With such a delay, one can check that a slow-down is noticed.
         seed: The seed of the random orders in which the versions run.
@@ -63,9 +63,9 @@ class Samples:
         base: The samples of the old version: a list for each restart of the timed processes.
         head: The samples of the new version. In each restart, the first samples of `base` and
             `head` are a pair, which was taken one after another, and so are the second ones etc.
-        also: The samples of the second old version.
-        unable: Why versions cannot run the case. The keys are "base", "head" and "also". If all
-            versions can run the case, the dictionary is empty.
+        also: The samples of a second, older version. It is empty if only `base` is compared.
+        unable: For each version that cannot run the case, the reason. The keys are among "base",
+            "head" and "also".
         clock: The clock that times the case.
         busy: For each restart, whether other programs used the cores meanwhile.
     """
@@ -123,9 +123,9 @@ def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> N
     """Remove the versions that cannot run a case, and the case itself if only one version is left.
 
     Args:
-        cases: The versions of each case, by the name of the case. They are changed.
+        cases: Maps each case's name to the versions that can run it. This dictionary is changed.
         case: The name of the case.
-        unable: Why versions cannot run the case, by the name of the version.
+        unable: Maps the name of each version that cannot run the case to the reason.
     """
     left = {way: asked for way, asked in cases[case].items() if way not in unable}
     cases[case] = left

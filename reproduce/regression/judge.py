@@ -1,4 +1,7 @@
-"""Decide whether the new code (head) is slower than the old code (base, and perhaps one more).
+"""Decide whether the new code is slower than the old code.
+
+The new version of the code is called `head`. It is compared with one or two old versions, called
+`base` and `also`. `also` is older: it lies many changes before `head`.
 
 Each case (a training step) is timed with all versions, in processes that are restarted many times:
 
@@ -38,18 +41,18 @@ Old = Literal["base", "also"]
 OLDS: tuple[Old, ...] = ("base", "also")
 
 ALSO = 0.1
-"""The threshold of the comparison with the second old version.
+"""The threshold of the comparison with the old version `also`.
 
-Between the two lie many changes, each of which may have been slower by less than the threshold of
-`base`. So this threshold is the sum of what is accepted.
+Many changes of the code lie between `also` and the new version. Each of them may have made the code
+slower by less than the threshold for `base`. So this threshold allows for the sum of these.
 """
 WALL = 2.5
-"""By how much the thresholds are multiplied for cases by wall clock, which have more noise."""
+"""The factor of the thresholds for cases that are timed by wall clock, which have more noise."""
 BUSY = 0.25
-"""The share of restarts during which other programs may use the cores.
+"""The largest share of restarts during which other programs may use the cores.
 
-If there are more, a case by wall clock is disturbed: tasks cannot overlap on a core that is taken,
-so that nothing shows a lost overlap.
+If the share is larger, a case that is timed by wall clock counts as disturbed. Tasks cannot overlap
+on a core that another program uses, so one cannot see whether the new code has lost an overlap.
 """
 
 
@@ -59,10 +62,10 @@ class Limits:
 
     Attributes:
         alpha: The accepted risk of a false alarm in all statistical tests together.
-        threshold: The smallest slow-down against the old version `base` that matters, as a
-            fraction. It applies to cases that are timed by CPU time. For cases that are timed by
-            wall clock, which is noisier, the threshold is higher.
-        also: The same threshold for the comparison with the second old version.
+        threshold: The smallest slow-down that matters, as a fraction, in a comparison with the old
+            version that is called `base`. It applies to cases that are timed by CPU time. For cases
+            that are timed by wall clock, which is noisier, the threshold is higher.
+        also: The same, in a comparison with the other old version, which is called `also`.
     """
 
     alpha: float = 0.01
@@ -86,11 +89,11 @@ class Judgement:
     """The samples of every case, and what the statistical tests decide from them.
 
     Attributes:
-        samples: The samples of each case, by the name of the case.
-        decisions: A dictionary for each old version. It contains the decision about each case that
-            the old and the new version ran, by the name of the case. The key `TOGETHER` stands for
-            the mean of the cases that are timed by CPU time, if there are several such cases. The
-            key `WALL_TOGETHER` stands for the mean of those that are timed by wall clock.
+        samples: Maps the name of each case to its samples.
+        decisions: Has a dictionary for each old version, which maps the name of each case that the
+            old and the new version ran to the decision about it. The key `TOGETHER` stands for the
+            mean of the cases that are timed by CPU time, if there are several such cases. The key
+            `WALL_TOGETHER` stands for the mean of those that are timed by wall clock.
         alpha: The accepted risk of a false alarm in a single test.
         gates: The findings of the gates, which are checks that measure no time.
     """
@@ -126,7 +129,7 @@ def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] =
     Also decide this for the mean of all cases that are timed by the same clock.
 
     Args:
-        found: The samples of each case, by the name of the case.
+        found: Maps the name of each case to its samples.
         limits: What counts as slower.
         gates: The findings of the gates, which are checks that measure no time.
     """
@@ -179,13 +182,13 @@ def _busy(samples: Samples) -> bool:
 
 
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Group cases by the clock that times them, and return the names of the cases of each group.
+    """Group the cases into those timed by CPU time and those timed by wall clock.
 
-    In the result, the key `TOGETHER` has the cases that are timed by CPU time. The key
-    `WALL_TOGETHER` has the cases that are timed by wall clock.
+    In the result, the key `TOGETHER` has the names of the cases that are timed by CPU time. The key
+    `WALL_TOGETHER` has the names of those that are timed by wall clock.
 
     Args:
-        cases: The clock of each case, by the name of the case.
+        cases: Maps the name of each case to its clock: CPU time or wall clock.
     """
     found: dict[str, list[str]] = {}
     for case, clock in cases.items():
@@ -198,8 +201,8 @@ def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) ->
     """Return the smallest number of restarts with which a slow-down can be significant.
 
     Args:
-        limits: The accepted risk of a false alarm, among other limits.
-        cases: The clock of each case, by the name of the case.
+        limits: What counts as slower, which includes the accepted risk of a false alarm.
+        cases: Maps the name of each case to its clock: CPU time or wall clock.
         olds: The number of old versions. More versions and more cases mean more tests, which share
             the accepted risk.
     """

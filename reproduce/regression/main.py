@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     Attributes:
         base: The git revision of the old version.
         head: The git revision of the new version, or None for the working tree.
-        also: The git revision of a second old version, or None.
+        also: The git revision of a second, older version to compare with, or None.
     """
 
     base: str
@@ -79,7 +79,7 @@ def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
     With too few restarts, no difference between versions could be significant.
 
     Args:
-        settings: The number of restarts, among other settings.
+        settings: The settings of the measurement, which include the number of restarts.
         limits: What counts as slower.
         olds: The number of old versions with which the new version is compared.
     """
@@ -93,7 +93,7 @@ def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
 
 
 def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Samples]:
-    """Time all cases with all versions; return the samples of each case, by the name of the case.
+    """Time all cases with all versions; return a dictionary from cases' names to their samples.
 
     The function `tell` is called with a text that says how many restarts are finished.
     """
@@ -137,9 +137,10 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
 def choose_gates(
     project: Project, gates: Sequence[str], cases: Sequence[str]
 ) -> tuple[list[str], bool]:
-    """Return the modules of the chosen gates, and whether times are measured, too.
+    """Return the modules of the chosen gates, and whether times are measured.
 
-    A gate is a check that measures no time. But users also list `times` among the names of gates.
+    A gate is a check that measures no time. But a user chooses the measurement of times, too, by a
+    name of a gate: `times`.
 
     Args:
         project: The package.

@@ -45,7 +45,7 @@ class Case:
 
 
 def load(path: Path) -> dict[str, Case]:
-    """Run a Python file, and return the cases (work to time) in its list `CASES`, by their names.
+    """Run a Python file, and return a dictionary of the cases (work to time) in its list `CASES`.
 
     Raises:
         Error: The file cannot be run, or it has no list `CASES` of cases with different names.

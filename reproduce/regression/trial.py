@@ -20,7 +20,7 @@ def unable(project: Project, cases: Iterable[str]) -> dict[str, str]:
         cases: The names of the cases, which are pieces of work to time.
 
     Returns:
-        The reason for each case that cannot run, by the name of the case.
+        A dictionary from the name of each case that cannot run to the reason.
 
     Raises:
         Error: The package cannot be copied or built, or the process that runs the cases dies.

@@ -39,9 +39,9 @@ ABLATED = {
     "memory": "allocated memory, relative to the first row",
 }
 Readings = dict[str, Reading]
-"""The value of a metric in each row, by the name of the row."""
+"""Maps the name of a row to the value of a metric in this row."""
 Stacks = dict[str, dict[str, float | None]]
-"""By the name of the row and of a part of its bar: the bytes, or None if they are not known."""
+"""Maps the name of a row, and then the name of a part of its bar, to bytes (None if unknown)."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _bars(
     """Draw a chart with horizontal bars and a legend.
 
     Args:
-        rows: The bars of each row of the experiment, by the name of the row.
+        rows: Maps the name of each row of the experiment to its bars.
         axis: The label of the horizontal axis.
         keys: The entries of the legend.
         columns: The largest number of columns of the legend.

@@ -55,14 +55,14 @@ def page(
         records: The records that the page is about: published, predicted, measured or emulated.
         traces: The title and the timeline of each recorded training step.
         history: The numbers of each git revision, for figures that show how they changed.
-        own: The records of the reader's own runs, which are shown beside `records`.
+        own: The records of the user's own runs, which are shown beside `records`.
         skipped: A line of text for each file that could not be read.
     """
     own = unpublished(own, records)
     sections = []
     others = []
     shown = {}
-    kinds: dict[str, list[Kind]] = {}  # what a record's numbers are, by the name of the record
+    kinds: dict[str, list[Kind]] = {}  # for each record's name, the kinds of its numbers
     for subject in find_subjects(records, own):
         # A subject is an experiment or a published table. Published tables that no experiment
         # reproduces come last on the page, and are collapsed, because there is nothing to compare.
@@ -130,7 +130,7 @@ def whole(text: str) -> Markup:
 
 
 def _has_other_numbers(subject: Subject) -> bool:
-    """Return whether an experiment or table has predicted, measured or emulated numbers."""
+    """Return whether an experiment or table has any numbers besides the published ones."""
     return any(source.kind != "published" for source in subject.sources)
 
 
@@ -193,13 +193,13 @@ def _machines(
 ) -> list[dict[str, Any]]:
     """Describe where records come from: the machine, the software and so on.
 
-    Records that were made in the same way are described once, by a dictionary with the title, the
+    Records from the same machine and software share a description: a dictionary with a title, the
     names of these records, and the lines of the description.
 
     Args:
         records: The records.
-        kinds: The kinds of numbers in each record, such as "measured", by the record's name.
-        own: The records of the reader's own runs.
+        kinds: Maps the name of each record to the kinds of its numbers, such as "measured".
+        own: The records of the user's own runs.
     """
     owned = {record.name for record in own}
     entries = []
@@ -219,12 +219,12 @@ def _machines(
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return a key that is equal for records that were made in the same way (same machine etc.)."""
+    """Return a key that is equal for records from the same machine, software and so on."""
     return tuple(provenance(record).items())
 
 
 def provenance(record: Record) -> dict[str, str]:
-    """Return texts that say where the numbers of a record come from, by the titles of the texts.
+    """Return a dictionary from titles to texts that say where a record's numbers come from.
 
     For a run, the texts describe the machine, the software and more. For a published table, they
     describe the publication, and the hardware and software that it names.

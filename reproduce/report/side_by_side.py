@@ -25,9 +25,9 @@ METRICS = {  # the heading of the columns of each metric
 }
 FIELDS = {"partitions": "n", "chunks": "m", "batch_size": "batch"}
 Texts = dict[str, str]
-"""The texts of a column, by the name of the row."""
+"""A column of the table: maps the name of a row to the text of its cell."""
 Columns = Mapping[str, Iterable[tuple[Source, Texts]]]
-"""The columns of each metric, by the heading of the metric."""
+"""Maps the heading of a metric to the columns that show it, one for each source of numbers."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def _place(source: Source) -> tuple[object, object]:
 
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Yield notes about how a source's rows differ from those of `subject.lead`.
+    """Yield notes on how a source's rows differ from those of the source `subject.lead`.
 
-    `subject.lead` is the source with which the others are compared. The notes name the fields of
-    the configuration that differ, and the rows that have other names.
+    All sources of numbers are compared with `subject.lead`. The notes name the fields in which the
+    configurations of a row differ, and the rows whose names differ.
     """
     lead = subject.lead
     fields: dict[str, None] = {}
@@ -190,7 +190,7 @@ def _other_work(subject: Subject, source: Source) -> Iterator[str]:
 
 def _left_out(subject: Subject) -> Iterator[str]:
     """Yield notes that name the runs whose numbers the report does not show, and say why."""
-    superseded: dict[str, list[str]] = {}  # labels of sources, by the names of their runs
+    superseded: dict[str, list[str]] = {}  # run's name -> sources' labels
     empty: dict[str, list[str]] = {}
     for source in subject.left_out:
         named = superseded if source.succeeded else empty

@@ -5,9 +5,9 @@ source come from one record, so that they can be compared. For measured and emul
 is the record of a single run of the experiment.
 
 Runs that differ in scale (set of sizes), kind of device, GPU or engine are different sources. The
-reader's own runs are separate sources, too. If several runs differ in none of these, the report
-shows only the best of them as a source (`ranked` says which one this is). It names the other runs
-as left out.
+user's own runs (in the folder `runs`) are separate sources, too. Of several runs that differ in
+none of these properties, the report shows only the best one, which the function `ranked` chooses.
+It says that the others are left out.
 """
 
 from collections import Counter
@@ -32,7 +32,10 @@ RUN = ("measured", "emulated")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A source of numbers: results of one experiment in one record, all made in the same way.
+    """A source of numbers: results of one experiment in one record, from equal circumstances.
+
+    The results have the same scale (set of sizes), device and engine. All of them are emulated, or
+    none is.
 
     `label` is a text that distinguishes the source from others, such as `measured (small, CPU)`.
     """
@@ -74,9 +77,9 @@ class Subject:
 
     @property
     def lead(self) -> Source:
-        """Return the source with which the other sources are compared.
+        """Return the source of numbers with which all other sources are compared.
 
-        This is the published source. If nothing was published, it is the source with most rows.
+        This is the published table. If nothing was published, it is the source with most rows.
         """
         first = self.sources[0]
         if first.kind == "published":
@@ -85,7 +88,7 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Return the configuration of each row, by the name of the row.
+        """Return a dictionary from the name of each row to its configuration.
 
         The rows are the published ones. If nothing was published, they are those of all sources.
         """
@@ -117,7 +120,7 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a source's values of a metric, by the name of the row.
+        """Return a dictionary from the name of each row to a source's value of a metric.
 
         Rows without a value are left out. The speed-up of a row is relative to the first row. But
         if the rows train several models, it is relative to the baseline row that the row names.
@@ -153,8 +156,9 @@ def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list
     3. published tables that no experiment reproduces.
 
     Args:
-        records: The records that the report is about.
-        own: The records of the reader's own runs, which are additional sources.
+        records: Published, predicted and measured records, by default those in `results/`.
+        own: The records of the user's own runs, which are in the folder `runs`. The report also
+            has their numbers.
     """
     papers: dict[str, Source] = {}
     others = []
@@ -233,12 +237,12 @@ def _run(
     Args:
         experiment: The name of the experiment.
         records: All records that are not published tables.
-        owned: The names of the records of the reader's own runs.
+        owned: The names of the records of the user's own runs.
 
     Returns:
         - The sources to show, the oldest first.
-        - The sources to leave out, because a better run was made in the same way, or because no row
-          has a number.
+        - The sources to leave out, because there is a better run of the same rows on the same kind
+          of device, or because no row has a number.
     """
     best: dict[object, Source] = {}
     left_out = []
@@ -272,7 +276,7 @@ def _told_apart(sources: Sequence[Source]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return a key that is equal for results that were made in the same way.
+    """Return a key that is equal for results with the same scale (set of sizes), device and engine.
 
     The results of a record that have equal keys are one source of numbers.
     """
@@ -280,7 +284,7 @@ def _how(result: Result) -> tuple[object, ...]:
 
 
 def _source(record: Record, results: list[Result], is_own: bool) -> Source:
-    """Make a `Source` from those results of a record that were made in the same way."""
+    """Make a `Source` from results of a record for which `_how` returns the same key."""
     first = results[0]
     kind: Kind = "emulated" if first.emulated else "measured"
     made: str = kind

@@ -50,7 +50,7 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     In this order, rows can be compared as soon as possible. At the end, yield ("", True): the name
     of the only group of rows, and that this group is finished.
     """
-    failures: dict[str, str] = {}  # the status of each row that has failed, by its name
+    failures: dict[str, str] = {}  # maps names of failed rows to their status
     paths = []
     number = 0
     for seed in _needs(session).seeds:

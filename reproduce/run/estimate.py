@@ -42,7 +42,7 @@ class StepTimes:
         self.seed = seed
         self.earlier = earlier
         self.sources: list[str] = []
-        self._units: dict[Hashable, float | None] = {}  # model -> the seconds of a unit of work
+        self._units: dict[Hashable, float | None] = {}  # for each model, the seconds of a unit
 
     def guess(self, result: Result, row: Row, work: float) -> float | None:
         """Estimate how many seconds a step of a row takes; return None if nothing is known.

@@ -142,7 +142,7 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
     Args:
         session: The running experiment.
-        tasks_of: The tasks of each group, by the name of the group.
+        tasks_of: Maps the name of each group to its tasks.
     """
     if not session.scale.seconds:
         return math.inf
@@ -174,7 +174,7 @@ def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
 
 
 def plan_speed(session: Session) -> None:
-    """Record which rows of a speed experiment will run, and why the others will not run.
+    """Record which rows of a speed experiment will run, and why the remaining rows will not.
 
     Also tell the progress display how many steps will run. If an interrupted run is continued, its
     results are kept.

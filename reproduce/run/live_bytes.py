@@ -35,7 +35,7 @@ class LiveBytes:
     def __init__(self, devices: int) -> None:
         self.live = [0] * devices
         self.peak = [0] * devices
-        # The device and the bytes of each storage, by its id.
+        # Maps the id of each storage to its device and its bytes.
         self._known: dict[int, tuple[int, int]] = {}
         self._lock = threading.RLock()  # reentrant: `add` may free a storage, which calls `_forget`
         self.inner = threading.local()

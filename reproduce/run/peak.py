@@ -27,7 +27,7 @@ FLOAT_BYTES = 4
 COUNTING = 1.5
 """By what factor a step takes longer if its bytes are counted, roughly."""
 Peak = dict[str, list[int]]
-"""The peak bytes on each device of the training, by the kind of bytes, such as allocated."""
+"""Maps a kind of bytes, such as `allocated`, to the peak of these bytes on each device."""
 
 
 def _do_nothing(step: int) -> None:

@@ -44,7 +44,7 @@ class Progress:
 
     The time that is left is an estimate. A further step of a row (configuration) is expected to
     take the median time of the row's steps so far. If no step of the row has run yet, a guess is
-    used, which is corrected: it is multiplied by (real time / guessed time) of the other rows.
+    used, multiplied by the ratio (real time / guessed time) of the rows that have run.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Progress:
     def _correction(self) -> float:
         """Return (real time / guessed time) of a step, over all rows that have run a step.
 
-        The guesses for the other rows are multiplied by this ratio.
+        The guesses for rows that have run no step yet are multiplied by this ratio.
         """
         guessed = took = 0.0
         for job in self.jobs.values():

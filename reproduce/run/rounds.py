@@ -37,8 +37,8 @@ class Rounds:
 
         Args:
             number: The number of the round.
-            shares: Which shares of the machine other programs used, by the kind of share, such as
-                "others" (the share of the CPU cores). If they are not known, it is empty.
+            shares: Which shares of the machine other programs used. The key "others", for example,
+                has their share of the CPU cores. If nothing is known, the dictionary is empty.
             running: The rows and their steps so far, including the steps of this round.
         """
         for task, steps in running.items():
@@ -101,7 +101,7 @@ class Rounds:
 
 
 def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
-    """Remove the steps of a row that ran in other rounds than those in `kept`.
+    """Remove the steps of a row that did not run in one of the rounds `kept`.
 
     Args:
         steps: The steps of the row. They are changed.

@@ -85,7 +85,7 @@ class Session:
         trace: A function that is called with the name of an experiment, the name of a row, and the
             timeline of a step.
         accuracy: The data and the seeds of an accuracy experiment.
-        links: The links between emulated devices, by the name of their hardware.
+        links: Maps the name of a hardware description to the links between emulated devices.
         load: Measures how busy other programs are.
     """
 

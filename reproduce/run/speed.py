@@ -122,9 +122,9 @@ class _GroupRun:
         self.processes = processes
         self.running: dict[PlannedTask, Steps] = {}
         self.rounds = Rounds()
-        # The median seconds of each row's warm-up steps, by the name of the row.
+        # Maps the name of each row to the median seconds of its warm-up steps.
         self.emulated_seconds: dict[str, float] = {}
-        self.losses: dict[str, list[float]] = {}  # with the first engine, by the name of the row
+        self.losses: dict[str, list[float]] = {}  # of each row with the first engine
         self.out_of_memory: list[PlannedTask] = []
         self.round_text = ""  # which round runs, for the progress display
         self.row_number = 0

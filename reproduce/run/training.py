@@ -89,9 +89,9 @@ class Balancer:
 
     def __init__(self, devices: Devices) -> None:
         (self.device,) = devices.first(1)
-        # The seconds of each layer, by the model and the number of samples.
+        # Maps a model and a number of samples to the seconds of each layer.
         self.profiles: dict[Hashable, list[float]] = {}
-        # The balance by the number of partitions, by the model and the number of samples.
+        # Maps a model and a number of samples, and then a number of partitions, to a balance.
         self.plans: dict[Hashable, dict[int, Balance]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:

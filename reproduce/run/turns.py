@@ -17,7 +17,7 @@ def turns(
     random order, and the second round has the reverse order. So the order favours no function.
 
     Args:
-        steps: The functions, by their names.
+        steps: Maps names to the functions.
         rounds: The number of rounds.
         draw: The generator of the random orders.
     """

@@ -104,8 +104,8 @@ def _about_times(record: Record) -> Iterator[str]:
     cores = run.machine.cores
     if run.load is not None and run.load[0] > cores / 4 and not known:
         yield (
-            f"load {run.load[0]:.2f} on {many(cores, 'core')} in the minute before the start: "
-            "unless that was another run of these, the machine was busy"
+            f"The load was {run.load[0]:.2f} on {many(cores, 'core')} in the minute before the "
+            "start. Unless this was another run of this program, the machine was busy."
         )
     threads = run.threads_per_device or 1
     if threads > 1 and emulated:

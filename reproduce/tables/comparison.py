@@ -41,7 +41,7 @@ class Options(NamedTuple):
         style: The format of the output: "text", "markdown", "csv" or "json".
         force: Whether absolute numbers are compared even if they come from different machines, or
             from different work.
-        every: Whether notes name all rows that only one side has, instead of counting them.
+        every: Whether notes name all rows that only one side has. Otherwise, they say how many.
     """
 
     metric: str | None
@@ -203,9 +203,9 @@ def _table(comparison: Comparison, sides: Sides) -> Table:
 
 
 def _mean_line(comparison: Comparison, sides: Sides) -> list[str]:
-    """Return the last line of a comparison's table: the means of the ratios to the first side.
+    """Return the last line of a comparison's table: the mean ratio of each side to the first side.
 
-    For each other side, this is the geometric mean of its ratios over all rows.
+    A side is, for example, a run. Its mean is the geometric mean of its ratios over all rows.
     """
     counts = set()
     ratios = []
@@ -246,7 +246,7 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
 def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
     """Yield the numbers of a comparison for CSV and JSON, each as a dictionary of fields.
 
-    First come the numbers of each row on each side, and then the means.
+    First come each row's numbers, one for each side (such as a run), and then the means.
     """
 
     def line(row: str, side: Side, decision: Decision | None) -> Number:
@@ -275,7 +275,7 @@ def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    """Return the text of a cell: the number of one side in a row, or why there is no number."""
+    """Return the text of a cell: one side's number for a row, or why it has no number."""
     reading = row.readings[side]
     entry = row.line.entries.get(side)
     if reading is not None:
@@ -288,7 +288,7 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return three cells about a row: the ratio of two sides, its interval, and the verdict.
+    """Return three cells of a row: the ratio of two sides' numbers, its interval, and the verdict.
 
     Args:
         decision: What the statistical test decides about the ratio, or None if there is no ratio.

@@ -100,7 +100,10 @@ def _described(machine: Machine) -> str:
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield those numbers of records that a history file keeps, without fields that are None."""
+    """Yield the numbers of the records that belong into a history file.
+
+    Each number is a dictionary, from which the fields whose value is None are left out.
+    """
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
             if number["kind"] not in KINDS or number.get("disturbed", True):

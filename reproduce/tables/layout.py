@@ -69,7 +69,7 @@ def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> 
 
 WIDTH = 80
 DEVICES_PER_LINE = 4
-WHOLE = {  # short form in a heading -> long form in Markdown
+WHOLE = {  # maps parts of headings to their long forms for Markdown
     "publ.": "published",
     "-\n": "-",
     "/\n": "/",

@@ -28,7 +28,7 @@ class MeasuredRow:
 
 
 Measured = dict[str, dict[str, MeasuredRow]]
-"""What was measured: by the name of the machine, and by the name of the published row."""
+"""Maps the name of a machine, and then the name of a published row, to what was measured."""
 
 
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:

@@ -39,7 +39,7 @@ ON_META = (
 )
 ALLOCATED = "bytes allocated to tensors (torch.cuda.max_memory_allocated)"
 HELD = "bytes that the caching allocator holds (torch.cuda.max_memory_reserved), the published kind"
-KINDS = {  # device and name of the values -> kind of bytes
+KINDS = {  # maps a device and the name of a value to a kind of bytes
     ("cpu", PEAK): Kind(PEAK, "live bytes", LIVE),
     ("meta", PEAK): Kind(PEAK, "live bytes on meta", ON_META),
     ("cuda", PEAK): Kind(PEAK, "allocated", ALLOCATED),

@@ -171,7 +171,7 @@ def _reason(result: Result) -> str | None:
 def _about_source(record: Record) -> Iterator[str]:
     """Yield notes about a record: the source of its numbers, and the hardware.
 
-    Further notes say in what published sources contradict each other.
+    If the sources of a published number contradict each other, a note says how.
     """
     if record.run is None:
         yield record.kind

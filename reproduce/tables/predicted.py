@@ -15,13 +15,13 @@ from reproduce.tables.layout import Column, GiB, Table, by_value, in_lines, tabl
 from reproduce.tables.measured import Measured, MeasuredRow
 from reproduce.tables.rows import ROW, by_row
 
-NOT_MEASURED = "no row of it was measured at paper scale yet (results/measured)"
+NOT_MEASURED = "No row of this table has been measured at paper scale yet (see results/measured)."
 EMULATED = (
-    "emulated: every task run by itself on one device, and the schedule of n devices replayed over "
-    "their times"
+    "For the emulated numbers, every task ran by itself on one device. Then the schedule of n "
+    "devices was simulated with the times of the tasks."
 )
 LEFT_OUT = "left out"
-Numbers = dict[str, float]  # by the row's name
+Numbers = dict[str, float]  # maps names of rows to numbers
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
@@ -30,7 +30,7 @@ def predicted_tables(record: Record, measured: Measured) -> list[Table]:
     Args:
         record: The record.
         measured: What was measured for the same rows. The tables show these numbers and the
-            published numbers, too. If nothing was measured, a note says so.
+            published numbers beside the predictions. If nothing was measured, a note says so.
     """
     names: set[str] = set()
     for result in record.results:
@@ -122,7 +122,7 @@ def _speed(record: Record, measured: Measured) -> Table:
         *_measured_speeds(run),
     ]
     notes = [
-        f"predicted, not measured, from the hardware description {_hardware(record)}",
+        f"The numbers are predicted from the hardware description {_hardware(record)}.",
         _about_errors(record, first, _sizes(off), _sizes(off_speed_up)),
         *_reasons(record),
         *_about_measured_speeds(record, run),
@@ -169,11 +169,13 @@ def _about_errors(
     """
     if not _same_hardware(record):
         return (
-            f"speed-up over {first}; published on other hardware, so the two are not to be compared"
+            f"Speed-ups are relative to {first}. Do not compare published and predicted numbers, "
+            "which are for different hardware."
         )
     return (
-        f"samples/s: median error {median(off):.1%}, at most {max(off):.1%}; speed-up over "
-        f"{first}: median error {median(off_speed_up):.1%}, {_within(off_speed_up)} rows within 10%"
+        f"The predicted samples/s have a median error of {median(off):.1%} and a largest error of "
+        f"{max(off):.1%}. The speed-ups over {first} have a median error of "
+        f"{median(off_speed_up):.1%}, and {_within(off_speed_up)} of them are within 10%."
     )
 
 
@@ -195,15 +197,15 @@ def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
     for machine, rows in run.items():
         places = {}
         for name, row in rows.items():
-            places[name] = f"{row.how}: samples/s of a median step, on {machine}"
+            places[name] = f"{row.how} on {machine} (samples/s of a median step)"
         for place, names in by_value(places).items():
-            yield f"{place}: {names}"
+            yield f"These rows were {place}: {names}"
     if "emulated" in hows:
         yield EMULATED
     if any("last_batch_size" in result.config for result in record.results):
         yield (
-            f"{' and '.join(hows)}: of a full mini-batch; published and predicted are of an epoch, "
-            "which ends in a smaller one"
+            f"The {' and '.join(hows)} numbers are for a full mini-batch. The published and "
+            "predicted numbers are for an epoch, whose last mini-batch is smaller."
         )
 
 
@@ -242,8 +244,8 @@ def _memory(record: Record, measured: Measured) -> Table:
         by_row("each device", peaks, _gib_of_each),
     ]
     notes = [
-        "GiB, all devices; predicted, not measured, from the hardware description "
-        + _hardware(record),
+        "The numbers are GiB of all devices together. They are predicted from the hardware "
+        f"description {_hardware(record)}.",
         "published: what the caching allocator reserved, which is more than what is allocated to "
         "tensors, and has libraries' workspaces in it; the two kinds are not to be compared, the "
         "share only says how far apart they are",
@@ -268,7 +270,7 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return the bytes that PyTorch's allocator reserved in the published runs, by row name."""
+    """Return the bytes that PyTorch's allocator reserved in each published row (name to bytes)."""
     publication = _published(record)
     reserved = {}
     for paper in publication.results:

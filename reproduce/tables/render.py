@@ -93,8 +93,8 @@ def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
     Args:
         text: The text of the page.
         page: The path of the page.
-        makers: The functions that generate blocks, by the part of a block's name before the slash.
-            If there is no function for "benchmarks", these blocks do not change.
+        makers: Functions that generate blocks. The key of a function is the part before the slash
+            in the names of its blocks. Without a key "benchmarks", blocks with this name stay.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -151,9 +151,9 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     if run.ended is not None:
         when += f" in {many(max(1, round(run.seconds / 60)), 'minute')}"
     more = link(page, path.with_suffix(".md"))
-    where = f"{about['devices']}; {about['machine']}"
-    under = f"Run on {when} with torch {run.versions.get('torch')}, {where}"
-    parts.append(f"{under}; [more of this run]({more})")
+    where = f"at {about['devices']}; {about['machine']}"
+    under = f"These rows were run on {when} with torch {run.versions.get('torch')}, {where}"
+    parts.append(f"{under}. [This page]({more}) says more about the run.")
     return "\n\n".join(parts) + "\n\n"
 
 

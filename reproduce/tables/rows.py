@@ -204,17 +204,17 @@ class Rows:
         if not self.emulated:
             return
         most = max(result.values.get("executed", 0) for result in self)
-        limit = f", at most {most} micro-batches of a step" if most > 1 else ""
+        limit = f" (of at most {most} micro-batches of a step)" if most > 1 else ""
         both = any(self.emulated_over_measured(result) for result in self)
-        measured = "measured: the speed-up of n devices at once, by the clock"
+        measured = "The measured speed-up is that of n devices that really ran at the same time."
         if both and ratio:
-            yield f"{measured}; emul./meas.: emulated over measured samples/s"
+            yield f"{measured} Emulated divided by measured samples/s are in the column emul./meas."
             yield f"samples/s measured: {', '.join(self._measured_speeds())}"
         elif both:
             yield measured
         yield (
-            f"emulated: every task run by itself on one device{limit}, and the schedule of n "
-            "devices replayed over their times"
+            f"For the emulated numbers, every task{limit} ran by itself on one device. Then the "
+            "schedule of n devices was simulated with the times of the tasks."
         )
         links: dict[str, None] = {}
         devices = set()
@@ -224,10 +224,10 @@ class Rows:
             if link:
                 links[str(link)] = None
         if links:
-            names = "; ".join(links)
-            copies = f"emulated copies: as on {names}, and recomputation starts early as there"
+            copies = f"In the emulation, copies take as long as on {'; '.join(links)}, and a "
+            copies += "recomputation starts before its gradient arrives."
             if both and ratio:
-                copies += "; emul./meas. is of devices like these"
+                copies += " For the column emul./meas., however, copies take no time."
             yield copies
         elif "cuda" in devices:
             yield (

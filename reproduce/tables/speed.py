@@ -63,9 +63,9 @@ def _group(result: Result) -> str:
     group = result.config.get("group")
     if group is not None:
         return str(group)
-    # Older versions of this program did not record the group. In their records, group the rows that
-    # are like published rows by the field `configuration`, and other rows by the field `equal`. If
-    # this field is missing, the batch size was equal.
+    # Older versions of this program did not record the group. In their records, the group of a row
+    # that reproduces a published row is in the field `configuration`, and that of any other row in
+    # the field `equal`. If this field is missing, the group is "batch": the batch size was equal.
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -214,7 +214,7 @@ def _changed(rows: Rows) -> Table:
 
 
 def _balances(rows: Rows, profiled: Rows) -> Table:
-    """Make the table that compares two balances: the published one, and one profiled here.
+    """Make the table that compares the published balances with balances from a profile.
 
     A balance is the number of layers of each partition.
 
@@ -336,13 +336,13 @@ def _zoo_notes(rows: Rows) -> Iterator[str]:
             settings.add((result.config["chunks"], result.config["checkpoint"]))
     for m, mode in sorted(settings):
         yield (
-            "n: speed-up of n devices over plain training on one, taken round by round; "
-            f"m={m}, checkpoint {mode}"
+            "The columns n=... have the speed-up of n devices over plain training on one, computed "
+            f"in each round, with m={m} micro-batches and checkpoint {mode}."
         )
     yield (
-        "plan: in the balance of torchgpipe.plan, by a profile of the layers on this machine; "
-        "equal: with equally many layers in each partition"
+        "For plan, torchgpipe.plan chose the balance by a profile of the layers on this machine. "
+        "For equal, each partition has equally many layers."
     )
-    yield "nobody has published these rows"
+    yield "Nobody has published these rows."
     yield from rows.about_emulation(ratio=False)
     yield from rows.problems()

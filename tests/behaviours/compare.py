@@ -24,7 +24,7 @@ ZERO = 1e-8
 
 @contextmanager
 def named(case: str) -> Iterator[None]:
-    """Return a context manager that turns an error within it into one that names the test case."""
+    """Turn any error within this context into an `AssertionError` that names the test case."""
     try:
         yield
     except Exception as error:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Tensors = dict[str, Tensor | None]
 Found = Mapping[str, Tensor | bool | None]
-"""The results of a pipeline, or of one rank, by name: tensors, and whether a claim is true."""
+"""Maps the names of a pipeline's or rank's results to tensors, or to whether a claim is true."""
 
 
 class NotOffered(Exception):
@@ -138,7 +138,7 @@ class Pipe(ABC):
         """Make a new pipeline for the same test case.
 
         Args:
-            changes: Fields of the test case (`Training`) with other values.
+            changes: New values for fields of the test case (`Training`).
         """
         return type(self)(replace(self.row, **changes), self.folder)
 
@@ -215,7 +215,7 @@ class Pipe(ABC):
         return {name: p.grad for name, p in self.module.named_parameters()}
 
     def found(self) -> Tensors:
-        """Return all results by name: losses, outputs, gradients, parameters and buffers."""
+        """Return a dictionary of losses, outputs, gradients, parameters and buffers."""
         found: Tensors = {}
         for k, loss in enumerate(self.losses):
             found[f"loss {k}"] = loss.detach()

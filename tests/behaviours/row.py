@@ -21,7 +21,7 @@ from .parts.draw import assert_drawn_again, reuse_draws
 from .parts.layers import WIDTH, five, real
 
 ENGINES = ("graph", "workers", "ranks")
-"""The engines that rows run on. To add an engine, add a name here that `piped` knows."""
+"""The engines with which each test case runs. To add one, add a name that `piped` knows."""
 
 MODES = ("always", "except_last", "never")
 VARIATIONS: dict[str, dict[str, Any]] = {

@@ -205,7 +205,7 @@ def check_counts(
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """Return gradients and buffers by name, without the prefix of compiled layers (`_orig_mod`)."""
+    """Return a dictionary of gradients and buffers, without compiled layers' prefix `_orig_mod`."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[f"gradient of {name}".replace("_orig_mod.", "")] = p.grad

@@ -96,7 +96,7 @@ class Unmodified(Plain):
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return by name all tensors of a model that can get a gradient.
+    """Return a dictionary from names to all tensors of a model that can get a gradient.
 
     They are the parameters, the parameters that a layer uses without registering them, and the
     buffers that require grad.
@@ -159,7 +159,7 @@ def called_with(model: nn.Module, weights: dict[str, Tensor], value: Any) -> Any
 def backward(
     model: nn.Module, step: Step, inputs: list[Tensor], outputs: list[Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run the backward of a step. Return gradients of inputs, parameters and buffers by name."""
+    """Run the backward of a step; return the gradients of inputs, parameters and buffers."""
     if step.run == "frozen between":
         turn(model, step)
     everything: dict[str, Tensor] = {}

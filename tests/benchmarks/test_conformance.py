@@ -142,7 +142,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"\n|{wrong}|differs|\n" in page
     words = " ".join(page.split())
     assert f"- **{right}**: Whoever tries a pipeline" in words
-    assert " *differs* (threads): not so: both are equal" in words
+    assert ' With worker threads, the result *differs*: "both are equal" is false.' in words
 
     with pytest.raises(SystemExit):
         main(["one batch"])
@@ -168,15 +168,16 @@ def record(**outcomes: str) -> Record:
             {"threads": "equal", "ranks": "refused", "DeepSpeed": "not offered"},
             "ranks refused",
             "lacks",
-            " *refused* (ranks): refused, as ranks says; "
-            "*lacks* (DeepSpeed): not offered, as DeepSpeed says",
+            " With ranks, this is *refused*: refused, as ranks says. With DeepSpeed, there is no "
+            "way to do this (*lacks*): not offered, as DeepSpeed says.",
         ),
         (
             {"threads": "fails", "ranks": "differs", "DeepSpeed": "fails"},
             "threads fails, ranks differs",
             "fails",
-            " *fails* (threads): fails, as threads says; *differs* (ranks): differs, as ranks "
-            "says; *fails* (DeepSpeed): fails, as DeepSpeed says",
+            " With worker threads, this *fails*: fails, as threads says. With ranks, the result "
+            "*differs*: differs, as ranks says. With DeepSpeed, this *fails*: fails, as DeepSpeed "
+            "says.",
         ),
     ],
 )
@@ -202,7 +203,7 @@ def test_tables_of_the_page_fit_a_terminal() -> None:
         ("deepcopy of a used model", "right", "right"),
         ("forward-mode gradients", "only never", "refused"),
         ("a mode that counts, as `FlopCounterMode`", "right", "refused"),
-        ("`torch.jit.trace(model, x)`", "refused", "refused"),
+        ("`torch.jit.trace(model, x)` in training", "refused", "refused"),
     ],
 )
 def test_with_which_engines_a_tool_works(name: str, graph: str, workers: str) -> None:

@@ -1,7 +1,7 @@
 """Test that no number on a page of the docs is out of date.
 
-Each number with a unit must be in a block that a program writes, or in the table `SETTINGS`, which
-has the value in the code.
+A number with a unit may be in a block that a program generates. Each other number with a unit must
+be listed in `SETTINGS`, together with the constant or default in the code which it has to equal.
 """
 
 import re
@@ -37,7 +37,8 @@ def default(command: str, option: str) -> float:
     return value
 
 
-# By page: the figures of its text, and what the code says. No program knows a figure with None.
+# For each page: the numbers in its text, and the value that each must equal. It is None for a
+# number that is not in the code.
 SETTINGS: dict[str, list[tuple[str, float | None]]] = {
     "accuracy.md": [("0.1 times", None)],
     "league.md": [  # the targets that predictions have, and the heading of a column

@@ -198,9 +198,9 @@ def test_a_record_is_shown(tmp_path: Path) -> None:
     for row in ROWS.splitlines():
         assert f"\n{row}\n" in f"\n{narrow}\n"
     assert (
-        "\nMeasured 2020-04-21, torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, "
-        "freed memory kept, load 0.25 before the start, revision 012345678, with changes; "
-        "[record](machinery-here.json)\n"
+        "\nThe numbers of this [record](machinery-here.json) were measured on 2020-04-21 with "
+        "torch 2.11.0, Python 3.12.1, a GPU, a CPU, 4 cores, freed memory kept, a load of 0.25 "
+        "before the start, revision 012345678, with changes.\n"
     ) in block
     assert other == "Nothing measured is committed yet.\n"
 

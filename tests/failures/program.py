@@ -89,9 +89,9 @@ class _Training:
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # While a rank waits, it reports its position after a quarter of the timeout, and at the
-            # latest after a second. Sleep twice as long here, so that the other ranks have this
-            # report before the fault happens.
+            # A waiting rank reports where it is after a quarter of the timeout, or after a second
+            # if that is earlier. Sleep twice as long before the fault, so that the other ranks have
+            # this report.
             time.sleep(2 * min(self.row.timeout / 4, 1.0))
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:

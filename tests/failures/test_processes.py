@@ -31,11 +31,11 @@ DELAY = 10.0  # seconds
 
 
 def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
-    """Train as rank `k`. The rank with the fault trains in a child process of this process.
+    """Train as rank `k`. If `k` is the rank with the fault, train in a child process.
 
-    `method` says how this child is started. With "forkserver" there is no child, and this process
-    does the training. A fork is safe here, because this process has not yet used autograd, which
-    starts threads.
+    `method` says how this child is started. With "forkserver", there is no child: this process,
+    which has been forked from a server, does the training. A fork of this process is safe, because
+    it has not used autograd yet, which starts threads.
     """
     if method == "forkserver" or k != row.rank:
         program.train(k, link, row, folder)
@@ -47,10 +47,10 @@ def started(k: int, link: Any, method: str, row: Row, folder: Path) -> None:
 
 
 def with_room(row: Row) -> Row:
-    """Return the row, with a longer timeout if this machine is very busy.
+    """Return the test case, with a longer timeout for silent ranks if this machine is very busy.
 
-    A busy machine may not run a process for seconds, and that must not count as a failure of its
-    rank.
+    On a busy machine, a healthy process may get no CPU time for seconds. The other ranks must not
+    mistake it for a failed one.
     """
     load, _, _ = os.getloadavg()
     busy = load > 3 * (os.cpu_count() or 1)

@@ -119,9 +119,9 @@ class _Nodes:
         self.streams = streams
         self.partition = 0
         self.made: dict[Any, tuple[Any, list[int]]] = {}
-        """node -> its stream, and the positions of its tensor arguments.
+        """Maps autograd nodes to their streams, and to the positions of their tensor arguments.
 
-        `None` stands for the current streams of the thread that calls backward.
+        `None` as a stream means the current streams of the thread that calls backward.
         """
         task = graph._MiniBatch.task
 

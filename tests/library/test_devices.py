@@ -1,6 +1,6 @@
-"""Test on which devices a pipeline is, and how its input is copied there.
+"""Test on which devices a pipeline's parts are, and how its input is copied to the first device.
 
-A pipeline cannot be moved to other devices. To move it to its own devices does nothing.
+A pipeline cannot be moved to devices other than its own. `model.to` its own devices does nothing.
 """
 
 from collections.abc import Callable

@@ -45,9 +45,9 @@ TIMES: dict[str, Callable[[int, int], int]] = {
     "any": lambda i, j: Random(10 * i + j).randint(1, 5),
 }
 
-# Each value has the seconds of a copy to the next partition, and the seconds of a copy of each
-# skip, by the skip's (source, target). No copy takes longer than a task: such copies would wait for
-# each other, which `replay` does not predict.
+# Each value has the seconds of a copy to the next partition, and a dictionary from each skip, as a
+# pair (source, target) of partitions, to the seconds of its copy. No copy takes longer than a task:
+# such copies would wait for each other, which `replay` does not predict.
 COPIES: dict[str, tuple[float, dict[tuple[int, int], float]]] = {
     "no time": (0.0, {}),
     "some time": (0.25, {}),
@@ -82,10 +82,10 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
         # wrongly send this state as it sends tensors of GPUs.
         return False
     if engine == "ranks" and skips:
-        # A rank delays the copy of a skip from partition s to partition p by p - s - 1 tasks, so
-        # that the skip arrives right before p needs it. The skip arrives late if its copy takes
-        # longer than other copies. With recomputation, its gradient arrives late, too: it also
-        # waits for p - s - 1 tasks, which take longer with recomputation.
+        # A rank sends a skip from partition s to partition p only p - s - 1 tasks after making it,
+        # which is just before p needs it. So if the copy of a skip takes longer than that of an
+        # activation, the skip arrives late, which the replay does not predict. The gradient of the
+        # skip is delayed by as many tasks, too, and it is late if these include recomputations.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:

@@ -82,7 +82,7 @@ class Tally:
     Args:
         loss: The planted loss of speed.
         arguments: Further arguments of the command `regression`.
-        before: The results of earlier runs, by the name of the gate.
+        before: Maps the name of each gate to its results in earlier runs.
     """
 
     def __init__(

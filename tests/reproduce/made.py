@@ -57,7 +57,7 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
         name: The name of the row.
         seconds: A number, for eight steps that take about this time, or the times of all steps.
             With `None`, there are no steps.
-        changes: Fields of the result with other values. `others` is the load by other programs in
+        changes: New values for fields of the result. `others` is the load by other programs in
             each round.
     """
     config = {"model": "AmoebaNet-D", "batch_size": 8}

@@ -129,7 +129,7 @@ class Connections(Wires):
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None = None) -> Iterator[None]:
-        """Return a context manager in which one call of the pipeline runs.
+        """Run one call of the pipeline within this context, which tells failures to other ranks.
 
         Args:
             serial: The number of the mini-batch.

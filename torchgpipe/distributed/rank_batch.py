@@ -70,7 +70,7 @@ class RankBatch(Batch):
 
     Attributes:
         given: The checksums of the input and the target on the rank of the first stage.
-        inputs: The argument `inputs`.
+        inputs: The micro-batches on the rank of the first stage.
         sizes: The size of each micro-batch, the same on all ranks.
         program: The program of this rank, which runs the rank's list of actions.
     """

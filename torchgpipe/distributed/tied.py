@@ -33,12 +33,13 @@ from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
 COMPARED_FIRST = 2
-"""In how many backwards from the first the copies of a parameter are compared.
+"""The number of first backwards in which the ranks compare their copies of a shared parameter.
 
-With the second one, optimizers that do not take the same step are found at once.
+Usually, the optimizers take their first step between the first and the second backward. So the
+second comparison shows at once if their steps differ.
 """
 COMPARED_EVERY = 100
-"""After how many backwards the copies of a parameter are compared again."""
+"""After how many further backwards the copies of a shared parameter are compared again."""
 
 
 class TiedParameter(NamedTuple):

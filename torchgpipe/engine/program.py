@@ -40,8 +40,9 @@ from torchgpipe.tensors.observe import Observer, observed
 class Links(Protocol):
     """The links between a program's stages and the stages of other programs.
 
-    Every method that waits raises `Stopped` if another program has failed. The argument `action` is
-    the sending action in `give` and `leave`, and the receiving action in `take` and `fetch`.
+    Every method that waits raises `Stopped` if another program has failed. In the methods `give`
+    and `leave`, the argument `action` is the action that sends. In `take` and `fetch`, it is the
+    action that receives.
     """
 
     def check(self) -> None:
@@ -89,7 +90,7 @@ class BatchIO:
         self.outputs[i] = output
 
     def output_grads(self, i: int) -> Flat:
-        """Return the gradients of the outputs of micro-batch i, for which this is called once."""
+        """Return the gradients of micro-batch i's outputs; called once for each micro-batch."""
         return self._output_grads[i]
 
     def take_sum(self, p: Tensor) -> Tensor | None:

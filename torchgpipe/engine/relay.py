@@ -21,12 +21,14 @@ class Stopped(Exception):
 
 
 class Relay(Links):
-    """The queues between the programs of a mini-batch, and the first exception of any program.
+    """The queues that connect the devices' programs, and the first exception of any program.
+
+    A program is the list of tasks that one device runs for a mini-batch.
 
     Args:
         placement: For each stage, the index of the program that runs it.
-        forward: The directions in which this run passes items on: `True` for activations, which
-            go forward, and `False` for gradients, which go back.
+        forward: For which directions to make queues. `True` stands for activations, which go
+            forward, and `False` for gradients, which go back.
     """
 
     def __init__(self, placement: Sequence[int], forward: Iterable[bool]) -> None:

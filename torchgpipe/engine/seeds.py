@@ -107,7 +107,7 @@ class Seeds:
             of the default generator when the context is entered.
 
     Attributes:
-        base: The argument `base`, or the number that was drawn.
+        base: The number from which the seeds are made, given or drawn.
         drew: Whether any task so far has drawn random numbers.
     """
 

@@ -30,8 +30,8 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
     Tensors in pinned memory are copied to the device asynchronously, so the copy can still run when
     this function returns. The caller of the pipeline may refill the pinned tensors as soon as the
     pipeline returns, so the pipeline has to wait for the copy before that. It waits at its end, for
-    the returned event. If it waited here, the calling thread could not submit tasks while the GPU
-    still does the previous step's work, behind which the copy is queued.
+    the event that this function returns. The function itself does not wait: the copy may be queued
+    behind the previous step's work on the GPU, and meanwhile the thread can submit tasks.
 
     Args:
         input: The mini-batch, or the micro-batches that the caller has made.

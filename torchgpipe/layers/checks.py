@@ -135,8 +135,8 @@ def shared_buffers(
         own: The partitions of this process.
 
     Returns:
-        A pair for each of these buffers: the module that has the buffer, and its name there. Two
-        buffers count as the same if they share memory.
+        A pair for each of these buffers: the module that has the buffer, and the buffer's name in
+        the module. Two buffers count as the same if they share memory.
     """
     times = Counter[int]()
     for partition in partitions:

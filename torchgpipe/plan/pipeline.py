@@ -1,4 +1,4 @@
-"""Make a pipeline from any module; its balance and other settings are chosen by prediction."""
+"""Make a pipeline from any module, with the balance and the settings predicted to be fastest."""
 
 import sys
 import warnings

@@ -49,9 +49,9 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     """Make a pipeline over ranks from any module, with the settings predicted to be fastest.
 
     Each rank runs one partition or more. All ranks must call this function, with the same arguments
-    except `device`. The first rank chooses the balance and the other settings as
-    `torchgpipe.pipeline` does, and sends this plan to the other ranks. One line on the first rank's
-    standard error describes the plan.
+    except `device`. The first rank chooses the balance, the number of micro-batches, the
+    checkpointing and the schedule as `torchgpipe.pipeline` does, and sends them to all ranks. One
+    line on the first rank's standard error describes them.
 
         model = distributed_pipeline(module, sample, batch_size=64)    # on every rank
         loss = model.step(nn.functional.cross_entropy, x, target)

@@ -54,7 +54,7 @@ def current_scope() -> Scope:
 
 @contextmanager
 def skip_scope(scope: Scope) -> Iterator[Scope]:
-    """Return a context manager in which this thread stashes tensors into `scope`, and pops them."""
+    """Within this context, let the layers in this thread stash into `scope`, and pop from it."""
     outer = current_scope()
     _local.scope = scope
     try:

@@ -1,7 +1,7 @@
-"""Read the state of an optimizer by the names of its parameters, and write it back.
+"""Get and set the state of an optimizer, with the names of its parameters as keys.
 
-An optimizer itself numbers its parameters, and these numbers depend on the balance. The names do
-not.
+An optimizer itself uses numbers as keys. The numbers of the parameters depend on the balance of the
+pipeline, but their names do not.
 """
 
 import dataclasses
@@ -33,13 +33,14 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class OptimizerState:
-    """The state of one optimizer, by the names of its parameters.
+    """The state of one optimizer, with the names of its parameters as keys.
 
-    It has values for each parameter, such as momentum, and options, such as the learning rate.
+    A state has the values that the optimizer keeps for each parameter, such as momentum, and the
+    optimizer's options, such as the learning rate.
 
     Args:
         optimizer: The optimizer.
-        parameters: The parameters of this rank's layers, by their names.
+        parameters: Maps the names of the parameters of this rank's layers to the parameters.
 
     Attributes:
         kind: The name of the optimizer's class.
@@ -78,7 +79,7 @@ class OptimizerState:
         return content
 
     def options(self) -> Options:
-        """Return the optimizer's options, such as the learning rate, by the name of each parameter.
+        """Return a dictionary from each parameter's name to its options, such as the learning rate.
 
         The parameters of one group share one dictionary of options, so that pickle writes it only
         once.
@@ -96,7 +97,7 @@ class OptimizerState:
         """Convert the saved state to a dictionary that the optimizer's `load_state_dict` takes.
 
         Args:
-            content: The values that were read from the saved state, by their keys.
+            content: The keys and the values that were read from the saved state.
             options: The saved options of every parameter.
 
         Raises:

@@ -41,8 +41,8 @@ def marked(path: Path) -> bool:
     Such a folder has the file `MARK`. Older versions of this library did not write this file. The
     folders of these versions are recognized by the content of their file `.metadata`.
 
-    A broken link (for example, to a disk that is not mounted) counts as a state, too. Then loading
-    it fails with an error. Otherwise, an older state would be loaded without notice.
+    A broken link (for example, to a disk that is not mounted) counts as a state, so that loading it
+    fails with an error. If it did not count, an older state would be loaded without notice.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -93,7 +93,7 @@ def write(content: dict[str, Any], path: Path, ranks: Meeting) -> None:
     """Write a checkpoint to the disk, together with all other ranks.
 
     Args:
-        content: The values that this rank writes, by their keys.
+        content: The keys and values that this rank writes.
         path: The folder of the checkpoint.
         ranks: An object through which this rank exchanges values with the other ranks.
     """
@@ -172,8 +172,8 @@ class _Files(FileSystem):
 class _File(io.BufferedWriter):
     """A file that computes a checksum of its content while it is written.
 
-    If PyTorch's writer fails, it flushes the file after it has closed it. So `flush` does nothing
-    for a closed file: an error here would hide why the writer failed.
+    If PyTorch's writer fails, it closes the file and then flushes it. For a closed file, `flush`
+    does nothing, because an error in `flush` would hide the error of the writer.
     """
 
     sum = 0
@@ -188,7 +188,7 @@ class _File(io.BufferedWriter):
 
 
 def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
-    """Read some values from a checkpoint, and return a dictionary of these values by their keys.
+    """Read the values of some keys from a checkpoint, and return a dictionary of them.
 
     Args:
         path: The folder of the checkpoint.

@@ -11,10 +11,10 @@ from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter,
 
 
 class State:
-    """The state of this process's layers, optimizers and random generators, by keys.
+    """The state of this process's layers, optimizers and random generators.
 
-    In a saved state, each value has a key of one of these forms. The keys of layers and optimizers
-    do not depend on the balance, so a state can be loaded with another balance.
+    A state is a dictionary. Its keys have the forms below. The keys of layers and optimizers do not
+    depend on the balance, so a state can be loaded into a pipeline with another balance.
 
         model.NAME                  a parameter or buffer
         optimizer.state.NAME.KEY    a value that the optimizer holds for a parameter
@@ -55,7 +55,7 @@ class State:
         return kind_of
 
     def content(self) -> Content:
-        """Return all values that this process saves, by their keys.
+        """Return a dictionary of all values that this process saves.
 
         A parameter that several ranks share is saved by only one of them.
         """
@@ -173,7 +173,7 @@ class State:
 
 
 def _generators_of(model: nn.Module) -> dict[str, Generator]:
-    """Return the random generators that layers have as attributes, by their keys in a state."""
+    """Return a dictionary of the random generators that are attributes of layers."""
     generators = {}
     for name, module in model.named_modules():
         for attribute, value in module.__dict__.items():

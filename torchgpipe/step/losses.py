@@ -66,7 +66,7 @@ class Losses(BatchIO):
             check_without_target(request.criterion)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
-        # Targets that have a graph, by the leaf that replaces each of them in the criterion.
+        # The keys are the leaves that replace targets with a graph, and the values these targets.
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
         self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
@@ -226,7 +226,7 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Return the original tensors, by the leaves that replace them while the criterion runs."""
+        """Return a dictionary from leaves to the tensors that they replace in the criterion."""
         meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter

@@ -49,7 +49,7 @@ def check_criterion(given: object, call: str = "step") -> None:
 
 
 def options_of(criterion: Criterion) -> dict[str, Any] | None:
-    """Return the options of a criterion from PyTorch, such as `ignore_index`, by their names.
+    """Return a dictionary of the options of a PyTorch criterion, such as `ignore_index`.
 
     The criterion can be a loss module, a function of `torch.nn.functional`, or a `partial` of such
     a function. For any other criterion, return `None`.

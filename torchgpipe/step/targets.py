@@ -83,10 +83,10 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 
 
 def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
-    """Return the values in a container `target`, and a function that makes a copy with others.
+    """Return the values in a container `target`, and a function that replaces them in a copy.
 
     A container is a mapping, list, tuple or dataclass. For anything else, there are no values. The
-    function takes the other values, and returns the copy.
+    function takes the new values, and returns a copy of the container that has them.
     """
     values: Values = ()
     put: Callable[[Values], Any] = list
@@ -109,7 +109,7 @@ def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
 
 
 def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
-    """Return a copy of a mapping with other values.
+    """Return a copy of a mapping with the same keys and the given values.
 
     The copy of a `dict` or `UserDict` has the same class. The copy of any other mapping is a
     `dict`.
@@ -124,7 +124,7 @@ def _with_items(mapping: Mapping[Any, Any], values: Values) -> Any:
 
 
 def _with_attributes(target: Any, names: Sequence[str], values: Values) -> Any:
-    """Return a copy of a dataclass object with other values.
+    """Return a copy of a dataclass object in which the fields `names` have the given values.
 
     The constructor is not called, because it may check or change the values.
     """

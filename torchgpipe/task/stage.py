@@ -47,8 +47,8 @@ class Stage:
         device: The device of the layers.
 
     Attributes:
-        away: Parameters that this partition uses, but that are on another device, because a
-            partition there uses them, too. The value of each is the device of this partition.
+        away: Maps parameters that this partition uses, but that are on another device, to the
+            device of this partition. A partition on the other device uses them, too.
         runs_later: Whether the device is a GPU, which runs work after the CPU has submitted it.
     """
 
@@ -205,15 +205,16 @@ def _is_away(p: Tensor, device: torch.device) -> bool:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks that a thread has to hold while it uses the modules.
+    """Return the locks that a thread has to hold while it uses the modules of a partition.
 
-    Modules of a pipeline within a pipeline need no lock here. The worker threads of the inner
-    pipeline take the locks of these modules, while a task of the outer pipeline waits for these
-    threads. If that task held the same locks, both would wait forever.
+    A layer can itself be a pipeline. For the modules of this inner pipeline, no lock is returned:
+    its own worker threads take their locks, while the outer pipeline's task waits for these
+    threads. If the task held the same locks, the task and the threads would wait for each other
+    forever.
 
     Args:
         modules: The modules. Those that have no lock yet get a common lock.
-        known: The lock of each module so far. New locks are added.
+        known: The lock of each module that has one. The new lock is added to this dictionary.
     """
     inner = modules_of_pipelines(modules)
     # A module without parameters and buffers needs no lock. So if several partitions use the same

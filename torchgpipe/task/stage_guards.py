@@ -38,7 +38,7 @@ class StageGuards:
     """The guards that a stage needs in one mini-batch.
 
     If no task is recomputed, the guard of the parameters is enough. The guard of the random numbers
-    is not here, because each task has its own.
+    is not among them, because each task has its own.
 
     Args:
         stage: The stage.
@@ -71,7 +71,8 @@ class StageGuards:
         self.lock: Lock = stage.lock
         self.ambient = ambient
         self._recomputed = recomputed
-        # The methods of the guards by name, such as "before_first_pass"; outermost guard first.
+        # For each name of a method, such as "before_first_pass": this method of all guards that
+        # have it, the outermost guard first.
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
         with self.lock:
             refuse_cached_parametrizations()
@@ -204,9 +205,9 @@ def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
 def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
-    Stand-ins are detached parameters that tasks use. If several stages share a layer, each stage
-    has its own stand-ins for the layer's parameters. So in this layer, each stage puts its
-    stand-ins in place only while one of its tasks runs.
+    A stand-in is a detached parameter that tasks use in place of the parameter. If several stages
+    share a layer, each stage has its own stand-in for the same parameter. So these parameters are
+    replaced only while a task runs, by the stand-ins of the task's stage.
     """
     times = Counter[int]()
     for guards in stages:

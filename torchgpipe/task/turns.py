@@ -56,7 +56,7 @@ class Turn:
 
 
 _turns: ContextVar[tuple[Turn, ...]] = ContextVar("turns", default=())
-"""The turns of the runs that the current code is inside of; the innermost run is last."""
+"""The turns of all runs within which the current code runs, the innermost run last."""
 
 
 def in_its_turn(locks: frozenset[Lock], run: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from types import FrameType
 from torch import nn
 
 _IN = "torchgpipe: in "
-"""The text that a note with a place begins with."""
+"""The beginning of a note that says where an error was raised."""
 
 _BETWEEN = {
     "torch.nn.modules.module",

@@ -44,10 +44,10 @@ torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Return whether `__torch_function__` is enabled; a tensor subclass's `backward()` disables it."""
 
 with_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
-"""Return a context in which `__torch_function__` of tensor subclasses is enabled."""
+"""Return a context that enables `__torch_function__` of tensor subclasses."""
 
 without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-"""Return a context in which `__torch_function__` of subclasses and of modes is disabled."""
+"""Return a context that disables `__torch_function__` of tensor subclasses and of modes."""
 
 push_mode, pop_mode = _push_mode, _pop_mode
 """Push or pop a mode of this thread. A mode's own `__enter__` also changes shared variables."""

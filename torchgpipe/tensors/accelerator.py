@@ -60,14 +60,14 @@ def make_current(device: torch.device) -> None:
     """Make a GPU the current device of the calling thread; do nothing for other devices.
 
     A new thread that does not call this function would also create a CUDA context on GPU 0, which
-    takes memory there.
+    takes memory of this GPU.
     """
     if has_streams(device):
         torch.accelerator.set_device_index(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a GPU is the current device, or an empty context for the CPU."""
+    """Return a context that makes a GPU the current device. For the CPU, it does nothing."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else NOTHING
 
 
@@ -89,7 +89,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def using(*streams: torch.Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which each stream is the current stream of its device.
+    """Return a context that makes each of these streams the current stream of its device.
 
     Args:
         *streams: The streams. `None`, for a device without streams, is ignored.

@@ -13,13 +13,13 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return a copy of a buffer, and add it to `copies`; if it is there already, return that copy.
+    """Return the copy of a buffer that is in `copies`; if there is none, make one and add it.
 
     Args:
         buffer: The buffer, or `None`, for which the result is `None`.
         shared: Whether other buffers share the buffer's memory. Then the copies of all of them
             share memory, too.
-        copies: The copies that were made so far, by the ids of the buffers.
+        copies: Maps the id of each buffer that was copied before to its copy.
     """
     if buffer is not None and id(buffer) not in copies:
         made = copy.deepcopy(buffer.detach(), copies) if shared else buffer.detach().clone()

@@ -50,7 +50,7 @@ def leaves_of(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Tensor]:
 def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
     """Return the autograd nodes `roots`, and all nodes that a backward from them reaches.
 
-    The nodes `ends` are not part of the result, and the backward would stop there.
+    The backward would stop at the nodes `ends`, which are not part of the result.
     """
     unseen = [*roots]
     found: dict[Any, None] = {}

@@ -11,8 +11,8 @@ class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
     An observer gets such an object before the work begins. A copy moves all tensors, or all
-    gradients, that one task sends to another device. In this case, `partition` is the one that
-    sends.
+    gradients, that one task sends to another device. The `partition` of a copy is the partition
+    that sends.
     """
 
     kind: Kind
@@ -30,7 +30,9 @@ NOTHING = nullcontext()
 def observed(
     observer: Observer | None, kind: Kind, i: int, j: int
 ) -> AbstractContextManager[object]:
-    """Return the context in which a task runs: that of the observer, or an empty context.
+    """Return the context in which a task runs, so that an observer can note its start and end.
+
+    Without an observer, the context does nothing.
 
     Args:
         observer: The observer of the mini-batch, or `None`.

@@ -99,7 +99,10 @@ def _copying(steps: Sequence[Timeline]) -> set[int]:
 
 
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[TraceEvent]]:
-    """Yield a list of events for each task or copy: the task, and the ends of its arrows.
+    """Yield a list of trace events for each task or copy of a mini-batch.
+
+    The first event is the task itself. The others are the ends of arrows: an arrow goes from a task
+    to the task that uses its result.
 
     Args:
         number: The number of the mini-batch.
@@ -121,9 +124,9 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Return, by task, the ids of the arrows that end there, and of the arrows that start there.
+    """Return two dictionaries: from tasks to arrows that end at them, and that start at them.
 
-    Tasks of the same stage have no arrows between them.
+    An arrow goes from a task to a task of another stage that needs its result. Its id is a number.
     """
     # A dictionary keeps the order of the tasks, in which the arrows get their ids. A set does not.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)

@@ -27,7 +27,8 @@ class RecordedCalls:
         result: What the module returned, with slots (placeholders) in place of tensors; and the
             object that puts tensors into these slots.
         outputs: For each slot, the number of its tensor.
-        extra: Tensors that the module uses and that are neither parameters nor buffers, by name.
+        extra: Maps new names to the tensors that the module uses although they are neither its
+            parameters nor its buffers.
         state: For messages: the training mode and the autocast of this recording. The text is empty
             if they are the same as in the first recordings.
     """
@@ -68,7 +69,7 @@ class LayerPlan:
 
 
 Stops = dict[int, list[int]]
-"""For each tensor (by number), the indices of the layers that make, use or pass it, in order."""
+"""Maps a tensor's number to the indices of the layers that make, use or pass it, in order."""
 
 
 def cut(

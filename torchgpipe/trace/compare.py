@@ -24,11 +24,11 @@ from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 
 Ran = tuple[list[Tensor], dict[str, Tensor]]
-"""The results of a run: a list of outputs and buffers, and a dictionary of gradients by name."""
+"""The results of a run: a list of outputs and buffers, and a dictionary from names to gradients."""
 
 
 def check_state(module: Module, layers: Layers) -> None:
-    """Raise `Untraceable` if the layers' `state_dict` has other names or tensors than the module's.
+    """Raise `Untraceable` if the layers' `state_dict` and the module's are not equal.
 
     Args:
         module: The module.
@@ -115,7 +115,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         inputs: The tensors of the sample.
 
     Returns:
-        A list of the outputs and then of the buffers, and a dictionary of the gradients by name.
+        A list of the outputs and then the buffers, and a dictionary from names to gradients.
         Both are empty if a tensor is on `meta`, where tensors have no values.
     """
     held = (*inputs, *module.parameters(), *module.buffers())
@@ -131,13 +131,13 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
 
 
 def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of a weighted sum of the outputs, by the names of the tensors.
+    """Return a dictionary from names of tensors to gradients of a weighted sum of the outputs.
 
-    If a tensor gets no gradient, the result has an empty tensor for it.
+    If a tensor gets no gradient, the dictionary has an empty tensor for it.
 
     Args:
         outputs: The outputs.
-        wanted: The tensors whose gradients are computed, by name.
+        wanted: A dictionary from names to the tensors whose gradients are computed.
     """
     ends: list[Tensor] = []
     weights: list[Tensor] = []

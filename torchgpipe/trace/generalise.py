@@ -2,8 +2,8 @@
 
 A recording is the list of calls that the module's forward makes. The sizes are the batch size, and
 lengths of inputs that may change. If a number in the calls differs between the recordings, a
-formula (`Size`) is found that computes it from the sizes. If anything else differs, the module
-makes other calls for other sizes. One list of calls cannot do this, so an error is raised.
+formula (`Size`) is found that computes it from the sizes. If anything else differs, the calls that
+the module makes depend on the sizes. One list of calls cannot do this, so an error is raised.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,8 +131,8 @@ def check_batch(
         names: The names of those arguments of the module that are tensors.
 
     Returns:
-        Which outputs have a value for each pair of samples. The key is the number of the tensor,
-        and the value is the second of its two dimensions that are as long as the batch.
+        The outputs that have a value for each pair of samples: a dictionary from the number of the
+        output to the second of its two dimensions that are as long as the batch.
 
     Raises:
         Untraceable: The module returns no tensor, or one whose dimension 0 is not the batch.

@@ -26,7 +26,10 @@ Form = tuple[tuple[Any, ...], torch.dtype, torch.device]
 
 
 class NeedsResults(Exception):
-    """An internal error: a submodule that is kept as one layer cannot run on fake tensors."""
+    """Raised within `sequential` if a submodule that is kept as one layer fails on fake tensors.
+
+    Then the module is recorded again, with results that the submodule has given for real tensors.
+    """
 
 
 _Result = tuple[Any, list[Form]]

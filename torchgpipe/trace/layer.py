@@ -1,11 +1,13 @@
 """The layers into which `sequential` cuts a module. Each layer makes some of the module's calls.
 
 A layer has submodules, parameters and buffers of the module under their old names, such as
-`layer1.0.conv2`. For such a name, the layer gets empty modules `layer1` and `layer1.0`.
+`layer1.0.conv2`. For this name, the layer gets a new module `layer1`, which has only a new module
+`0`, which has only `conv2`.
 
-The `state_dict` of all layers together has the names of the module's `state_dict`. Each layer also
-has its own name, such as `12:layer1/0/conv2`, which `nn.Sequential` puts before the names in the
-layer. So `state_dict` leaves the layer's name out, and hooks insert it when a state is loaded.
+The layers together have a `state_dict` with the same keys as the module's, such as
+`layer1.0.conv2.weight`. The layers are in an `nn.Sequential`, in which each layer has a name, such
+as `12:layer1/0/conv2`. `nn.Sequential` puts this name before the keys of the layer's tensors. So
+`Layer.state_dict` removes the layer's name from the keys, and hooks of `load_state_dict` insert it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Layer(Module):
         root: The traced module.
         plan: The calls, and the tensors that enter and leave the layer.
         namespace: The namespace of the skips, which all layers of the module share.
-        extra: Tensors of the traced module that are neither parameters nor buffers, by name.
+        extra: Maps names to tensors of the traced module that are neither parameters nor buffers.
         size_names: The names of the batch size and of the lengths that may change.
 
     Attributes:
@@ -247,7 +249,7 @@ class Layers(nn.Sequential):
     `state_dict` as the module.
 
     Args:
-        layers: The layers by name.
+        layers: Maps the name of each layer to the layer.
         signature: The structure of the module's arguments and results. `None` if these are only
             some of the module's layers, which take and return tensors.
     """

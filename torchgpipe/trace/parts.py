@@ -68,13 +68,13 @@ class Slot:
 
 
 class Slots(TorchFunctionMode):
-    """Takes tensors out of structures, and leaves a slot (placeholder) for each tensor.
+    """Takes the tensors out of nested arguments, and puts a slot (placeholder) in place of each.
 
-    This class is a `TorchFunctionMode`, so that it can also take the tensors out of objects that it
-    does not know: while the mode is active, `copy.deepcopy` copies a slot in place of each tensor.
+    This also works for objects of unknown classes: they are copied by `copy.deepcopy`. To put slots
+    into the copy in place of tensors, this class is a `TorchFunctionMode` that is active meanwhile.
 
     Args:
-        slots: The slots to use first. More slots are made when all of them are used.
+        slots: Slots to use again. If there are more tensors than slots, new slots are made.
     """
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
@@ -160,7 +160,7 @@ def as_tensors(output: Any) -> Any:
 def taken_apart(input: Any) -> Any:
     """Return an input that has tensors within a structure as `Structured` tensors.
 
-    A structure is a mapping, a dataclass, or a tuple that has other values than tensors. The first
+    A structure is a mapping, a dataclass, or a tuple in which not all values are tensors. The first
     layer gets the same structure for each micro-batch: its tensors are split, and all other values
     are copied. Any other input is returned as it is.
 

@@ -166,7 +166,7 @@ class OtherSizes:
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._state: State = (module.training, _autocast(inputs[0]))
         self._known = {(recording.sizes, *self._state) for recording in self._recordings}
-        memo: dict[int, Any] = {}  # the objects in the copy, by the ids of the originals
+        memo: dict[int, Any] = {}  # maps the id of an original to its object in the copy
         for x in (*module.parameters(), *module.buffers()):
             y = torch.empty_like(x, device="meta")
             if isinstance(x, nn.Parameter):

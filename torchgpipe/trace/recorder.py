@@ -62,7 +62,7 @@ class Recorder(TorchFunctionMode):
         device: The device of all fake tensors. With `None`, they have the devices of real tensors.
         fake: The `FakeTensorMode` that makes the fake tensors.
         calls: The recorded calls.
-        shapes: The shapes of the inputs, and of the tensors that calls made, by number.
+        shapes: Maps the number of each input, and of each tensor that a call made, to its shape.
         extra: The tensors that the module uses and that are neither parameters nor buffers. They
             get new names.
         refused: The first line that cannot be recorded, and the reason; `None` if there is none.
@@ -97,7 +97,7 @@ class Recorder(TorchFunctionMode):
         for name, x in held:
             self._names.setdefault(id(x), name)
         self._device_type = held[0][1].device.type if held else "cpu"
-        # The numbers of inputs, and of tensors that calls made, by their ids. `_alive` keeps these
+        # Maps ids of inputs, and of tensors that calls made, to their numbers. `_alive` keeps the
         # tensors alive, because Python could give the id of a freed object to another tensor.
         self._numbers: dict[int, int] = {}
         self._alive: list[object] = []
@@ -150,7 +150,7 @@ class Recorder(TorchFunctionMode):
 
     def put_fakes(self, device: torch.device | None) -> None:
         """Replace the module's parameters and buffers by fake tensors, on `device` if given."""
-        fakes: dict[int, Tensor] = {}  # by id, because a tensor can have several names
+        fakes: dict[int, Tensor] = {}  # The keys are ids of tensors, which can have several names.
         for module in self.root.modules():
             holders: Any = (module._parameters, module._buffers)
             for holder in holders:
@@ -256,8 +256,8 @@ class Recorder(TorchFunctionMode):
 
         Some calls, such as `contiguous`, return their argument for one batch size, and a new tensor
         for another. Thanks to the view, the result gets a new number in both cases. But a tensor
-        that the call has changed in place keeps its number. The result has each view by the id of
-        the tensor that it replaces.
+        that the call has changed in place keeps its number. In the result, the key of a view is the
+        id of the tensor that it replaces.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -281,7 +281,10 @@ class Recorder(TorchFunctionMode):
         return refused(self.root, at, why, what)
 
     def _run_whole(self, module: Module, run: Run, *args: Any, **kwargs: Any) -> Any:
-        """Run a module on fake tensors; if it fails, return what it gave for real tensors."""
+        """Run a module on fake tensors, which have no values.
+
+        If a module of `whole` fails because it needs values, its result for real tensors is used.
+        """
         path = self._paths[module]
         call = self._kept_calls[path]
         self._kept_calls[path] += 1

@@ -182,7 +182,7 @@ def _choices(
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
-    """Yield a tuple of `n` truth values for each non-empty subset of `members`, largest first."""
+    """Yield each non-empty subset of the numbers `members` as `n` bools, with the largest first."""
     for count in range(len(members), 0, -1):
         for chosen in combinations(members, count):
             yield tuple([k in chosen for k in range(n)])

@@ -35,7 +35,7 @@ class Signature:
 
     Args:
         module: The module.
-        sample: A tensor, a tuple of arguments, or a dictionary of arguments by name.
+        sample: A tensor, a tuple of arguments, or a dictionary from parameter names to arguments.
         dynamic_shapes: Which lengths may change from call to call, as for `sequential`.
 
     Attributes:
@@ -100,10 +100,10 @@ class Signature:
         return ["batch", *[length.name for length in self._lengths]]
 
     def sizes_of(self, tensors: Tensors) -> Sizes:
-        """Return the batch size of these tensors, and then their lengths that may change.
+        """Return the sizes of a call's tensors: the batch size, then each length that may change.
 
         Args:
-            tensors: The tensors among the arguments of a call, in order.
+            tensors: The tensors in the arguments of the call, in order.
         """
         sizes = [0] * (1 + len(self._lengths))
         for x, batched, places in zip(tensors, self.batched, self.places, strict=True):
@@ -115,14 +115,16 @@ class Signature:
 
     @contextmanager
     def at(self, sizes: Sizes, module: nn.Module) -> Iterator[None]:
-        """Return a context for a run of the module on tensors of other sizes than the sample's.
+        """Turn an error of the module within this context into an error with advice.
+
+        Within the context, the module runs on tensors of other sizes than those of the sample.
 
         Args:
             sizes: The batch size and the lengths of these tensors, for the error message.
             module: The module.
 
         Raises:
-            Untraceable: If the module raises an error within the context.
+            Untraceable: The module raises an error within the context.
         """
         try:
             yield

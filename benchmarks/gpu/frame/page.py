@@ -23,7 +23,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
     Args:
         folder: The folder with results that `run_parts` wrote.
-        parts: The modules of the parts, by name. A module's `lines` puts its result into words.
+        parts: Maps the name of each part to its module, whose `lines` puts the result into words.
     """
     about: Fields = json.loads((folder / ABOUT).read_text())
     outcomes: dict[str, Outcome] = {}

@@ -110,7 +110,7 @@ class Processes:
         return [answers[rank] for rank in range(self._count)]
 
     def _replies(self) -> tuple[dict[int, Any], list[Failure]]:
-        """Wait until all ranks have replied; return the answers by rank, and the failures.
+        """Wait until all ranks have replied; return each rank's answer, and a list of failures.
 
         After the first failure, wait only for a short time. Other ranks may never reply, because
         they wait for the failed rank.

@@ -144,8 +144,8 @@ class Step:
         run: How to run forward and backward, a key of `strategy.RUNS`.
         after: What to do after backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: For steps that freeze or unfreeze parameters. With 1, they do so for all parameters,
-            with 2 for every second parameter, and so on.
+        every: Which parameters the step freezes or unfreezes, if it does that: 1 stands for all
+            parameters, 2 for every second one, and so on.
         modes: The names of two PyTorch modes: one around forward, and one around backward. They are
             keys of `AROUND`.
     """
@@ -224,10 +224,11 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Return whether the case has any of these kinds of layers, ways to run a step, or modes.
+        """Return whether this test case has any of the given features.
 
-        The name "in place" stands for any layer, and any use of a skip, that changes tensors in
-        place.
+        Args:
+            *what: The features: kinds of layers, ways in which a step is run, or modes of a step.
+                "in place" means any layer, or any pop of a skip, that changes a tensor in place.
         """
         there = {*self.kinds}
         for step in self.steps:

@@ -245,7 +245,7 @@ def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row
 
 COPIES = (
     ("deepcopy", copy.deepcopy, "The copy is a pipeline of its own."),
-    ("pickle", pickled, "Also `torch.save` of the whole pipeline."),
+    ("pickle", pickled, "A pipeline can be pickled, so `torch.save` can save it as a whole."),
 )
 KEEPS = but_graph_never("a layer keeps a tensor that has a graph")
 ALWAYS = {
@@ -262,8 +262,9 @@ ROWS = [
         "`torch.utils.checkpoint` around the pipeline",
         use=within_checkpoint,
         without={"ranks": "each would run the forward again at a time of its own"},
-        note="It keeps the mini-batch alone and runs the whole forward again. "
-        '`checkpoint="always"` recomputes while other partitions go backward.',
+        note="This checkpoint keeps only the mini-batch, and runs the whole forward again before "
+        'the backward. With the pipeline\'s own `checkpoint="always"`, a partition recomputes '
+        "while other partitions run their backwards.",
     ),
     three(
         "`torch.utils.checkpoint` around a norm",

@@ -74,7 +74,7 @@ def reset(k: int, layer: nn.Module) -> None:
 def seen(model: Any, *sizes: int) -> dict[str, Any]:
     """Train on mini-batches of the given sizes.
 
-    Return all results by name, with the state of the random generator after the training.
+    Return a dictionary of all results, with the state of the random generator after the training.
     """
     torch.manual_seed(3)
     results = trained(model, adam(model), 5, sizes)
@@ -89,8 +89,8 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
     """Call `evaluate`, `step` and `loss` with a criterion that uses dropout.
 
-    Return the results by name. `first` and `last` say whether this rank has the first and the last
-    stage. A rank without them gives no input or no target to `evaluate` and `step`.
+    Return a dictionary of the results. `first` says whether this rank has the first stage: only
+    then does it give an input. `last` says whether it has the last stage, and gives a target.
     """
     more: dict[str, Any] = {}
 

@@ -318,7 +318,10 @@ def test_a_traced_module_that_uses_a_weight_twice() -> None:
 
 
 class Listed(nn.Module):
-    """A last layer with the embedding in a list, where PyTorch does not see it as a submodule."""
+    """A last layer that uses the weight of the first layer, an embedding, without owning it.
+
+    The embedding is in a list, so that PyTorch does not see it as a submodule of this layer.
+    """
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def trained(
     sizes: Sequence[int] = (8, 8, 8),
     loss_of: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train a model, and return its results by name.
+    """Train a model, and return a dictionary of its results.
 
     The results are losses, gradient norms, gradients, and the final states of the optimizer and of
     the model.

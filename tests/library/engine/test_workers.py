@@ -133,7 +133,7 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_call(
     assert output.shape == (2, 2)
 
 
-# The argument `engine`, the devices, and the name of the engine that is chosen.
+# The argument `engine` of `GPipe`, the devices, and the class of the engine that must be chosen.
 CASES: list[tuple[EngineName, list[str], str]] = [
     ("auto", ["cpu"], "GraphEngine"),
     ("auto", ["cpu", "cpu"], "WorkersEngine"),

@@ -29,7 +29,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Read the table of guards in docs/how-it-works.md. Return each row's cells, by file name."""
+    """Read the table of guards in docs/how-it-works.md: a dictionary from file names to rows."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():

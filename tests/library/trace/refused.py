@@ -129,9 +129,9 @@ def asks_for(name: str) -> list[str]:
     return [f"it sets or asks for {name},", "do that in a submodule"]
 
 
-# The keys are those of `FORWARDS`. Each value says whether the error must quote the line of the
-# forward, and which other texts the error must have. If a key is missing here, the error must quote
-# the line and have the texts of `asks_for(key)`.
+# For each key of `FORWARDS`: whether the error must quote the line of the forward, and which
+# further texts the error must have. For a key of `FORWARDS` without an entry, the error must quote
+# the line, and have the texts of `asks_for(key)`.
 SAID: dict[str, tuple[bool, list[str]]] = {
     "a branch": (True, ["depends on what is in a tensor", "put that part into a submodule"]),
     "a number": (True, []),

@@ -94,8 +94,8 @@ def test_an_error_shows_the_line_of_the_code() -> None:
     assert "x1 = self.a(x0)" in lines
 
 
-# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning. It
-# does so without a pipeline, too.
+# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning,
+# with or without a pipeline.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["residual", "a dataclass", "attention by hand"])
 def test_it_copies_and_compiles(name: str) -> None:

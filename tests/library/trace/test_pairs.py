@@ -51,7 +51,7 @@ def layers_of(module: nn.Module, samples: int = 8) -> nn.Sequential:
 
 @every_schedule
 def test_step(schedule: str, engine: str) -> None:
-    """A step compares the samples of each micro-batch, as the module does for a micro-batch."""
+    """In a step, each sample is paired only with the samples of its own micro-batch."""
     module = Matching()
     plain = copy.deepcopy(module)
     model = pipeline(layers_of(module), schedule, engine=engine)

@@ -146,8 +146,8 @@ def test_hooks_run(name: str) -> None:
     assert seen == ["forward", "forward", "backward", "backward"]
 
 
-# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning. It
-# does so without a pipeline, too.
+# torch.compile reads all attributes of a layer's input, even `.grad`, which causes this warning,
+# with or without a pipeline.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [compiled_in_place, traced.compiled_forward, compiled_around])
 def test_compiled_parts_are_layers_and_stay_compiled(

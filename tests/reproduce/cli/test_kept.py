@@ -39,9 +39,11 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Save the record of a run to runs/mine.json.
+    """Make a record from that of a published run, save it as runs/mine.json, and return it.
 
-    Without `changes` (fields of the run with other values), the run can be published.
+    Args:
+        changes: New values for fields of the record's run. Without changes, the record meets all
+            rules for publication.
     """
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])

@@ -33,8 +33,8 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Fields of published configurations that the rows of experiments do not have. They describe a
-# measurement, or follow from other fields.
+# Fields of published configurations that the rows of experiments do not have. Some describe the
+# published measurement, and the others can be computed from fields that the rows have.
 NOT_OURS = {
     "n",
     "m",
@@ -92,7 +92,8 @@ def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
         assert min(scale.steps, scale.least_steps) >= least
 
 
-# A record with other numbers of steps has the same rows: it only has more or less of their samples.
+# The fields of a scale that say how many steps to time. If they have changed since a run, the rows
+# of its record are still those of the scale. They only have more or fewer samples.
 HOW_OFTEN = ("steps", "least_steps")
 
 

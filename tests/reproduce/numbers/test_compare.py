@@ -142,7 +142,7 @@ class Case(NamedTuple):
     notes: Sequence[str] = ()
     options: Mapping[str, Any] = {}
     relative: bool = False
-    """Whether each side's numbers are divided by the numbers of one of the side's rows."""
+    """Whether the numbers of each side are divided by those of the side's baseline row."""
 
 
 COMPARED = {

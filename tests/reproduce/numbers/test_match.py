@@ -20,7 +20,7 @@ N2M4 = "tg-amoebanetd-speed/n2m4"
 
 
 Shape = list[tuple[str, dict[int, str]]]
-"""The label of each line, and the rows on the line by the number of the side."""
+"""The label of each line of a table, and a dictionary from a side's number to its row's name."""
 
 
 def lines(*sides: list[Record]) -> list[Line]:
@@ -93,7 +93,7 @@ def predicted(name: str, in_row: bool) -> Record:
 
     Args:
         name: The name of the hardware.
-        in_row: Whether the result has this name. Otherwise, the record has it.
+        in_row: Whether the name of the hardware is in the result. Otherwise, it is in the record.
     """
     if in_row:
         result = row("x", status="predicted", hardware=name)

@@ -133,10 +133,10 @@ def test_values(
 
 
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
-    """Check how the error of a training (the share of wrong classes) is read from a result.
+    """Check how the metric `top1_error` (the percentage of wrong classes) is read from a result.
 
-    It is the error after the last epoch, for each random seed whose training ended. A published
-    error is a number with a deviation.
+    A row is trained with several random seeds. The metric has one value for each training that has
+    ended: the error after its last epoch. A published row has only a mean and a deviation.
     """
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)

@@ -108,7 +108,7 @@ def result(name: str = "n2m1", **changes: Any) -> Result:
 
     Args:
         name: The name of the configuration.
-        changes: Fields of the result with other values.
+        changes: New values for fields of the result.
     """
     fields: dict[str, Any] = {
         "experiment": "amoebanet-speed",
@@ -185,8 +185,9 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
     (alone,) = predicted_tables(predicted, {"a CPU": {"n8m1": measured["n8m1"]}})
     assert table.headings[-1] == "measured or\nemulated"
     assert alone.headings[-1] == "emulated"
-    assert "emulated: samples/s of a median step, on a CPU: n8m1" in table.notes
-    assert "measured: samples/s of a median step, on a CPU: n2m1" in table.notes
+    median = "(samples/s of a median step)"
+    assert f"These rows were emulated on a CPU {median}: n8m1" in table.notes
+    assert f"These rows were measured on a CPU {median}: n2m1" in table.notes
     assert NOT_MEASURED in alone.notes
     assert NOT_MEASURED not in table.notes
 
@@ -207,8 +208,9 @@ def test_each_machine_has_a_column() -> None:
     assert second == "measured or\nemulated\n1 x GPU B"
     assert table.rows[0][-2:] == ("1.0", "2.0")
     assert table.rows[1][-2:] == ("not run", "3.0")
-    assert "emulated: samples/s of a median step, on 1 x GPU B: n2m1" in table.notes
-    assert "measured: samples/s of a median step, on 1 x GPU B: n2m4" in table.notes
+    median = "(samples/s of a median step)"
+    assert f"These rows were emulated on 1 x GPU B {median}: n2m1" in table.notes
+    assert f"These rows were measured on 1 x GPU B {median}: n2m4" in table.notes
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def run(started: str, *steps: int, state: Any = "finished", **changes: Any) -> R
         started: When the run started.
         steps: The number of steps of each row (configuration). A row with no steps has failed.
         state: The state of the run.
-        changes: Fields of the results with other values.
+        changes: New values for fields of the results.
     """
     results = []
     for i, count in enumerate(steps):
@@ -277,7 +277,8 @@ BOTH = ["run 2020", "run 2021"]
 def test_one_rule_says_which_run_is_shown(runs: list[Record], best: list[str]) -> None:
     """Check which of several runs of an experiment the report shows.
 
-    It must be those that `compare` chooses. If a table has results of several runs, a note says so.
+    The report must show the runs that the command `compare` would choose. If a table has results of
+    several runs, a note says so.
     """
     subjects = find_subjects(runs)
     side = side_of("A", "A", runs)

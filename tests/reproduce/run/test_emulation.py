@@ -132,7 +132,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
     Args:
         row: The configuration.
         like: For each micro-batch, the index of the micro-batch that takes as long as this one.
-        changes: Fields of the result with other values.
+        changes: New values for fields of the result.
     """
 
     def table(kind: Kind, count: int) -> list[list[float]]:

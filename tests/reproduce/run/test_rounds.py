@@ -154,9 +154,9 @@ def test_a_round_is_one_step_of_every_row_in_an_order_of_its_own(
 def test_a_large_row_is_timed_alone(
     fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    """Check that a row (configuration) is timed alone if it and others do not fit in memory.
+    """Check that a row (configuration) is timed alone if all rows together do not fit in memory.
 
-    Before, the models and data of all other rows must be freed.
+    Before it is timed, the models and data of all other rows must be freed.
     """
     alive: weakref.WeakSet[FakeData] = weakref.WeakSet()
     most = []

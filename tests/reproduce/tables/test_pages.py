@@ -138,7 +138,7 @@ def trained(
         given: For each trained row, the errors after the last epoch, one for each random seed.
             Other rows lack devices.
         epochs: The largest number of epochs that a training has finished.
-        ended: Fields of the results of trained rows with other values, such as `status`.
+        ended: New values for fields, such as `status`, of the results of trained rows.
     """
     results = []
     made = ran("resnet101-accuracy", scale, lambda row: [] if row.name in given else LACKING)

@@ -62,7 +62,7 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]
     assert tables.count("| emul./meas. |") == 2
-    assert tables.count("emul./meas.: emulated over measured samples/s") == 2
+    assert tables.count("divided by measured samples/s are in the column emul./meas.") == 2
     assert "over naive: of the same n" not in tables
 
 
@@ -133,7 +133,7 @@ def test_a_block_shows_the_newest_whole_run(
     assert text.startswith("before\n<!-- from records: amoebanet-speed -->\n### AmoebaNet-D")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old\n" not in text
-    assert "Run on 2026-02-01 in 8 minutes with torch" in text
+    assert "These rows were run on 2026-02-01 in 8 minutes with torch" in text
     assert "machine: new, 2 cores" in text
     assert "(results/measured/new.md)" in text
 

@@ -71,7 +71,7 @@ class Activity:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
-        """Return a context manager in which one call of the pipeline runs.
+        """Within this context, note that a call of the pipeline runs, so that others can be told.
 
         Args:
             serial: The number of the mini-batch.
@@ -176,7 +176,7 @@ class RankMonitor:
         # How many seconds the checks were late in all, because this thread did not run.
         self._late = 0.0
         # The time of the last message from each rank, and what the rank did then (its label). A
-        # rank is missing here until its first message, because it may still be connecting.
+        # rank has no entry until its first message, because it may still be connecting.
         self._heard: dict[int, tuple[float, Label]] = {}
         self._all = frozenset(others)
         self.others = self._all

@@ -70,10 +70,10 @@ def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
 
 
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
-    """Return the size of each part of a message, and its offset in the slot, in bytes.
+    """Return where each part of a message goes: its size, and its offset in the slot, in bytes.
 
-    The slot is the buffer at the beginning of the message. If a part does not fit into the slot,
-    the offset is `None`.
+    A message begins with a buffer of fixed size, the slot. A part that does not fit into the slot
+    is sent after it, and its offset is `None`.
     """
     found: list[tuple[int, int | None]] = []
     at = HEAD.size

@@ -183,7 +183,7 @@ def _made(device: torch.device, store: Store, own: int) -> Pair:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Return a context manager: process groups for NCCL that are made in it get no watchdog."""
+    """Let process groups for NCCL that are made within this context have no watchdog thread."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,10 +1,11 @@
 """Transfer tensors from the GPU of one rank to the GPU of another rank.
 
-The descriptions of messages (shapes and types) always go over gloo. The tensors go in one of two
-ways, which is the same on all ranks:
+A wire is a message channel from one stage to another. The description of a message (the shapes and
+types of its tensors) always goes over gloo. The tensors go in one of two ways, which is the same on
+all ranks:
 
-    NCCL      from GPU to GPU, by a pair of ranks for each wire, or message channel (nccl.py)
-    staging   through pinned memory of the hosts, and over gloo with their description
+    NCCL      from GPU to GPU; each wire has an NCCL communicator of two ranks (nccl.py)
+    staging   through pinned memory of the hosts, and over gloo with the description
 
 NCCL needs a separate GPU for each rank. If NCCL does not connect one of the ranks, all ranks use
 staging. In both ways, each wire has its own stream, so that tensors are transferred while tasks
@@ -63,12 +64,12 @@ class Transfer:
         device: This rank's device.
         pair: This rank and the other rank, connected by NCCL. Without a pair, tensors are copied
             through host memory.
-        late: By how many messages sending is delayed: a message is sent only when `late` later
-            messages have been given to the sender.
+        late: By how many messages the sender delays each message: it sends a message only when
+            `late` further messages wait behind it.
 
     Attributes:
         pins: Whether tensors that come over gloo should be in pinned memory.
-        late: The argument `late`.
+        late: By how many messages the sender delays each message.
     """
 
     def __init__(self, device: torch.device, pair: Pair | None = None, late: int = 0) -> None:

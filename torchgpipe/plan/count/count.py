@@ -70,17 +70,20 @@ class Counts:
     copied: bool = True
     """Whether a partition gets copies of its inputs. CPU devices share memory and copy nothing."""
     known: dict[int, Footprints] = field(default_factory=dict, repr=False, compare=False)
-    """A cache of the footprints, by micro-batch size."""
+    """A cache, which maps micro-batch sizes to footprints."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """A cache of the results of `task`, by its arguments."""
+    """A cache, which maps the arguments of `task` to its results."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """A cache of what else is derived from the counts."""
+    """A cache of further values that are computed from the counts."""
 
     @functools.cached_property
     def once(self) -> list[LayerCount]:
-        """The layers for the smaller of `SIZES`; a shared parameter is in its first layer only."""
+        """The layers' counts for the smaller micro-batch size, with shared parameters counted once.
+
+        A parameter that layers share counts only in the first of these layers.
+        """
         return counted_once(self.low)
 
     @functools.cached_property

@@ -88,7 +88,7 @@ class Tied(NamedTuple):
     """A parameter that a layer shares with other layers, such as an embedding's weight."""
 
     number: int
-    """The same number in all layers that have the parameter."""
+    """A number of the parameter, which is the same in all layers that share it."""
     bytes: int
     trained: bool
     """Whether the parameter gets gradients."""
@@ -101,7 +101,7 @@ class LayerCount(NamedTuple):
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
     accumulate: tuple[Operator, ...]
-    """The operators that add a backward's gradients to parameters' gradients of earlier ones."""
+    """The operators that add a backward's gradients to the parameters' existing gradients."""
     output: float
     """The bytes of the layer's output."""
     parameters: int

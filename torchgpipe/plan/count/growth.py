@@ -23,8 +23,8 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
         a: The cost if `share` is 0: a float, or nested tuples of floats and other values.
         b: The cost if `share` is 1, nested in the same way.
         share: The position on the line. It is below 0 or above 1 for points beyond `a` and `b`.
-        known: A cache of the results, by the ids of two tuples. It saves time because layers that
-            behave alike share their tuples.
+        known: A cache, which maps the ids of `a` and `b` to the result. It saves time because
+            layers that behave alike share their tuples.
 
     Returns:
         The cost, nested in the same way. Each float is computed on its own.

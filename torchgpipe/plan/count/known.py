@@ -1,6 +1,6 @@
 """Caches that make counting faster, because many layers of a model are alike.
 
-`Alike` keeps what was measured of a layer, for other layers that behave in the same way.
+`Alike` keeps the measured costs of a layer, for all layers that behave as this one does.
 `Remembered` keeps the shapes of operators' results. It saves time because PyTorch infers shapes on
 `meta` in Python code, which is slow.
 """
@@ -149,7 +149,7 @@ class _Shapes(pickle.Pickler):
         super().__init__(file)
         self._layer = layer
         self._numbers: dict[int, int] = {}
-        """The numbers of storages, by address. The pickled tensors keep the storages alive."""
+        """Maps addresses of storages to numbers. The pickled tensors keep the storages alive."""
         self._placeholders: dict[Value, int] = {}
 
     def persistent_id(self, item: object) -> object:

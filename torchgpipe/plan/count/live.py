@@ -24,7 +24,7 @@ class Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.changes: list[Change] = []
         self._known: dict[int, int | None] = {}
-        """The numbers of the storages that are alive, by their ids."""
+        """Maps the ids of the storages that are alive to their numbers."""
         self.gradients: set[int] = set()
         """The ids of the storages of the parameters' gradients."""
         self._summed: set[int] = set()

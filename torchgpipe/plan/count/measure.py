@@ -102,17 +102,16 @@ class _Head(torch.autograd.Function):
 
 
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
-    """Run a layer on device `meta`, and return the memory that it takes: its footprint.
+    """Run a layer on device `meta`, and return its footprint, which says what memory it takes.
 
-    The layer's storages are numbered from 0 on: its inputs, then the skips that it pops, and then
-    the storages that it makes.
+    The footprint refers to tensors' storages by number. The first numbers stand for the layer's
+    inputs, the next for the skips that it pops, and the others for the storages that it makes.
 
     Args:
         gives: For each input, whether the layer's backward computes the gradient of this input.
         takes: For each output, whether the next layer's backward computes the gradient of this
             output. `None` (for the last layer) means that all outputs get a gradient.
-        rehearsal: The layer and its input. The function stores the layer's output in it, for the
-            next layer.
+        rehearsal: The layer and its input. The layer's output is stored in it, for the next layer.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]

@@ -72,7 +72,7 @@ STATELESS = Optimizer()
 
 
 def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -> Optimizer:
-    """Return the memory that an optimizer takes for each byte of parameters, by its name.
+    """Return how much memory the optimizer `name` takes for each byte of parameters.
 
     Args:
         name: One of `OPTIMIZERS`.

@@ -1,7 +1,7 @@
-"""Describe a layer of a traced module without names and numbers, to compare it with others.
+"""Describe a layer of a traced module without names and numbers, to compare it with other layers.
 
-Two layers that do the same have equal descriptions, although their submodules have other names in
-the module, and the values that they compute have other numbers.
+Two layers that do the same have equal descriptions, although the names of their submodules in the
+module differ, and so do the numbers of the tensors that they compute.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ NAMED = {
 
 
 def unnamed(layer: Layer) -> object:
-    """Return a description of what a layer does: its calls, and its other attributes but no names.
+    """Return a description of what a layer does: its calls and further attributes, without names.
 
     A submodule that the layer calls is in the description itself, in place of its name.
     Placeholders of tensors (`Value` and `Held`) stay as they are in the calls.

@@ -82,7 +82,8 @@ class Hardware:
     CPU devices slow each other down because they share their memory bandwidth.
     """
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The source of each figure, by name. A figure in a table has a name like `peak.float32`."""
+    """Maps the name of each figure to its source. A figure of a table has a name like
+    `peak.float32`."""
 
     @property
     def cpu(self) -> bool:
@@ -207,7 +208,7 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Check one table of a description; return the value of each figure in it, by its name.
+    """Check one table of a description; return a dictionary from names of figures to values.
 
     Each figure's source is added to `sources`.
     """

@@ -62,7 +62,7 @@ class Grid(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """One operator for one micro-batch."""
+    """A call of an operator (such as a matrix product) for a micro-batch, and what it costs."""
 
     kind: OperatorClass
     dtype: str
@@ -72,7 +72,7 @@ class Operator(NamedTuple):
     bytes: float
     """The bytes that the operator reads and writes."""
     other: tuple[Operator, ...] = ()
-    """Other kernels that compute the same result. A library uses whichever are faster."""
+    """Alternative kernels that compute the same result. A library uses the faster ones."""
     grid: Grid | None = None
     """The matrices that the operator computes; `None` if tiles do not matter for it."""
 

@@ -18,8 +18,8 @@ all micro-batches have the same size. These tensors are on a device during an ac
 - gradients: the parameters' gradients, from the end of the step's first backward on, or always if
   they stay allocated between steps;
 - update: the tensors that the optimizer's step allocates after the last backward (see `optimizer`).
-  If devices share parameters, they exchange the gradients before that step, and the gradients that
-  arrive count here if they need more memory.
+  If devices share parameters, they exchange the gradients before that step. If the gradients that
+  arrive need more memory than the step, `update` is their memory instead.
 
 CPU devices share their memory, so nothing is copied between them. If several of them use a tensor,
 it counts on only one of them.
@@ -42,7 +42,10 @@ from torchgpipe.tensors.checkpoint import checkpointed
 
 
 class DeviceBytes(NamedTuple):
-    """The bytes that a device has allocated when its memory is fullest, divided by purpose."""
+    """The bytes that a device has allocated when its memory is fullest, for each purpose.
+
+    Purposes are, for example, parameters, gradients and the optimizer's state.
+    """
 
     parameters: float
     gradients: float
@@ -240,9 +243,9 @@ class _Device:
             routes: The bytes of all skips between two stages, and of their gradients.
 
         Returns:
-            A tuple for each traffic that takes memory here. The first item is the index of the
-            traffic in `skips`. The other three are the bytes for each of the micro-batches in its
-            fields `away`, `early` and `waiting`.
+            A tuple for each traffic that takes memory on this device. The first item is the index
+            of the traffic in `skips`. The other three are the bytes for each of the micro-batches
+            in its fields `away`, `early` and `waiting`.
         """
         found = []
         for index, traffic in enumerate(skips):

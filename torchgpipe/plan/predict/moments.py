@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An action that runs on a device, and the tasks and skips that then take memory there."""
+    """An action on a device, and the tasks and skips that take the device's memory meanwhile."""
 
     kind: Kind
     stage: int

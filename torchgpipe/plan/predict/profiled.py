@@ -55,7 +55,7 @@ The first layers that take so long are run, and not the whole model.
 class Curve:
     """The seconds that one layer takes, as a function of the micro-batch size.
 
-    The values are lines between measurements at several sizes.
+    The layer was timed at several sizes. Between these, the function is linear.
 
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.

@@ -1,4 +1,7 @@
-"""Compute lower bounds on the step time of all balances, and balances to begin a search with."""
+"""Prepare the search for the fastest balance.
+
+This module computes balances with which the search can begin, and a time that no balance can beat.
+"""
 
 import functools
 from collections.abc import Sequence

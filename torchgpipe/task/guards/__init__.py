@@ -1,7 +1,7 @@
 """Guards: they keep a task's two passes equal, and keep one task from affecting another task.
 
 A checkpointed task runs its layers twice: a first pass, and a recomputation in backward. Each guard
-takes care of one thing that could differ between the two, such as buffers.
+takes care of one thing that could differ between the two passes, such as buffers.
 
 All guards have the same methods, which guard.py lists. Each other file has the class of one guard,
 and begins with what goes wrong without the guard and what the guard costs. Which guards a stage has

@@ -31,5 +31,5 @@ class SlowAttention(Guard):
     """
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return a context in which PyTorch's fast path of attention is turned off."""
+        """Return a context that turns off PyTorch's fast path of attention during a first pass."""
         return _WITHOUT_FAST_PATH

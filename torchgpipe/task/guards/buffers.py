@@ -148,7 +148,10 @@ class Buffers(Guard):
                 held.changed.append(slot)
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Return a context in which the buffers are the same as before the task's forward."""
+        """Return a context that gives the buffers the values from before the task's forward.
+
+        If the buffers have these values now, return None.
+        """
         held: HeldBuffers = task.noted[self]
         changed = set()  # modules whose buffers may differ from those before the first pass
         known = set()
@@ -173,8 +176,8 @@ class Buffers(Guard):
     def backward_begins(self) -> None:
         """Raise `RuntimeError` if a buffer's values have changed, but not its version counter.
 
-        Only large buffers that are not on the CPU are compared here, because all other buffers were
-        compared or copied before each forward.
+        This method compares only large buffers that are not on the CPU. Each forward has compared
+        or copied all other buffers before it began.
         """
         for (module, name), slot in self._unsure.items():
             if slot.tensor is None or slot.copy is None or equal(slot.tensor, slot.copy):
@@ -193,8 +196,8 @@ class Buffers(Guard):
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
         """Return whether a buffer must be copied: it is new, or has changed since its last copy.
 
-        The values of a large buffer that is not on the CPU are not compared here, because this
-        would wait for the GPU. They are compared when the backward begins.
+        The values of a large buffer that is not on the CPU are only compared when the backward
+        begins. To compare them before each forward, the CPU would have to wait for the GPU.
         """
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:

@@ -23,7 +23,10 @@ class WithoutCastCache(Guard):
     """A guard for compiled layers: forwards do not use autocast's cache of converted weights."""
 
     def before_first_pass(self, task: GuardedTask) -> Context:
-        """Return a context in which autocast's cache of converted weights is turned off."""
+        """Return a context that turns off autocast's cache while a task's forward runs.
+
+        PyTorch runs recomputations without this cache.
+        """
         return _without_cast_cache()
 
     before_single_pass = before_first_pass

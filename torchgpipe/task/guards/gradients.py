@@ -119,7 +119,7 @@ class OutputGradients(Guard):
 class _Asks(TorchFunctionMode):
     """Record in `asked` whether layers read `requires_grad`, `grad` or a similar attribute.
 
-    In a first pass without a graph, these attributes of tensors would have other values.
+    In a first pass without a graph, these attributes have other values than in the recomputation.
 
     Args:
         ids: The ids of parameters. Reading the `grad` of one of them raises `RuntimeError`.

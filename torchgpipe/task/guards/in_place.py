@@ -68,7 +68,7 @@ class InPlaceForTask(Guard):
         self._swaps = swaps
 
     def before_single_pass(self, task: GuardedTask) -> InPlace:
-        """Return a context in which the stand-ins are in the layers.
+        """Return a context that puts the stand-ins into the layers, and removes them at its end.
 
         A task enters such a context in its forward, in its recomputation and in its backward.
         """

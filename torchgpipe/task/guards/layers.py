@@ -72,7 +72,10 @@ class UnchangedLayers(Guard):
         task.noted[self] = self.states()
 
     def before_recomputation(self, task: GuardedTask) -> InPlace | None:
-        """Return a context in which the layers have the modes and hooks of the task's forward."""
+        """Return a context that gives the layers the modes and hooks of the task's forward.
+
+        If they are the same now, return None.
+        """
         before: LayerStates = task.noted[self]
         now = self.states()
         if now == before:

@@ -107,7 +107,7 @@ class AmbientModes(Guard):
         return context
 
     def again(self) -> Context:
-        """Return a context that sets these modes again, at a later time or in another thread.
+        """Return a context that sets the recorded modes, at a later time or in another thread.
 
         Grad mode and inference mode are left as they are.
         """
@@ -115,14 +115,14 @@ class AmbientModes(Guard):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Return a context that sets all of the caller's modes, for use in a worker thread."""
+        """Within this context, set all of the caller's modes in a worker thread."""
         phase = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         inference = torch.inference_mode(self._inference)
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
             yield
 
     def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:
-        """Return a context that sets autocast, the default dtype and other modes as in the forward.
+        """Return a context that sets the forward's autocast, default dtype and further modes.
 
         Raises:
             RuntimeError: If several threads run, and the default dtype has changed since the

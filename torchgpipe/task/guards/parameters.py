@@ -74,9 +74,9 @@ class StandInParameters(Guard):
         index: The index of the partition.
         modules: The modules of the partition.
         outer: If a layer or a hook of another run has called this pipeline: the ids of the
-            stand-ins that the other run has put into the layers. These stand-ins stay there.
-        away: Parameters that are on another device, because a partition there uses them, too. The
-            value of each is the device of this partition. Their stand-ins are copies on it.
+            stand-ins that the other run has put into the layers. They stay in the layers.
+        away: Maps parameters that are on another device, because another partition uses them, too,
+            to the device of this partition. On this device, their stand-ins are copies.
 
     Attributes:
         by_parameter: The stand-in of each parameter that requires grad.

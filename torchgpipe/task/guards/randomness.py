@@ -54,15 +54,18 @@ class Randomness(Guard):
         self._after: Sequence[State] = ()
 
     def around(self) -> Context:
-        """Return the context in which the layers have to run, which can set the task's seed."""
+        """Return the context in which the layers have to run; it can give the task its own seed."""
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Return the context for the forward of a task that is not recomputed."""
+        """Return the context in which the forward draws random numbers; None if it needs none."""
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Record the states of the generators; return the context for the task's forward."""
+        """Record the generators' states, and return the context in which the forward runs.
+
+        After the forward, `before_recomputation` gives the generators these states again.
+        """
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()
 
@@ -78,13 +81,13 @@ class Randomness(Guard):
         self.generators, self._before, self._after = generators, starts, ends
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Return the context for the recomputation."""
+        """Return a context in which the recomputation draws the same numbers as the forward."""
         if self.generators:
             return self._as_in_first()
         return None if self._around is None else self._around()
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Return the context for the layers' backward."""
+        """Return the context in which the layers' backward has to run; None if it needs none."""
         return None if self._around_backward is None else self._around_backward()
 
     @contextmanager

@@ -40,14 +40,17 @@ class Statistics(Guard):
             self._untracked.append(Swap(norm.__dict__, "track_running_stats", False))
 
     def before_recomputation(self, task: GuardedTask) -> InPlace:
-        """Return a context in which the layers neither update nor read running statistics."""
+        """Return a context for the recomputation, in which batch norms do not update statistics.
+
+        The forward has updated them. In the context, reading running statistics raises an error.
+        """
         return InPlace([*self._unread, *self._untracked])
 
     def before_backward(self, task: GuardedTask) -> InPlace:
-        """Return a context for a task's backward, in which layers cannot read running statistics.
+        """Return a context for a task's backward, in which reading running statistics is an error.
 
-        Layers run again in a backward if the user's code has wrapped them in
-        `torch.utils.checkpoint`.
+        In a backward, layers run again if the user's code has wrapped them in
+        `torch.utils.checkpoint`, which does not handle running statistics (see `_Unread`).
         """
         return InPlace(self._unread)
 

@@ -22,8 +22,8 @@ class Value:
 class Held:
     """A placeholder in recorded arguments for a parameter, a buffer, or a constant tensor.
 
-    Its `name` is the tensor's name in the module. A constant tensor, which has no name there, gets
-    a new name.
+    Its `name` is the tensor's name in the module. A constant tensor has no name in the module, so
+    it gets a new one.
     """
 
     name: str

@@ -54,7 +54,7 @@ def lengths_of(
     """Find the lengths that may change, and the dimensions of tensors that have these lengths.
 
     Args:
-        arguments: The arguments of the sample, by name.
+        arguments: Maps the name of each argument of the module to its value in the sample.
         shapes: The argument `dynamic_shapes` of `sequential`.
 
     Returns:
@@ -162,7 +162,9 @@ Place = tuple[int, int, Any]
 
 
 def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, list[Place]]:
-    """Return for each length that may change, by its name, which dimensions of tensors have it.
+    """Return a dictionary from the name of each length that may change to where it occurs.
+
+    It occurs as the size of some dimensions of tensors.
 
     A `torch.export.Dim` that is used only for dimension 0 stands for the batch size, and is left
     out.
@@ -196,12 +198,13 @@ def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, l
 def _name(argument: str, length: int, entry: Any) -> str | None:
     """Return the name of a length, or `None` if this length may not change.
 
-    An entry such as `Dim.DYNAMIC` has no name. It gets a name from the length in the sample.
+    A length is the size of one dimension of a tensor. A `Dim` in `dynamic_shapes` has a name.
+    `Dim.DYNAMIC` has none, so that a length of 8, for example, gets the name `length_8`.
 
     Args:
-        argument: The name of the argument.
+        argument: The name of the argument that has the tensor.
         length: The length in the sample.
-        entry: The entry that `dynamic_shapes` has for a dimension of the argument.
+        entry: The entry that `dynamic_shapes` has for this dimension.
     """
     if isinstance(entry, Dim):
         if hasattr(entry, "root"):

@@ -72,7 +72,7 @@ class Source:
         tensors_in: A function that yields the tensors in a structure. The code calls it.
 
     Attributes:
-        names: The objects that the code refers to, by name.
+        names: Maps the names that the code uses to the objects for which they stand.
     """
 
     def __init__(  # noqa: PLR0913 - each is a part of the code
@@ -259,7 +259,7 @@ def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Calla
         name: A text for the file name, such as the layer's name.
         function: The name of the function in the code.
         text: The code.
-        names: The objects that the code refers to, by name.
+        names: Maps the names that the code uses to the objects for which they stand.
     """
     file = f"<{name} {next(_count)}>"
     scope = dict(names)

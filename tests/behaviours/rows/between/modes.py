@@ -116,7 +116,7 @@ def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) ->
     Args:
         run: The model.
         x: The input.
-        by: The argument `by` of `Functions`.
+        by: A function that returns the factor by which the mode multiplies (see `Functions`).
         safe: Whether the mode says that several threads may use it at once.
     """
     mode = Functions(by)
@@ -130,7 +130,10 @@ def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) ->
 TYPE = dict.fromkeys(("workers always", "workers except_last"), "default dtype was")
 STATE = "has state, which"
 APART = {"ranks": "each counts what its own layers call"}
-NOTE = "Also around one of the two: a recomputation is in the modes of its forward."
+NOTE = (
+    "The mode may also be active in only one of the two. A recomputation runs with the modes that "
+    "were active in its forward."
+)
 TWO_EACH: Any = {"layers": met, "balance": (2, 2, 2)}
 
 ROWS: list[Row] = []
@@ -153,7 +156,8 @@ ROWS += [
         use=counted,
         refused={"workers": STATE},
         without=APART,
-        note="Threads would count at once, unless its class says `only_watches = True`.",
+        note="Worker threads would change the count at the same time, so they refuse such a "
+        "mode. They accept it if its class sets `only_watches = True`.",
         **TWO_EACH,
     ),
     Row(

@@ -94,7 +94,7 @@ ROWS = [
         partial(layers, partial(Do, scale_by_subclasses)),
         balance=(2, 2),
         use=loss_of_a_subclass,
-        note="As without a pipeline.",
+        note="The loss keeps its type, and its backward runs as without a pipeline.",
     ),
     Row("a context variable", with_a_variable, balance=(2, 2), use=with_another_value),
     Row(

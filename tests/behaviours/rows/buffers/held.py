@@ -254,7 +254,8 @@ ROWS += [
         "an observer of quantization",
         between_linears(FusedMovingAvgObsFakeQuantize),
         use=steps,
-        note="Quantization-aware training, as `prepare_qat` makes it.",
+        note="The observer is one that `prepare_qat` adds to a model for quantization-aware "
+        "training.",
     ),
     three("a sparse buffer", between_linears(sparse), use=steps),
     three("another buffer in the passes", holding(another), use=steps),

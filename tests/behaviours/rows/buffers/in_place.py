@@ -114,9 +114,8 @@ ROWS = [
     ),
     Row("relu within a partition", twice(relu), balance=(2, 3), use=steps),
     Row("add within a partition", twice(adding), balance=(2, 3), use=steps),
-    # If the first layer of a partition has the attribute `inplace=True`, the pipeline gives it a
-    # copy of the partition's input. It also does so if only `Identity` and `Flatten` come before
-    # this layer.
+    # A layer with the attribute `inplace=True` gets a copy of the partition's input if it is the
+    # first layer of the partition, or if only `Identity` and `Flatten` come before it.
     Row("relu at a partition's start", twice(relu), balance=(1, 2, 2), use=steps),
     Row(
         "relu within others at a partition's start",

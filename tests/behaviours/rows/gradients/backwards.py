@@ -236,7 +236,9 @@ for what, part in PARTS.items():
     ROWS.append(Row(f"from {what}", partial(five, two_outputs), use=partial(from_part, part)))
 ROWS += [Row(what, use=use) for what, use in USES.items()]
 for what, use in OF_ONE.items():
-    ROWS.append(Row(what, use=use, note="Of the input and of any parameter."))
+    ROWS.append(
+        Row(what, use=use, note="The gradient may be that of the input or of any parameter.")
+    )
 ROWS += [Row(what, use=use, tolerance=REORDERED) for what, use in SUMS.items()]
 ROWS += [
     Row("twice without retain_graph", use=twice_without_retain_graph, refused=RETAIN),

@@ -206,7 +206,8 @@ ROWS += [
         "a buffer that a hypernetwork makes",
         between_linears(with_made_buffer),
         use=made_by_a_hypernetwork,
-        note="Its output stands in a buffer's place, anew for each step.",
+        note="In each step, the hypernetwork computes a new tensor, which takes the place of the "
+        "buffer.",
     ),
     three(
         "a buffer that a hypernetwork makes, beside one that changes",

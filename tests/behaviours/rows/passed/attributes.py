@@ -96,10 +96,11 @@ def to_a_pair(_: Any, x: Tensor) -> Pair:
 
 
 def named_out(run: nn.Module, x: Tensor) -> Any:
-    """Run the model, and check the type of its output.
+    """Run the model, whose output is a named tuple `Pair`.
 
     Returns:
-        Whether the pipeline's output is the named tuple `Pair`, and the first tensor of the output.
+        Whether the output is a `Pair` (always true for the model without a pipeline), and the first
+        tensor of the output.
     """
     y = run(x)
     kept = isinstance(run, Plain) or type(y) is Pair
@@ -110,7 +111,8 @@ ROWS = [
     Row(
         "attributes of tensors (`y.scale = 3.0`)",
         of(linear, marked, same, scaled),
-        note="Between ranks: numbers, strings, and tuples, lists and dictionaries of them.",
+        note="Ranks (processes) can send only attributes that are numbers, strings, or tuples, "
+        "lists and dictionaries of these.",
     ),
     Row("attributes of a skip", with_a_marked_skip),
     Row(
@@ -128,7 +130,8 @@ ROWS = [
     Row(
         "named tuples between layers",
         handing_on(Pair._make, product_of_pair),
-        note="Between ranks, if their class is at the top of a module.",
+        note="Ranks (processes) can send a named tuple only if its class is defined at the top "
+        "level of a module.",
     ),
     Row("a named tuple of PyTorch", handing_on(torch.return_types.max, product_of_max)),
     Row(

@@ -268,7 +268,8 @@ ROWS += [
         partial(layers, set_back),
         use=all_differ,
         **THREE_PARTITIONS,
-        note="The state is that of the task.",
+        note="A layer that reads or sets the random state reads or sets the state of its "
+        "partition and micro-batch.",
     ),
     Row("several steps", layers, use=steps, **THREE_PARTITIONS),
     Row(
@@ -322,7 +323,8 @@ ROWS += [
         "`torch.utils.checkpoint` around dropout in a layer",
         alone(partial(Draw, use_reentrant=False)),
         refused={"workers": WITHIN},
-        note="A worker cannot draw its numbers again.",
+        note="A worker thread cannot repeat the random numbers when this inner checkpoint "
+        "recomputes the layer.",
         **THREE_PARTITIONS,
     ),
     Row(

@@ -89,59 +89,69 @@ def forward_mode(run: nn.Module, batches: Batches) -> Any:
 
 
 ROWS = [
-    changed("adapters (LoRA), added before wrapping", adapt, "Weights may be frozen."),
-    tool("adapters (LoRA), added after wrapping", then(adapt), "Inside of layers."),
+    changed(
+        "adapters (LoRA), added before wrapping",
+        adapt,
+        "The weights of the original layers may be frozen.",
+    ),
+    tool(
+        "adapters (LoRA), added after wrapping",
+        then(adapt),
+        "An adapter may be added inside of a layer, but may not replace the whole layer.",
+    ),
     tool(
         "a whole layer replaced after wrapping",
         then(replace_last),
-        "Change the layers first, then wrap them.",
+        "Change the layers first, and wrap them in a pipeline afterwards.",
         refused={"": "a layer or partition was replaced after the pipeline was made"},
         **ALONE,
     ),
     changed(
         "`weight_norm` and other parametrizations",
         weight_norm_of_first,
-        "Also when added after wrapping.",
+        "A parametrization may also be added after the layers were wrapped in a pipeline.",
         use=then(weight_norm_of_last),
     ),
     # The layer uses its weight twice. A task adds up both gradients of the weight first.
     changed(
         "`spectral_norm`",
         spectral_norm_of_first,
-        "One step of its power iteration per micro-batch, none in recomputation.",
+        "Each micro-batch runs one step of the power iteration. A recomputation runs none.",
         tolerance=REORDERED,
     ),
     changed(
         "`parametrize.cached()`",
         weight_norm_of_first,
-        "It keeps one weight for all micro-batches, but each needs a graph of its own. Works under "
-        "`no_grad()`.",
+        "The cache keeps one computed weight for all micro-batches, but each micro-batch needs "
+        "an autograd graph of its own. The cache works under `no_grad()`.",
         use=cached_parametrizations,
         refused=but_graph_never(r"parametrize\.cached"),
     ),
     tool(
         "`torch.func.functional_call`",
         other_parameters,
-        "With other parameters for the whole model.",
+        "`functional_call` runs the whole pipeline with other parameters.",
         **ALONE,
     ),
     tool(
         "a gradient penalty (`create_graph=True`)",
         gradient_penalty,
-        "The backward of a pipeline cannot be differentiated again.",
+        "A gradient penalty needs second derivatives. A pipeline has them only if all partitions "
+        "and micro-batches are in one autograd graph.",
         refused=but_graph_never("create_graph=True"),
     ),
     tool(
         "`torch.func.grad`, `torch.func.vmap`",
         transforms,
-        "Transforms do not reach the tasks of a pipeline.",
+        "The transforms work only if all partitions and micro-batches are in one autograd graph.",
         refused=but_graph_never(r"torch\.func transforms"),
         **ALONE,
     ),
     tool(
         "forward-mode gradients",
         forward_mode,
-        "They do not reach the tasks of a pipeline.",
+        "Forward-mode gradients work only if all partitions and micro-batches are in one "
+        "autograd graph.",
         refused=but_graph_never("forward-mode gradients"),
         **ALONE,
     ),

@@ -46,36 +46,45 @@ ROWS = [
     tool(
         "`torch.distributed.checkpoint`",
         save_for_another_balance,
-        "By `get_state_dict` and `set_state_dict`, also into another balance.",
+        "Use `get_state_dict` and `set_state_dict`. The state can be loaded into a pipeline with "
+        "another balance.",
         **ALONE,
     ),
     changed(
         "from `meta` by `to_empty`",
         to_empty,
-        "Then load the weights, before wrapping or after.",
+        "Load the weights after `to_empty`, either before or after you wrap the layers in a "
+        "pipeline.",
         use=from_meta,
         **ALONE,
     ),
     changed(
         "from `meta` by `load_state_dict(assign=True)`",
         assign,
-        "Before wrapping or after. Make the optimizer last: parameters are other objects then.",
+        "Load the weights before or after you wrap the layers in a pipeline. Create the "
+        "optimizer last, because `assign=True` replaces the parameters by other objects.",
         use=then(assign_others),
         **ALONE,
     ),
-    tool("a forked process", forked_process, "It has workers of its own.", **ALONE),
+    tool(
+        "a forked process",
+        forked_process,
+        "The pipeline in the forked process has worker threads of its own.",
+        **ALONE,
+    ),
     tool(
         "a spawned process",
         spawned_process,
-        "The pipeline may be an argument.",
+        "The pipeline may be an argument of the function that the spawned process calls.",
         without={**ALONE["without"], **LONG},
     ),
     tool(
         "the profiler",
         profiler,
-        "It records the calling thread. For workers set `experimental_config="
-        "_ExperimentalConfig(profile_all_threads=True)` of `torch._C._profiler`. "
-        '`FlopCounterMode` has no such setting: use `engine="graph"`.',
+        "By default, the profiler records only the calling thread. To record worker threads as "
+        "well, set `experimental_config=_ExperimentalConfig(profile_all_threads=True)` of "
+        "`torch._C._profiler`. `FlopCounterMode` has no such setting, so use it with "
+        '`engine="graph"`.',
         **ALONE,
     ),
 ]

@@ -115,44 +115,48 @@ def synchronize(layers: Any) -> None:
 COLLECTIVE = {"workers": "calls a collective"}
 
 REPLICAS = [
-    replicated("`DistributedDataParallel`", note="Gradients are averaged once a step."),
+    replicated(
+        "`DistributedDataParallel`", note="The replicas average their gradients once in each step."
+    ),
     replicated(
         "`DistributedDataParallel(static_graph=True)`",
         train_twice,
-        "As without a pipeline.",
+        "This works as without a pipeline.",
         static_graph=True,
     ),
     replicated(
         "`DistributedDataParallel(find_unused_parameters=True)`",
         then(take_the_other_branch),
-        "A checkpointed partition counts as using all of its parameters, so there may be a "
-        "warning that none is unused.",
+        "A checkpointed partition counts as using all of its parameters, so PyTorch may warn "
+        "that it has found no unused parameters.",
         change=put_two_branches,
         find_unused_parameters=True,
     ),
     replicated(
         "`DistributedDataParallel`, accumulating with `no_sync`",
         no_sync,
-        "As without a pipeline.",
+        "This works as without a pipeline.",
     ),
     tool(
         "`ddp.module.step(…)` within `DistributedDataParallel`",
         step_past_replicas,
-        "It would average nothing: use one of the two below.",
+        "The replicas would not average their gradients. Use `model.loss` or `replicate` "
+        "instead, as in the next two rows.",
         given=of_this_rank,
         refused={"": "DistributedDataParallel around a pipeline does not see step"},
     ),
     tool(
         "`DistributedDataParallel` of a module that returns `model.loss(…)`",
         loss_in_replicas,
-        "Gradients are averaged once a step.",
+        "The replicas average their gradients once in each step.",
         given=of_this_rank,
     ),
     # A step adds up one term of the mean for each micro-batch. Plain layers compute one mean.
     tool(
         "`replicate`, and `model.step(…)`",
         steps_in_replicas,
-        "Of `torch.distributed._composable.replicate`. Gradients are averaged once a step.",
+        "The function is `torch.distributed._composable.replicate`. The replicas average their "
+        "gradients once in each step.",
         given=of_this_rank,
         tolerance=REORDERED,
     ),
@@ -160,8 +164,8 @@ REPLICAS = [
     changed(
         "FSDP2: `fully_shard` of the layers",
         shard,
-        "Each micro-batch gathers weights and reduces gradients. Ranks have to do so in one order, "
-        "but workers run at once.",
+        "FSDP gathers weights and reduces gradients for each micro-batch. All processes must do "
+        "this in the same order, but worker threads run in no fixed order.",
         given=of_this_rank,
         tolerance=REORDERED,
         refused={"workers": "layers that FSDP shards"},
@@ -169,16 +173,18 @@ REPLICAS = [
     changed(
         "tensor parallelism: `parallelize_module` of the layers",
         parallelize,
-        "Also on ranks, over a mesh with a dimension for each. Clip by the pipeline's "
+        "A `DistributedGPipe` can be combined with tensor parallelism, too: the device mesh has "
+        "one dimension for each of the two. Clip gradients with the pipeline's "
         "`clip_grad_norm_`, which takes DTensors and plain gradients together.",
         refused=COLLECTIVE,
     ),
     changed(
         "collectives in layers, as in synchronized norms",
         synchronize,
-        "Also on ranks. Workers refuse those of each partition's first micro-batch before they "
-        "are called. Those that only a later one calls, or only backward, are not found. A "
-        "criterion's are right.",
+        "Layers of a `DistributedGPipe` may call collectives, too. Worker threads refuse a "
+        "collective that a partition calls in its first micro-batch. They do not notice a "
+        "collective that is called only in a later micro-batch or only in backward. A criterion "
+        "may call collectives.",
         given=of_this_rank,
         refused=COLLECTIVE,
     ),

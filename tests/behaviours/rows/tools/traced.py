@@ -1,4 +1,7 @@
-"""Test cases with compiled pipelines, and with mini-batches of texts of different lengths."""
+"""Test cases with pipelines of traced modules.
+
+In some cases, the layers are compiled. In some, the lengths of the texts differ between batches.
+"""
 
 from typing import Any
 
@@ -47,19 +50,21 @@ ROWS = [
     tool(
         "`model.compile()`",
         compile_and_train,
-        "It compiles each layer, as often as without a pipeline. Compiled layers make a graph in "
-        "their first pass, too, so that they are not compiled once more for it.",
+        "Each layer is compiled as often as without a pipeline. With checkpointing, a compiled "
+        "layer makes an autograd graph in its forward, too, so that its recomputation runs the "
+        "same compiled code.",
     ),
     tool(
         "lengths that change",
-        note="By `sequential(…, dynamic_shapes=…)`: one pipeline takes all of them.",
+        note="Name the lengths that change in `sequential(…, dynamic_shapes=…)`. Then one "
+        "pipeline takes mini-batches of all lengths.",
         tolerance=REORDERED,
         **LENGTHS,
     ),
     tool(
         "lengths that change, and `model.compile()`",
         compile_and_train,
-        "The same code serves all lengths.",
+        "The same compiled code runs for all lengths.",
         tolerance=REORDERED,
         **LENGTHS,
     ),

@@ -75,90 +75,95 @@ ROWS = [
     tool(
         "`autocast`, `GradScaler` and clipping",
         mixed_precision,
-        "Autocast keeps no copies of weights between micro-batches: their gradients are summed in "
-        "full precision.",
+        "Autocast keeps no cast copies of weights from one micro-batch to the next. So the "
+        "gradients of micro-batches are summed in full precision.",
     ),
     tool(
         "hooks of parameters",
         hooks_of_parameters,
-        "Once a step, with the mini-batch's gradient.",
+        "A parameter's hooks run once in each step, with the gradient of the whole mini-batch.",
         **ALONE,
     ),
     tool(
         "an optimizer in backward",
         optimizer_in_backward,
-        "By `register_post_accumulate_grad_hook`.",
+        "A hook of each parameter (`register_post_accumulate_grad_hook`) runs the parameter's "
+        "optimizer as soon as the parameter has its gradient.",
     ),
     tool(
         "hooks of layers and of the model",
         hooks_of_layers,
-        "A layer's run once per micro-batch, the model's once a step. A layer's forward hooks run "
-        "again when it is recomputed.",
+        "Hooks of a layer run once for each micro-batch. Hooks of the whole model run once for "
+        "each step. If a layer is recomputed, its forward hooks run again.",
         **ALONE,
     ),
     tool(
         "an average of the weights",
         average_of_weights,
-        "`AveragedModel` holds another pipeline.",
+        "`AveragedModel` copies the pipeline, and the copy is a pipeline, too.",
         **ALONE,
     ),
     tool(
         "`save_on_cpu` and other `saved_tensors_hooks`",
         activations_on_the_host,
-        "They do not reach what is recomputed, and with workers only the last partition.",
+        "The hooks are not called for the tensors of a recomputation. With worker threads, they "
+        "are called only for the tensors of the last partition.",
     ),
     Row(
         "`torch.utils.checkpoint` inside a layer",
         made(linear, partial(checkpointed, False), partial(checkpointed, True)),
         use=steps,
-        note="Reentrant or not.",
+        note="Both `use_reentrant=True` and `use_reentrant=False` work.",
         **ALONE,
     ),
     changed(
         "`torch.compile` of the layers",
         compile_in_place,
-        "By `layer.compile()`. All layers share PyTorch's limit of 8 compilations: "
-        "`model.compile()` gives each layer its own. PyTorch 2.11 can crash if one process "
-        'compiles layers first on the engine "workers", and then others on the engine "graph".',
+        "Call `layer.compile()` for each layer. All layers then share PyTorch's limit of 8 "
+        "compilations. With `model.compile()`, each layer has a limit of its own. PyTorch 2.11 "
+        'can crash if a process first compiles layers on the engine "workers", and then compiles '
+        'other layers on the engine "graph".',
         use=partial(train_compiled, compiled=True),
         without=LONG,
     ),
     changed(
         "`torch.compile(layer)` in the place of a layer",
         compile_each,
-        "As `layer.compile()`; names of state get `_orig_mod`, as without a pipeline.",
+        "The layer is compiled as by `layer.compile()`. As without a pipeline, `_orig_mod` is "
+        "added to the names in the state dict.",
         use=partial(train_compiled, compiled=True),
         without=LONG,
     ),
     tool(
         "`torch.compile(model)`",
         compile_model,
-        "It compiles nothing: call `model.compile()`.",
+        "This call compiles nothing. Call `model.compile()` instead.",
         without={**ALONE["without"], **LONG},
     ),
     tool(
         "`torch.jit.trace(model, x)` in training",
         traced,
-        "Call `model.eval()` first, or trace the layers, `model[:]`.",
+        "Call `model.eval()` first, or trace only the layers (`model[:]`).",
         refused={"": TRACED},
     ),
     tool(
         "`torch.export.export(model, (x,))` in training",
         exported,
-        "Call `model.eval()` first, or export the layers, `model[:]`.",
+        "Call `model.eval()` first, or export only the layers (`model[:]`).",
         refused={"": EXPORTED},
         **ALONE,
     ),
     tool(
         "`torch.jit.trace` and `torch.export` in evaluation",
         traced_and_exported,
-        "If all layers are on one device. The layers run as one mini-batch.",
+        "This works if all layers are on one device. The layers run on the whole mini-batch at "
+        "once, not on micro-batches.",
         **ALONE,
     ),
     tool(
         "`torch.jit.trace` and `torch.export` of `model[:]`",
         layers_alone,
-        "The layers run as one mini-batch.",
+        "The layers run on the whole mini-batch at once, not on micro-batches.",
         **ALONE,
     ),
 ]

@@ -26,7 +26,7 @@ from .models import adam, between, normed, sgd, with_functions
 RANDOM = "random numbers and batch norm"
 GRADIENTS = "gradients"
 STEPS = "criteria and optimizers"
-NORMED = "Running statistics are what evaluation uses."
+NORMED = "Evaluation uses the running statistics."
 
 # Weight decay also changes parameters whose gradient is zero.
 decayed = partial(torch.optim.SGD, lr=0.01, weight_decay=0.1)
@@ -81,7 +81,7 @@ ROWS = [
     Training(
         "one seed, one result",
         RANDOM,
-        "A run can be repeated.",
+        "With the same seed, a training can be repeated with the same results.",
         dropped,
         (3, 4),
         action=as_with(),
@@ -89,7 +89,7 @@ ROWS = [
     Training(
         "dropout equal over balances",
         RANDOM,
-        "A seed gives the same masks wherever layers are split.",
+        "A seed should give the same dropout masks, wherever the layers are split.",
         dropped,
         (3, 4),
         action=as_with(balance=(2, 5)),
@@ -98,14 +98,14 @@ ROWS = [
     Training(
         "dropout of another partition",
         RANDOM,
-        "Partitions have masks of their own, though ranks have one seed.",
+        "Two partitions must draw different masks, even if all ranks start with the same seed.",
         with_two_masks,
         action=masks,
     ),
     Training(
         "recomputation draws the same masks",
         RANDOM,
-        "Or gradients are those of another network.",
+        "With other masks, the gradients would be those of another network.",
         dropped,
         (3, 4),
         action=as_with(checkpoint="always"),
@@ -113,14 +113,14 @@ ROWS = [
     Training(
         "batch norm, by micro-batch",
         RANDOM,
-        f"{NORMED} Each micro-batch counts once.",
+        f"{NORMED} Each micro-batch must update them exactly once.",
         normed,
         (3, 2),
     ),
     Training(
         "batch norm under recomputation",
         RANDOM,
-        "Recomputation may not count it a second time.",
+        "A recomputation must not update the running statistics a second time.",
         normed,
         (3, 2),
         checkpoint="always",
@@ -128,7 +128,8 @@ ROWS = [
     Training(
         "batch norm, by mini-batch",
         RANDOM,
-        f"{NORMED} Each mini-batch counts once, each sample alike.",
+        f"{NORMED} Each mini-batch must update them exactly once, and all samples must count "
+        "equally.",
         normed_first,
         (3, 2),
         partial(batch, 14),
@@ -138,14 +139,15 @@ ROWS = [
     Training(
         "two accumulated steps",
         GRADIENTS,
-        "Accumulation adds gradients; the second step may not change the first's.",
+        "The second step adds its gradients to those of the first step, and must not change "
+        "those of the first step.",
         action=accumulated,
         tolerance=REORDERED,
     ),
     Training(
         "tied weights within a partition",
         GRADIENTS,
-        "The gradient is the sum over all uses.",
+        "The gradient of a shared weight must be the sum over all of its uses.",
         tied_within,
         (3, 1),
         tolerance=REORDERED,
@@ -153,8 +155,8 @@ ROWS = [
     Training(
         "tied weights of two partitions",
         GRADIENTS,
-        "The embedding and the output layer of language models share a weight. Over ranks, each "
-        "of the two ranks has a copy of it, and the copies stay equal.",
+        "In many language models, the embedding and the output layer share a weight. Over ranks, "
+        "each of the two ranks has a copy of this weight, and the copies must stay equal.",
         tied_over,
         action=losses,
         optimizer=sgd,
@@ -163,19 +165,19 @@ ROWS = [
     Training(
         "a frozen first partition",
         GRADIENTS,
-        "Fine-tuning leaves the first layers as they are.",
+        "Fine-tuning often leaves the first layers unchanged.",
         first_frozen,
     ),
     Training(
         "a frozen last partition",
         GRADIENTS,
-        "Gradients go through layers that take none.",
+        "Gradients must pass through layers whose parameters get none.",
         last_frozen,
     ),
     Training(
         "a parameter that is not used",
         GRADIENTS,
-        "It has no gradient, and weight decay leaves it as it is.",
+        "Such a parameter must get no gradient, so that weight decay does not change it.",
         with_unused,
         action=one_step,
         optimizer=decayed,
@@ -183,7 +185,8 @@ ROWS = [
     Training(
         "nothing flows back",
         GRADIENTS,
-        "Behind a layer that detaches, weight decay leaves parameters as they are.",
+        "If a layer detaches its output, the parameters before it must get no gradient, so that "
+        "weight decay does not change them.",
         with_functions(Tensor.detach),
         (2, 3),
         action=one_step,
@@ -192,20 +195,21 @@ ROWS = [
     Training(
         "a mean over the mini-batch",
         STEPS,
-        "The most used criterion.",
+        "This is the most common kind of criterion.",
         criterion=mse_loss,
         mean=True,
     ),
     Training(
         "a loss scale",
         STEPS,
-        "Half precision needs one; gradients are scaled as the loss is.",
+        "Training in half precision needs a loss scale. The gradients must be scaled like the "
+        "loss.",
         criterion=scaled,
     ),
     Training(
         "clipping",
         STEPS,
-        "The norm is that of all gradients, not of one partition's.",
+        "The norm must be that of all gradients, not that of a single partition's gradients.",
         action=one_step,
         optimizer=sgd,
         clip=0.5,
@@ -213,21 +217,21 @@ ROWS = [
     Training(
         "Adam",
         STEPS,
-        "Five steps, compared by parameters.",
+        "The parameters after five steps are compared.",
         action=trained(*seeded(5)),
         optimizer=adam,
     ),
     Training(
         "two pipelines in turn",
         STEPS,
-        "A generator and its critic; a teacher and its pupil.",
+        "Some trainings use two models alternately, such as a generator and its critic.",
         action=in_turn,
         optimizer=sgd,
     ),
     Training(
         "autocast",
         STEPS,
-        "It reaches every partition, in backward too.",
+        "Autocast must be on in every partition, also during a recomputation in backward.",
         action=in_autocast,
     ),
 ]

@@ -25,7 +25,7 @@ from .models import adam, between, normed, sgd
 STATE = "state files"
 EVALUATION = "evaluation"
 FAILURES = "an exception"
-RAISES = "Every rank raises, and none hangs or is killed."
+RAISES = "Every rank must raise an error. No rank may hang or be killed."
 
 
 def raising_in(phase: str) -> nn.Sequential:
@@ -51,7 +51,7 @@ ROWS = [
     Training(
         "names and values",
         STATE,
-        "All ranks together write what the model alone would write.",
+        "All ranks together must save the same names and values as the model without a pipeline.",
         normed,
         (3, 2),
         action=as_it_is,
@@ -59,7 +59,7 @@ ROWS = [
     Training(
         "another balance",
         STATE,
-        "A training goes on with another split, or on other machines.",
+        "A training may continue with another balance or on other machines.",
         balance=(1, 3),
         action=moved,
         optimizer=sgd,
@@ -67,14 +67,15 @@ ROWS = [
     Training(
         "going on",
         STATE,
-        "After a restart it is as if nothing had happened, the optimizer's state included.",
+        "A restarted training must continue as if it had not been interrupted, also with the "
+        "same state of the optimizer.",
         action=going_on,
         optimizer=adam,
     ),
     Training(
         "outputs",
         EVALUATION,
-        "They are the model's, without dropout.",
+        "The outputs must be those of the model in evaluation mode, without dropout.",
         between(nn.Dropout),
         (3, 2),
         action=evaluated(),
@@ -82,7 +83,7 @@ ROWS = [
     Training(
         "batch norm",
         EVALUATION,
-        "Evaluation uses running statistics and leaves them as they are.",
+        "Evaluation must use the running statistics, and must not change them.",
         normed,
         (3, 2),
         action=stepped_then_evaluated,
@@ -90,21 +91,22 @@ ROWS = [
     Training(
         "between two steps of training",
         EVALUATION,
-        "Evaluation leaves training as it is.",
+        "An evaluation between two steps must not change the training.",
         action=between_steps,
         optimizer=adam,
     ),
     Training(
         "a larger batch than in training",
         EVALUATION,
-        "Evaluation needs less memory, so batches are larger.",
+        "Evaluation needs less memory than training, so its batches are often larger.",
         action=trained_then_evaluated,
         optimizer=sgd,
     ),
     Training(
         "an uneven batch",
         EVALUATION,
-        "The last samples of a test set count as well.",
+        "The last samples of a test set must count, even if they cannot be split into equal "
+        "micro-batches.",
         action=evaluated(*batch(14)),
     ),
 ]
@@ -131,7 +133,7 @@ ROWS += [
     Training(
         "is told to every rank",
         FAILURES,
-        "Whichever log is read, it says what went wrong.",
+        "The log of each rank must say what went wrong.",
         partial(raising_in, "forward"),
         (2, 3),
         action=told,
@@ -139,7 +141,7 @@ ROWS += [
     Training(
         "then the next mini-batch",
         FAILURES,
-        "A program that leaves out a bad batch goes on with right gradients.",
+        "If a program leaves out a bad mini-batch and continues, the next gradients must be right.",
         given=bad_target,
         action=next_batch,
         criterion=raising,

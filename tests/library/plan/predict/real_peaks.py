@@ -14,9 +14,9 @@ from torchgpipe.tensors.microbatch import mapped
 
 
 class OnMeta(LiveBytes):
-    """Counts the live bytes of tensors on `meta`, and of no others.
+    """Counts the live bytes of tensors on `meta`.
 
-    Tensors on the host do not count: optimizers keep their step counts there.
+    Tensors on the host, such as the step counts of optimizers, are not counted.
     """
 
     last = 0

@@ -78,7 +78,7 @@ class Progress:
         self.routes = routes_of(costs)
         self.free = [0.0] * len(costs.forward[0])
         self.there: dict[tuple[int, int], float] = defaultdict(float)
-        """(micro-batch, partition) -> the time at which the task's inputs are there."""
+        """Maps a micro-batch and a partition to the time at which the task's inputs arrive."""
         self.backward = False
 
     def begin_backward(self) -> None:
@@ -127,10 +127,10 @@ def test_the_rules_hold_and_no_task_could_start_earlier(costs: Costs) -> None:
 
 
 def of_tasks(forward: float, backward: float, n: int, m: int) -> dict[Kind, list[list[float]]]:
-    """Return tables of equal seconds for all forwards and for all backwards.
+    """Return three tables of seconds: of the forwards, the recomputations and the backwards.
 
-    A table has a row for each of `m` micro-batches, and a column for each of `n` partitions. In the
-    table of recomputations, all seconds are 0.
+    A table has a row for each of `m` micro-batches, and a column for each of `n` partitions. All
+    forwards take `forward` seconds, all backwards `backward` seconds, and recomputations 0 seconds.
     """
     seconds: dict[Kind, float] = {"forward": forward, "recompute": 0.0, "backward": backward}
     return {kind: [[each] * n] * m for kind, each in seconds.items()}
