@@ -64,10 +64,11 @@ def sequential(
     have a value for each pair of samples, such as the product of each image with each text. Then
     there is a warning, because pairs from different micro-batches get no value.
 
-    A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
-    recording cannot repeat. If it has more than half of the parameters, it is cut nevertheless. Then
-    it may pass its mode to functions, as in `dropout(x, training=self.training)`. If it makes other
-    calls in evaluation than in training, there is a warning, and the layers run in one mode only.
+    A submodule with at most half of the parameters is kept whole (not cut) if its forward reads
+    `training`, or does something that a recording cannot repeat. A larger one may pass its mode to
+    functions, as in `dropout(x, training=self.training)`. If it makes other calls in evaluation
+    than in training, there is a warning, and the layers run in one mode only. If it does something
+    that a recording cannot repeat, an error is raised.
 
     Later calls need arguments like the sample's, with the same shapes except for the batch size and
     the lengths in `dynamic_shapes`. A later call raises an error if the module makes other calls
