@@ -178,7 +178,7 @@ class Partitions:
         return WorkersEngine([stage], arranged("GPipe", len(self.layers)))
 
     def _stage(self, j: int, device: torch.device) -> Stage:
-        stage = Stage(j, self.layers[j], device, is_last=j == len(self.layers) - 1)
+        stage = Stage(j, self.layers[j], device)
         stage.look()
         stage.turn = locks_of(stage.modules, OF_RUNS)
         stage.connect(self._crossings)
@@ -195,7 +195,8 @@ class Partitions:
         if j == 0:
             whole = torch.zeros_like(self._inputs, device=device)
             inputs = whole.chunk(self.row.chunks or 1)
-        target = torch.zeros_like(self._target, device=device) if stage.is_last else None
+        is_last = j == len(self.layers) - 1
+        target = torch.zeros_like(self._target, device=device) if is_last else None
         return Alone(self.row, stage, self._engine(stage), links, inputs, target)
 
     def release(self, j: int) -> None:
@@ -244,7 +245,7 @@ class Alone:
     def step(self) -> None:
         """Run the forwards, the backwards and the optimizer's step of this partition."""
         batch, outputs = self._engine.in_turn(self._forward)
-        if self._stage.is_last:
+        if self._target is not None:
             loss = self._row.criterion(gather(outputs), self._target)
         else:
             # A rank that does not have the last partition runs its backward as that of a scalar.

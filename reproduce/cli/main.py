@@ -60,7 +60,7 @@ class Commands(click.Group):
 )
 @click.version_option(VERSION, prog_name="reproduce")
 def cli() -> None:
-    """Run the GPipe papers' experiments on this machine. COMMAND --help explains a command."""
+    """Run the GPipe papers' experiments here. COMMAND --help explains a command."""
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reproduce.error import Error
-from torchgpipe.caught import how_many
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +128,7 @@ def find_devices(kind: str | None, count: int | None) -> Devices:
             )
         if count is not None and count > cuda:
             raise Error(
-                f"--devices {count}: this machine has {how_many(cuda, 'CUDA device')}; use at most "
-                f"{cuda}"
+                f"--devices {count}: this machine has {cuda} CUDA device(s); use at most {cuda}"
             )
         return Devices("cuda", count or cuda)
 

@@ -82,7 +82,7 @@ def test_hooks_over_ranks() -> None:
 def test_a_backward_hook_is_refused() -> None:
     model = made(devices=["cpu"] * 2)
     model.register_full_backward_hook(lambda module, grads, output_grads: None)
-    with pytest.raises(RuntimeError, match="put it on the first or last layer"):
+    with pytest.raises(RuntimeError, match="put the hook on the first or last layer"):
         model.step(mse_loss, X, T)
 
 

@@ -45,6 +45,7 @@ PRIVATE = [
     ("torch.distributed.distributed_c10d._get_default_store", "distributed/connections.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "engine/arrangement.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "task/batchnorm.py"),
+    ("torch.nn.modules.batchnorm._NormBase", "engine/arrangement.py"),
     ("torch.nn.modules.batchnorm._BatchNorm", "trace/compare.py"),
     ("torch.utils._device.DeviceContext", "tensors/_autograd.py"),
     ("torch.utils._python_dispatch._pop_mode", "tensors/_autograd.py"),

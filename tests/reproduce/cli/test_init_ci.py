@@ -129,7 +129,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*MINE, "--from", f"{HOST}/own@v2"], "has no branch and no tag v2"),
     ([*MINE, "--from", f"{HOST}/own", "--set-up", "make"], BOTH),
     (["--from", f"{HOST}/own"], BOTH),
-    ([*MINE, "--from", "file:///OWN@v1"], f"file:///OWN@v1: {FOLDER}"),
+    ([*MINE, "--from", "file:///OWN@v1"], FOLDER),
     ([*MINE, "--from", "git+file://localhost/OWN"], FOLDER),
     ([*MINE, "--from", "../own@v1"], FOLDER),
     (["--package", "mine", "--cases", "ignored.py"], "git ignores this file"),

@@ -163,7 +163,7 @@ CPUS, CUDA, LEAST = "CPU devices of", "CUDA devices", "a CPU device needs at lea
             None,
             "--on cuda: this machine has no CUDA device that PyTorch can use; use --on cpu",
         ),
-        (2, 2, None, 3, None, "--devices 3: this machine has 2 CUDA devices; use at most 2"),
+        (2, 2, None, 3, None, "--devices 3: this machine has 2 CUDA device(s); use at most 2"),
         (
             2,
             0,

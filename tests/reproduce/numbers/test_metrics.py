@@ -182,7 +182,7 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
         ([], EIGHT, False, "there is no sample"),
         (EIGHT, [0.0] * 8, False, "only positive numbers have ratios"),
         ([math.nan] * 8, EIGHT, False, "only positive numbers have ratios"),
-        (EIGHT, EIGHT[:7], True, "equal numbers, not 8 and 7"),
+        (EIGHT, EIGHT[:7], True, "equal numbers on both sides, but got 8 and 7"),
     ],
 )
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
