@@ -20,8 +20,8 @@ from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step.losses import run_step, scalar
-from torchgpipe.step.request import StepRequest, check_criterion
+from torchgpipe.step.losses import run_step
+from torchgpipe.step.request import StepRequest, check_criterion, scalar
 from torchgpipe.step.targets import whole
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
@@ -222,7 +222,8 @@ class GPipe(Partitioned):
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
-        check_criterion(request.criterion)  # before the input, which may be in its place
+        # Before the input, which may be in its place.
+        check_criterion(request.criterion, request.call)
         input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:

@@ -16,8 +16,7 @@ from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
-from torchgpipe.step.losses import scalar
-from torchgpipe.step.request import StepRequest
+from torchgpipe.step.request import StepRequest, scalar
 from torchgpipe.step.targets import whole
 from torchgpipe.task.entrance import leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
@@ -29,6 +28,11 @@ class LossRequest(NamedTuple):
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
+
+    @property
+    def call(self) -> str:
+        """The method that was called."""
+        return "loss"
 
 
 Request = StepRequest | LossRequest | None

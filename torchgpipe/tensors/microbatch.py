@@ -218,6 +218,8 @@ def check(value: object, what: str = "input") -> None:
 
 def _advice(value: object, what: str) -> str:
     """Return the end of an error message: what to do about a value that is no tensor or tuple."""
+    if value is None and what == "input":
+        return "; give one (over ranks, the rank of the first stage has to give it)"
     if callable(value):
         return "; call step(criterion, input, target)"
     if not isinstance(value, list):
