@@ -24,8 +24,7 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.generalise import same
-from torchgpipe.trace.parts import Structure
+from torchgpipe.trace.parts import Structure, same
 from torchgpipe.trace.signature import Signature
 
 Divided = tuple[list[TensorOrTensors], torch.Event | None]

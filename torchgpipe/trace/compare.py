@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing import assert_close
 
 from torchgpipe.trace.code.lengths import with_lengths
+from torchgpipe.trace.generalise import OTHER_MODE
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.refuse import Untraceable
@@ -103,6 +104,37 @@ def check_other_lengths(
     with signature.at(sizes, module):
         expected = ran(module, module, signature, others)
     check_outputs(module, ran(module, layers, signature, others), expected)
+
+
+def check_other_mode(module: Module, layers: Layers, signature: Signature, inputs: Tensors) -> None:
+    """Compare the layers with the module in the other mode, too: in evaluation, or in training.
+
+    This is done if a module that is cut into layers reads the mode. If the module makes other
+    calls in the other mode, which the layers do not have, there is a warning.
+
+    Args:
+        module: The module.
+        layers: The layers of the module.
+        signature: The module's signature.
+        inputs: The tensors of the sample.
+
+    Raises:
+        Untraceable: If the outputs or the gradients differ.
+    """
+    sizes: Any = layers[0].sizes
+    mode = "training" if module.training else "evaluation"
+    if sizes.one_mode:
+        warnings.warn(
+            f"{type(module).__name__} makes other calls when it is not in {mode}, and its layers "
+            f"only have the calls for {mode}; in the other mode, {OTHER_MODE}",
+            stacklevel=3,
+        )
+    if sizes.both_modes:
+        with as_it_was(module), as_it_was(layers):
+            layers.train(not module.training)
+            module.train(not module.training)
+            expected = ran(module, module, signature, inputs)
+            check_outputs(module, ran(module, layers, signature, inputs), expected)
 
 
 def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> Ran:

@@ -6,18 +6,17 @@ formula (`Size`) is found that computes it from the sizes. If anything else diff
 the module makes depend on the sizes. One list of calls cannot do this, so an error is raised.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
-from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe.trace.calls import RecordedCalls
-from torchgpipe.trace.code.call import Call, Device, Held, Value
-from torchgpipe.trace.code.sizes import Sizes, fitted
-from torchgpipe.trace.parts import Slot
+from torchgpipe.trace.code.call import Call
+from torchgpipe.trace.code.modes import ByMode
+from torchgpipe.trace.code.sizes import Size, Sizes, fitted
+from torchgpipe.trace.parts import same
 from torchgpipe.trace.refuse import Untraceable, Where, refused, where
 
 _OTHER_CALLS = (
@@ -30,13 +29,28 @@ _ONE_SAMPLE = (
 )
 
 
+OTHER_MODE = (
+    "call the module itself in this mode: it has the same parameters; or make a second pipeline, "
+    "for example of sequential(module.eval(), sample)"
+)
+"""What to do if a module makes other calls in evaluation than in training."""
+
+
 _OTHER_LENGTHS = (
     "keep the submodule that has this line as one layer, whole=[ItsClass], or leave this length "
     "out of dynamic_shapes"
 )
 
 
-def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Call]:
+_fixed = attrgetter("target", "outputs", "grad", "since", "result")
+"""Returns what has to be the same in two calls that are merged: all except their arguments."""
+
+_PLAIN = (bool, int, float, str, type(None), Size)
+
+
+def generalise(
+    root: nn.Module, recordings: Sequence[RecordedCalls], advice: str | None = None
+) -> list[Call]:
     """Merge recordings of a module for several sizes into one list of calls for all sizes.
 
     Numbers that differ between the recordings are replaced by formulas (`Size`).
@@ -44,6 +58,8 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
     Args:
         root: The module.
         recordings: Its recordings, each for another batch size or other lengths of inputs.
+        advice: What to do if the recordings differ, for the error; by default, what helps if they
+            differ because of their sizes.
 
     Raises:
         Untraceable: If the recordings differ in anything but numbers that sizes determine.
@@ -77,7 +93,8 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
     except Differs as error:
         with_lengths = len(points[0]) > 1
         of = " samples x lengths" if with_lengths else " samples"
-        advice = _OTHER_LENGTHS if with_lengths else _OTHER_CALLS
+        if advice is None:
+            advice = _OTHER_LENGTHS if with_lengths else _OTHER_CALLS
         raise refused(
             root,
             at,
@@ -86,9 +103,6 @@ def generalise(root: nn.Module, recordings: Sequence[RecordedCalls]) -> list[Cal
             _ONE_SAMPLE if any(sizes[0] == 1 for sizes in points) else advice,
         ) from None
     return calls
-
-
-_fixed = attrgetter("target", "outputs", "grad", "since", "result")
 
 
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
@@ -267,60 +281,43 @@ def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
     raise Differs(f"it passes {', '.join(map(repr, values))}")
 
 
-def same(x: Any, y: Any) -> bool:
-    """Return whether two values have equal contents; they can be different objects."""
-    return bool(_form(x) == _form(y))
+class _Unlike(Exception):
+    """An internal error: the calls differ in more than plain arguments."""
 
 
-# Values of these types are compared by `==`.
-_COMPARED = (
-    Value,
-    Held,
-    Device,
-    Slot,
-    int,
-    float,
-    str,
-    bytes,
-    complex,
-    torch.dtype,
-    torch.layout,
-    CodeType,
-)
+def by_mode(training: Sequence[Call], evaluation: Sequence[Call]) -> list[Call] | None:
+    """Merge the calls that a module makes in training and in evaluation into one list.
 
-
-def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
-    """Return a value's type and contents in a form that can be compared with `==`.
-
-    Two recordings can have different copies of an object. So most objects are compared by their
-    contents, and only tensors and classes by their identity.
+    Plain arguments that differ, such as numbers, are replaced by `ByMode`.
 
     Args:
-        x: The value.
-        within: The ids of the objects that contain `x`.
+        training: The calls in training mode.
+        evaluation: The calls in evaluation mode.
+
+    Returns:
+        The merged calls, or `None` if the calls differ in more than plain arguments.
     """
-    if isinstance(x, _COMPARED):
-        return type(x), x if x == x else "nan"
-    if id(x) in within:
-        return within.index(id(x))
-    if isinstance(x, type | Tensor):
-        return id(x)
-    parts: Any
-    if isinstance(x, FunctionType):
-        closure = list(map(attrgetter("cell_contents"), x.__closure__ or ()))
-        parts = [x.__code__, x.__defaults__, x.__kwdefaults__, closure]
-    elif isinstance(x, dict):
-        parts = [*x, *x.values()]
-    elif isinstance(x, tuple | list):
-        parts = x
-    else:
+    if list(map(_fixed, training)) != list(map(_fixed, evaluation)):
+        return None
+    calls: list[Call] = []
+    for one, other in zip(training, evaluation, strict=True):
         try:
-            reduced = x.__reduce_ex__(4)
-        except Exception:  # An object that cannot be copied is not equal to any other.
-            return object()
-        if isinstance(reduced, str):
-            parts = [id(x)]
-        else:
-            parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
-    around = (*within, id(x))
-    return type(x), [_form(part, around) for part in parts]
+            args, kwargs = _merged((one.args, one.kwargs), (other.args, other.kwargs))
+        except _Unlike:
+            return None
+        calls.append(one._replace(args=args, kwargs=kwargs))
+    return calls
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Return a value with `ByMode` in each place where two values have different plain values."""
+    kind = type(one) if type(one) is type(other) else None
+    if kind in (tuple, list) and len(one) == len(other):
+        return kind([_merged(x, y) for x, y in zip(one, other, strict=True)])
+    if kind is dict and list(one) == list(other):
+        return {key: _merged(x, other[key]) for key, x in one.items()}
+    if same(one, other):
+        return one
+    if isinstance(one, _PLAIN) and isinstance(other, _PLAIN):
+        return ByMode(one, other)
+    raise _Unlike

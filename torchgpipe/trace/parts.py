@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.tensors.microbatch import MicroBatches, Structured, is_flat, refuse_array
+from torchgpipe.trace.code.call import Device, Held, Value
 
 T = TypeVar("T")
 
@@ -237,3 +241,62 @@ def check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"sample must have the tensors that {type(module).__name__} is called with, but has "
             f"only {', '.join(kinds)}; give a small batch, such as torch.zeros(8, 64)"
         )
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return whether two values have equal contents; they can be different objects."""
+    return bool(_form(x) == _form(y))
+
+
+# Values of these types are compared by `==`.
+_COMPARED = (
+    Value,
+    Held,
+    Device,
+    Slot,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    torch.dtype,
+    torch.layout,
+    CodeType,
+)
+
+
+def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
+    """Return a value's type and contents in a form that can be compared with `==`.
+
+    Two recordings can have different copies of an object. So most objects are compared by their
+    contents, and only tensors and classes by their identity.
+
+    Args:
+        x: The value.
+        within: The ids of the objects that contain `x`.
+    """
+    if isinstance(x, _COMPARED):
+        return type(x), x if x == x else "nan"
+    if id(x) in within:
+        return within.index(id(x))
+    if isinstance(x, type | Tensor):
+        return id(x)
+    parts: Any
+    if isinstance(x, FunctionType):
+        closure = list(map(attrgetter("cell_contents"), x.__closure__ or ()))
+        parts = [x.__code__, x.__defaults__, x.__kwdefaults__, closure]
+    elif isinstance(x, dict):
+        parts = [*x, *x.values()]
+    elif isinstance(x, tuple | list):
+        parts = x
+    else:
+        try:
+            reduced = x.__reduce_ex__(4)
+        except Exception:  # An object that cannot be copied is not equal to any other.
+            return object()
+        if isinstance(reduced, str):
+            parts = [id(x)]
+        else:
+            parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
+    around = (*within, id(x))
+    return type(x), [_form(part, around) for part in parts]

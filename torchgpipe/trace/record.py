@@ -10,30 +10,28 @@ Reading an attribute of a tensor, such as its shape, is not recorded. Code that 
 of a tensor cannot be recorded.
 """
 
-import copy
 import re
-from collections.abc import Container
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import Module
 
 from torchgpipe.trace.calls import RecordedCalls
+from torchgpipe.trace.code.call import Call
 from torchgpipe.trace.code.lengths import shape_at
 from torchgpipe.trace.code.sizes import Sizes
-from torchgpipe.trace.generalise import generalise
+from torchgpipe.trace.generalise import by_mode, generalise
 from torchgpipe.trace.kept import KeptResults, NeedsResults
-from torchgpipe.trace.notes import Notes, check_notes
-from torchgpipe.trace.parts import Slots, cache_in, tensors_in
+from torchgpipe.trace.parts import Slots, cache_in, same
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 from torchgpipe.trace.restore import as_it_was
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
-from torchgpipe.trace.whole import HOOKS, stays_whole
+from torchgpipe.trace.whole import Notes, small_modules
 
 _OTHER_BATCH = (
     "dimension 0 of the sample has to be the batch, and the module has to take any number of "
@@ -41,9 +39,6 @@ _OTHER_BATCH = (
     "arguments that have no batch dimension: shared=[…]"
 )
 """What to do if a module fails for another batch size than the sample's."""
-
-State = tuple[bool, torch.dtype | None]
-"""Whether a module is in training mode, and the dtype of autocast (`None` if it is off)."""
 
 
 def record(
@@ -126,137 +121,113 @@ class Recorded(NamedTuple):
     """The recordings of a module for several sizes of its inputs.
 
     Attributes:
-        recordings: A recording for each of the sizes.
+        recordings: A recording for each of the sizes, in the module's own mode: training or
+            evaluation.
         results: The results of submodules that cannot run on fake tensors, if there are any.
+        other_mode: The recordings in the other mode. Empty if no module that is cut reads the mode,
+            or if the module cannot be recorded in the other mode.
+        reads_mode: Whether a module that is cut reads the mode.
     """
 
     recordings: list[RecordedCalls]
     results: KeptResults | None
+    other_mode: Sequence[RecordedCalls] = ()
+    reads_mode: bool = False
 
 
-class OtherSizes:
-    """A check, before the layers run, that the module would make the same calls as its layers.
+def record_all(
+    module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
+) -> Recorded:
+    """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
-    For each new batch size, length, mode and autocast, the calls of a copy of the module are
-    recorded. This recording is compared with the recordings from which the layers were made. The
-    copy is on `meta` and has no hooks.
+    If the calls in small submodules cannot be recorded, for example because they read the mode,
+    these submodules are added to `whole`, so that they are not cut, and all is recorded again. If a
+    module that is cut reads the mode, the calls are recorded in the other mode, too.
 
     Args:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that are kept as one layer.
-        recorded: The recordings from which the layers were made.
-
-    Raises:
-        Untraceable: If the module cannot be copied.
+        whole: The submodules that are not cut. This function adds more of them.
     """
-
-    def __init__(
-        self,
-        module: Module,
-        signature: Signature,
-        inputs: Tensors,
-        whole: Container[Module],
-        recorded: Recorded,
-    ) -> None:
-        self._signature = signature
-        self._recordings, self._results = recorded
-        self._whole: list[str] = []
-        self._plain: list[tuple[Tensor, Tensor]] = []
-        self._state: State = (module.training, _autocast(inputs[0]))
-        self._known = {(recording.sizes, *self._state) for recording in self._recordings}
-        memo: dict[int, Any] = {}  # maps the id of an original to its object in the copy
-        for x in (*module.parameters(), *module.buffers()):
-            y = torch.empty_like(x, device="meta")
-            if isinstance(x, nn.Parameter):
-                y = nn.Parameter(y, x.requires_grad)
-            memo[id(x)] = y
-        own = set(memo)
-        for name, part in module.named_modules():
-            if part is not module and stays_whole(part, whole):
-                self._whole.append(name)
-            attributes = vars(part)
-            for hooks in HOOKS:
-                if hooks in attributes:
-                    memo[id(attributes[hooks])] = type(attributes[hooks])()
-            # If the forward changes tensors that are neither parameters nor buffers, recording it
-            # changes them, too. So the copy of the module gets copies of these tensors.
-            for x in tensors_in([*attributes.values()]):
-                if id(x) not in own:
-                    copied = x.detach().clone()
-                    memo[id(x)] = copied
-                    self._plain.append((x, copied))
-        try:
-            self._module = copy.deepcopy(module, memo)
-        except Exception as error:
-            raise Untraceable(
-                f"the module {type(module).__name__} cannot be copied "
-                f"({type(error).__name__}: {error}); "
-                "sequential needs a copy to check other batch sizes, so make copy.deepcopy work on "
-                "the module"
-            ) from None
-
-    def __call__(self, tensors: Tensors, training: bool) -> None:
-        """Check that the module would make the same calls as the layers for these inputs.
-
-        Nothing is checked if a check with the same sizes, mode and autocast has already passed.
-
-        Args:
-            tensors: The inputs of the first layer.
-            training: Whether the layers are in training mode.
-
-        Raises:
-            Untraceable: If the module's calls differ from those of the layers.
-        """
-        sizes = self._signature.sizes_of(tensors)
-        state = (training, _autocast(tensors[0]))
-        known = (sizes, *state)
-        if known not in self._known and not tensors[0].is_meta:
-            # The check runs in a new thread, because modes that are active in this thread, such as
-            # a `TorchFunctionMode` of the user, would see the calls of the check.
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(self._check, tensors, sizes, state).result()
-            self._known.add(known)
-
-    def __deepcopy__(self, memo: object) -> "OtherSizes":
-        return self
-
-    def _check(self, tensors: Tensors, sizes: Sizes, state: State) -> None:
-        training, cast = state
+    results: KeptResults | None = None
+    while True:
         notes: Notes = {}
-        module, device = self._module, tensors[0].device
-        if module.training != training:
-            module.train(training)
-        for part in module.modules():
-            # A batch norm in training mode refuses a single sample. But in the original module, the
-            # batch norms may be in evaluation mode, and then they take it.
-            if isinstance(part, nn.modules.batchnorm._NormBase):
-                part.training = False
-        whole = set(map(module.get_submodule, self._whole))
-        with torch.autocast(device.type, cast, enabled=cast is not None):
-            recorder = Recorder(module, whole, notes, self._results)
-            try:
-                found = record(recorder, self._signature, tensors, sizes, device)
-            except NeedsResults as error:
-                raise Untraceable(
-                    f"a submodule of {type(module).__name__} that is kept as one layer needs the "
-                    "values of its inputs in this mode (training or evaluation, autocast), but did "
-                    f"not need them when sequential was called: {error.__cause__}"
-                ) from None
-        check_notes(module, notes)
-        originals = {id(copied): x for x, copied in self._plain}
-        for name, x in found.extra.items():
-            found.extra[name] = originals.get(id(x), x)
-        if state != self._state:
-            mode = "training" if training else "evaluation"
-            found.state = f" ({mode} mode, {cast or 'no'} autocast)"
-        generalise(module, [*self._recordings, found])
+        try:
+            recordings = []
+            for sizes in signature.points:
+                recorder = Recorder(module, whole, notes, results)
+                recordings.append(record(recorder, signature, inputs, sizes))
+        except NeedsResults:
+            results = KeptResults(module, signature, inputs, whole)
+            continue
+        except Untraceable:
+            small = small_modules(notes, module)
+            if not small:
+                raise
+        else:
+            small = small_modules(notes, module)
+            if not small:
+                break
+        whole |= small
+    # `check_notes` has passed, so a note that is left says that a module reads its mode.
+    other_mode = _in_other_mode(module, signature, inputs, whole, results) if notes else ()
+    return Recorded(recordings, results, other_mode, reads_mode=bool(notes))
 
 
-def _autocast(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on a tensor's device, or `None` if autocast is off there."""
-    kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):
+def _in_other_mode(
+    module: Module,
+    signature: Signature,
+    inputs: Tensors,
+    whole: Container[Module],
+    results: KeptResults | None,
+) -> Sequence[RecordedCalls]:
+    """Record a module in the other mode: in evaluation if it is in training, or the reverse.
+
+    Args:
+        module: The module.
+        signature: The module's signature.
+        inputs: The tensors of the sample.
+        whole: The submodules that are not cut.
+        results: The results of submodules that cannot run on fake tensors, if there are any.
+
+    Returns:
+        A recording for each of the sizes. Empty if the module cannot be recorded in this mode.
+    """
+    recordings = []
+    with as_it_was(module):
+        module.train(not module.training)
+        try:
+            for sizes in signature.points:
+                recorder = Recorder(module, whole, {}, results)
+                recordings.append(record(recorder, signature, inputs, sizes))
+        except (Untraceable, NeedsResults):
+            return ()
+    return recordings
+
+
+def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Call]]:
+    """Merge the recordings for all sizes, and for both modes, into the calls of the layers.
+
+    If the module makes other calls in the other mode, the layers only have the calls for its own
+    mode. Then the result is without the recordings in the other mode.
+    """
+    calls = generalise(module, recorded.recordings)
+    if recorded.other_mode:
+        merged = _merged(module, calls, recorded)
+        if merged is not None:
+            return recorded, merged
+    return recorded._replace(other_mode=()), calls
+
+
+def _merged(module: Module, calls: list[Call], recorded: Recorded) -> list[Call] | None:
+    """Merge calls with those of the other mode. Return `None` if they differ too much."""
+    own, other = recorded.recordings[0], recorded.other_mode[0]
+    ends = (own.outputs, own.result[0], own.extra), (other.outputs, other.result[0], other.extra)
+    if not same(*ends):
         return None
-    return torch.get_autocast_dtype(kind)
+    try:
+        others = generalise(module, recorded.other_mode)
+    except Untraceable:
+        return None
+    return by_mode(calls, others) if module.training else by_mode(others, calls)

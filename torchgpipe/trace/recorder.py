@@ -18,11 +18,10 @@ from torchgpipe.tensors._autograd import refuse_transforms, storage_of
 from torchgpipe.trace.code.call import Call, Device, Held, Value, result_of
 from torchgpipe.trace.code.sizes import Sizes
 from torchgpipe.trace.kept import KeptResults, NeedsResults
-from torchgpipe.trace.notes import NOTED, Notes
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, Where, class_of, refused, where
 from torchgpipe.trace.restore import random_states
-from torchgpipe.trace.whole import stays_whole
+from torchgpipe.trace.whole import NOTED, Notes, stays_whole
 
 Run = Callable[..., Any]
 

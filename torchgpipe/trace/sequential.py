@@ -16,18 +16,17 @@ from torchgpipe.trace.calls import cut, sizes_read
 from torchgpipe.trace.code.call import Call, Held
 from torchgpipe.trace.compare import (
     check_other_lengths,
+    check_other_mode,
     check_outputs,
     check_samples,
     check_state,
     ran,
 )
-from torchgpipe.trace.generalise import check_batch, generalise
-from torchgpipe.trace.kept import KeptResults, NeedsResults
+from torchgpipe.trace.generalise import check_batch
 from torchgpipe.trace.layer import Layer, Layers
-from torchgpipe.trace.notes import Notes, check_notes
+from torchgpipe.trace.other_sizes import OtherSizes
 from torchgpipe.trace.parts import within
-from torchgpipe.trace.record import OtherSizes, Recorded, record
-from torchgpipe.trace.recorder import Recorder
+from torchgpipe.trace.record import in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user
@@ -65,8 +64,11 @@ def sequential(
     have a value for each pair of samples, such as the product of each image with each text. Then
     there is a warning, because pairs from different micro-batches get no value.
 
-    A submodule is kept whole (not cut) if its forward reads `training`, or does something that a
-    recording cannot repeat. If it has more than half of the parameters, an error is raised instead.
+    A submodule with at most half of the parameters is kept whole (not cut) if its forward reads
+    `training`, or does something that a recording cannot repeat. A larger one may pass its mode to
+    functions, as in `dropout(x, training=self.training)`. If it makes other calls in evaluation
+    than in training, there is a warning, and the layers run in one mode only. If it does something
+    that a recording cannot repeat, an error is raised.
 
     Later calls need arguments like the sample's, with the same shapes except for the batch size and
     the lengths in `dynamic_shapes`. A later call raises an error if the module makes other calls
@@ -131,6 +133,7 @@ def sequential(
                     check_state(module, layers)
                     check_outputs(module, ran(module, layers, signature, inputs), expected)
                     check_other_lengths(module, layers, signature, inputs)
+                    check_other_mode(module, layers, signature, inputs)
                     check_samples(module, signature, inputs, kept)
                     return layers
         if first is None:
@@ -197,12 +200,12 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
         inputs: The tensors of the sample.
         whole: The submodules that are not cut. This function adds more of them.
     """
-    recorded = _recorded(module, signature, inputs, whole)
+    recorded = record_all(module, signature, inputs, whole)
     recordings = recorded.recordings
     recording = recordings[0]
     compared = check_batch(module, recordings, signature.names)
     signature.returns(*recording.result, recording.outputs, compared)
-    calls = generalise(module, recordings)
+    recorded, calls = in_both_modes(module, recorded)
     plans = cut(calls, _names(module, calls), len(inputs), recording.outputs)
     namespace = Namespace()
     layers: OrderedDict[str, Module] = OrderedDict()
@@ -216,59 +219,6 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
     sequence.training = module.training
     _hold_unused(module, sequence)
     return sequence
-
-
-def _recorded(
-    module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
-) -> Recorded:
-    """Record a module's calls for several batch sizes, and for several lengths of its inputs.
-
-    If the calls in small submodules cannot be recorded, for example because they read the mode,
-    these submodules are added to `whole`, so that they are not cut, and all is recorded again.
-    """
-    results: KeptResults | None = None
-    while True:
-        notes: Notes = {}
-        try:
-            recordings = []
-            for sizes in signature.points:
-                recorder = Recorder(module, whole, notes, results)
-                recordings.append(record(recorder, signature, inputs, sizes))
-        except NeedsResults:
-            results = KeptResults(module, signature, inputs, whole)
-            continue
-        except Untraceable:
-            small = _small_modules(notes, module)
-            if not small:
-                raise
-        else:
-            small = _small_modules(notes, module)
-            if not small:
-                return Recorded(recordings, results)
-        whole |= small
-
-
-def _small_modules(notes: Notes, root: Module) -> set[Module]:
-    """Return the submodules that cannot be cut into layers and are small enough to stay whole.
-
-    A submodule is small enough if it has at most half of the parameters of the whole module.
-
-    Args:
-        notes: The submodules that cannot be cut, and why.
-        root: The module.
-
-    Raises:
-        Untraceable: If a submodule that cannot be cut is too large, and none is small enough.
-    """
-    total = sum(map(Tensor.numel, root.parameters()))
-    small: set[Module] = set()
-    for m in notes:
-        size = sum(map(Tensor.numel, m.parameters()))
-        if m is not root and 2 * size <= total:
-            small.add(m)
-    if not small:
-        check_notes(root, notes)
-    return small
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:

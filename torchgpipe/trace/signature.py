@@ -19,8 +19,8 @@ from torchgpipe.tensors.microbatch import (
 )
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
-from torchgpipe.trace.generalise import refuse_concatenated, same
-from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample
+from torchgpipe.trace.generalise import refuse_concatenated
+from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample, same
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
 Tensors = Sequence[Tensor]

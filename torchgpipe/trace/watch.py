@@ -15,8 +15,8 @@ from torch.nn import Module
 from torch.utils import checkpoint
 
 from torchgpipe.tensors import accelerator
-from torchgpipe.trace.notes import CHECKPOINT
 from torchgpipe.trace.recorder import Recorder
+from torchgpipe.trace.whole import CHECKPOINT
 
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
@@ -51,6 +51,8 @@ def watched(recorder: Recorder) -> Iterator[None]:
         *_module_attributes(recorder),
         *_noted_functions(recorder),
         (_LOG, "disabled", True),
+        # In evaluation, the fast path of `nn.TransformerEncoder` makes other calls.
+        (torch.backends.mha, "get_fastpath_enabled", lambda: False),
     ]
     # In this context, functions that are compiled by torch.compile run uncompiled, because the
     # compiler cannot handle the recorder: it would crash the process.

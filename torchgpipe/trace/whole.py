@@ -1,12 +1,19 @@
-"""Decide which submodules are kept whole: recorded as a single call, and not cut into layers."""
+"""Decide which submodules are kept whole: recorded as a single call, and not cut into layers.
+
+A submodule is kept whole, for example, if there is a note that it uses something that a recording
+of its calls cannot repeat, such as a random state. The note says what it uses, and in which line.
+"""
 
 from collections.abc import Container, Iterable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Module
 
 from torchgpipe.caught import shortened
 from torchgpipe.tensors._autograd import is_compiled
+from torchgpipe.trace.refuse import Where, refused
 
 Whole = Module | type[Module]
 """A submodule, or a class of submodules."""
@@ -75,3 +82,88 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
             raise ValueError(f"{type(module).__name__} has no submodule {kind}")
         kept |= alike
     return kept
+
+
+Notes = dict[Module, tuple[str, Where]]
+"""For each module, the name of something that cannot be recorded, and the line that uses it."""
+
+CHECKPOINT = "torch.utils.checkpoint"
+"""The note of a module that checkpoints a part of its forward."""
+
+# Functions that cannot be recorded: they may return something else when the layers run, or they do
+# more than return a result. The use of an attribute is a call of its `__get__` or `__set__`.
+NOTED: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+}
+for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_base"):
+    NOTED[getattr(Tensor, name).__get__] = name
+for name in ("requires_grad", "grad", "data"):
+    NOTED[getattr(Tensor, name).__set__] = name
+for name in (
+    "is_contiguous",
+    "stride",
+    "storage_offset",
+    "dim_order",
+    "_is_view",
+    "is_inference",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "backward",
+):
+    NOTED[getattr(Tensor, name)] = name
+
+
+def check_notes(root: Module, notes: Notes) -> None:
+    """Raise `Untraceable` if a module uses something that a recording of its calls cannot repeat.
+
+    Only reading the mode (`training`) is allowed, because the calls are recorded again when the
+    mode changes.
+
+    Args:
+        root: The module.
+        notes: What its submodules use. This is empty if everything can be repeated.
+    """
+    for what, at in notes.values():
+        if what != "training":
+            if what == CHECKPOINT:
+                why = f"it calls {what}, which a recording cannot repeat"
+                raise refused(
+                    root,
+                    at,
+                    why,
+                    "leave out this call, because the pipeline does its own checkpointing: "
+                    "GPipe(…, checkpoint='always'); or call it in a small submodule, and keep this "
+                    "submodule as one layer: sequential(…, whole=[ItsClass])",
+                ) from None
+            why = (
+                f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
+                "have no effect, when the layers run"
+            )
+            raise refused(
+                root, at, why, "do that in a submodule, which is then kept whole, as one layer"
+            ) from None
+
+
+def small_modules(notes: Notes, root: Module) -> set[Module]:
+    """Return the submodules that cannot be cut into layers and are small enough to stay whole.
+
+    A submodule is small enough if it has at most half of the parameters of the whole module.
+
+    Args:
+        notes: The submodules that cannot be cut, and why.
+        root: The module.
+
+    Raises:
+        Untraceable: If a submodule that cannot be cut is too large, and none is small enough.
+    """
+    total = sum(map(Tensor.numel, root.parameters()))
+    small: set[Module] = set()
+    for m in notes:
+        size = sum(map(Tensor.numel, m.parameters()))
+        if m is not root and 2 * size <= total:
+            small.add(m)
+    if not small:
+        check_notes(root, notes)
+    return small

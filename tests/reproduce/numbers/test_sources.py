@@ -65,7 +65,7 @@ def test_a_side_has_each_row_once(
     assert side.superseded == superseded
     said = write_comparisons([], [side], Rule(), [], "text")
     assert ("A: e: rows of 2 runs, not in turn: name, new" in said) == bool(superseded)
-    message = r"^HEAD:docs: that .* no record .* in docs; name another folder as HEAD:FOLDER$"
+    message = r"^HEAD:docs: this .* no record .* in docs; name another folder as HEAD:FOLDER$"
     with pytest.raises(Error, match=message):
         load_side("A", "HEAD:docs")
 
@@ -216,8 +216,8 @@ def test_each_machine_has_a_column() -> None:
 @pytest.mark.parametrize(
     ("name", "said", "epoch"),
     [
-        ("unet-speed", "a median step, on 8 x a GPU: {}", True),
-        ("unet-ablation", "a median step, on 8 x a GPU: {}", False),
+        ("unet-speed", "measured on 8 x a GPU (samples/s of a median step): {}", True),
+        ("unet-ablation", "measured on 8 x a GPU (samples/s of a median step): {}", False),
         ("unet-memory", "measured, allocated: {} 5.0 on 8 x a GPU", False),
     ],
 )
@@ -230,7 +230,7 @@ def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: boo
 
     notes = " ".join(table.notes)
     assert said.format(last) in notes
-    assert ("an epoch, which ends in a smaller one" in notes) == epoch
+    assert ("an epoch, whose last mini-batch is smaller" in notes) == epoch
     if name != "unet-memory":
         *_, before_last_row, last_row = table.rows
         assert before_last_row[-1] == "not run"

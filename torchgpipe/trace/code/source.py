@@ -28,6 +28,7 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from torchgpipe.trace.code.call import Call, Device, Held, Value
+from torchgpipe.trace.code.modes import ByMode
 from torchgpipe.trace.code.sizes import Size
 
 _count = itertools.count()
@@ -199,6 +200,8 @@ class Source:
         if kind is Size:
             size: Size = value
             return size.text(self._size_names)
+        if kind is ByMode:
+            return self._by_mode(value)
         if kind is tuple:
             texts = [self._text(x) for x in value]
             return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
@@ -217,6 +220,14 @@ class Source:
         if kind is bool or kind in _WRITTEN:
             return "..." if value is ... else repr(value)
         return self._named(value)
+
+    def _by_mode(self, value: ByMode) -> str:
+        """Return the code of an argument that depends on the training mode."""
+        if (value.training, value.evaluation) == (True, False):
+            return "self.training"
+        return (
+            f"({self._text(value.training)} if self.training else {self._text(value.evaluation)})"
+        )
 
     def _named(self, value: Any) -> str:
         """Return a name for an object that cannot be written as code, and add it to `names`."""

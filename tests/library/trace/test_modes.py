@@ -1,0 +1,128 @@
+"""Test traced modules that read whether they are in training or in evaluation mode."""
+
+import copy
+import pickle
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
+from torch.testing import assert_close
+
+from torchgpipe import GPipe, sequential
+from torchgpipe.trace.refuse import Untraceable
+
+X = torch.linspace(-1, 1, 24).view(4, 6).sin()
+
+
+class Dropping(nn.Module):
+    """A module that passes its mode to functions: as it is, and as a number that depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.p = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = dropout(self.a(x), self.p, training=self.training).view(len(x), 1, 2, 3)
+        z = scaled_dot_product_attention(y, y, y, dropout_p=self.p if self.training else 0.0)
+        return self.c(self.b(z.reshape(len(x), -1)))
+
+
+class WithAuxiliaryHead(nn.Module):
+    """A module that has a second output in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return (self.b(y), self.c(y)) if self.training else self.b(y)
+
+
+class Classifier(nn.Module):
+    """A classifier of texts with padding. In evaluation, PyTorch has a faster path for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Any:
+        encoded = self.encoder(self.embedding(tokens), src_key_padding_mask=padding)
+        return self.out(encoded[:, 0])
+
+
+def outputs(run: Any, *args: Tensor) -> Tensor:
+    """Return the output of a pipeline or a module, with the random numbers of a certain seed."""
+    torch.manual_seed(5)
+    output: Tensor = run(*args)
+    return output
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_arguments_that_depend_on_the_mode(training: bool) -> None:
+    """The mode of the pipeline counts, and not the mode in which the module was traced."""
+    module = Dropping().train(training)
+    layers = sequential(module, X)
+    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], engine="graph")
+    for mode in (True, False, True):
+        model.train(mode)
+        module.train(mode)
+        assert_close(outputs(model, X), outputs(module, X))
+    assert module.training
+    assert not torch.equal(model(X), model.eval()(X))  # dropout is random in training only
+
+
+def test_the_code_reads_the_mode() -> None:
+    first, *_ = sequential(Dropping(), X)
+    assert "training=self.training" in first.code
+    assert "dropout_p=(0.5 if self.training else 0.0)" in first.code
+
+
+def pickled(layers: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(layers))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies(copied: Any) -> None:
+    module = Dropping()
+    layers = copied(sequential(module, X)).eval()
+    assert_close(layers(X), module.eval()(X))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_other_calls_in_the_other_mode(training: bool) -> None:
+    """There is a warning at once. A run in the other mode is refused, and says what to do."""
+    module = WithAuxiliaryHead().train(training)
+    mode = "training" if training else "evaluation"
+    with pytest.warns(UserWarning, match=f"makes other calls when it is not in {mode}"):
+        layers = sequential(module, X)
+    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu", "cpu"], chunks=2)
+    model(X)
+    model.train(not training)
+    said = re.escape("a second pipeline, for example of sequential(module.eval(), sample)")
+    with pytest.raises(Untraceable, match=said):
+        model(X)
+
+
+def test_an_encoder_with_padding() -> None:
+    module = Classifier()
+    tokens = torch.arange(24).remainder(11).view(4, 6)
+    padding = (torch.arange(6) > 3).expand(4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that its nested tensors may change
+        layers = sequential(module, (tokens, padding))
+        model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=2)
+        target = torch.zeros(4, 3)
+        model.step(mse_loss, (tokens, padding), target)
+        expected = module.eval()(tokens, padding)
+        assert_close(model.eval()(tokens, padding), expected)
+        with torch.no_grad():
+            assert_close(model.predict(tokens, padding), module(tokens, padding))

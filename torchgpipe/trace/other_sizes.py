@@ -1,0 +1,172 @@
+"""Check that a module makes the calls of its layers for other sizes, in another mode and so on."""
+
+import copy
+from collections.abc import Container
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from torchgpipe.trace.code.sizes import Sizes
+from torchgpipe.trace.generalise import OTHER_MODE, generalise
+from torchgpipe.trace.kept import NeedsResults
+from torchgpipe.trace.parts import tensors_in
+from torchgpipe.trace.record import Recorded, record
+from torchgpipe.trace.recorder import Recorder
+from torchgpipe.trace.refuse import Untraceable
+from torchgpipe.trace.signature import Signature, Tensors
+from torchgpipe.trace.whole import HOOKS, Notes, check_notes, stays_whole
+
+State = tuple[bool, torch.dtype | None]
+"""Whether a module is in training mode, and the dtype of autocast (`None` if it is off)."""
+
+
+class OtherSizes:
+    """A check, before the layers run, that the module would make the same calls as its layers.
+
+    For each new batch size, length, mode and autocast, the calls of a copy of the module are
+    recorded. This recording is compared with the recordings from which the layers were made. The
+    copy is on `meta` and has no hooks.
+
+    Args:
+        module: The module.
+        signature: The module's signature.
+        inputs: The tensors of the sample.
+        whole: The submodules that are kept as one layer.
+        recorded: The recordings from which the layers were made.
+
+    Attributes:
+        one_mode: Whether the layers can run only in the mode (training or evaluation) that the
+            module has now.
+        both_modes: Whether some arguments of the layers' calls depend on the mode.
+
+    Raises:
+        Untraceable: If the module cannot be copied.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        signature: Signature,
+        inputs: Tensors,
+        whole: Container[Module],
+        recorded: Recorded,
+    ) -> None:
+        self._signature = signature
+        self._results = recorded.results
+        self.one_mode = recorded.reads_mode and not recorded.other_mode
+        self.both_modes = bool(recorded.other_mode)
+        self._recordings = {
+            module.training: recorded.recordings,
+            not module.training: recorded.other_mode or recorded.recordings,
+        }
+        self._whole: list[str] = []
+        self._plain: list[tuple[Tensor, Tensor]] = []
+        self._state: State = (module.training, _autocast(inputs[0]))
+        self._known: set[tuple[Any, ...]] = set()
+        training, cast = self._state
+        for recording in recorded.recordings:
+            self._known.add((recording.sizes, training, cast))
+        for recording in recorded.other_mode:
+            self._known.add((recording.sizes, not training, cast))
+        self._module = self._copied(module, whole)
+
+    def _copied(self, module: Module, whole: Container[Module]) -> Module:
+        """Copy the module to `meta`, without its hooks. Note the names of submodules in `whole`."""
+        memo: dict[int, Any] = {}  # maps the id of an original to its object in the copy
+        for x in (*module.parameters(), *module.buffers()):
+            y = torch.empty_like(x, device="meta")
+            if isinstance(x, nn.Parameter):
+                y = nn.Parameter(y, x.requires_grad)
+            memo[id(x)] = y
+        own = set(memo)
+        for name, part in module.named_modules():
+            if part is not module and stays_whole(part, whole):
+                self._whole.append(name)
+            attributes = vars(part)
+            for hooks in HOOKS:
+                if hooks in attributes:
+                    memo[id(attributes[hooks])] = type(attributes[hooks])()
+            # If the forward changes tensors that are neither parameters nor buffers, recording it
+            # changes them, too. So the copy of the module gets copies of these tensors.
+            for x in tensors_in([*attributes.values()]):
+                if id(x) not in own:
+                    copied = x.detach().clone()
+                    memo[id(x)] = copied
+                    self._plain.append((x, copied))
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception as error:
+            raise Untraceable(
+                f"the module {type(module).__name__} cannot be copied "
+                f"({type(error).__name__}: {error}); "
+                "sequential needs a copy to check other batch sizes, so make copy.deepcopy work on "
+                "the module"
+            ) from None
+
+    def __call__(self, tensors: Tensors, training: bool) -> None:
+        """Check that the module would make the same calls as the layers for these inputs.
+
+        Nothing is checked if a check with the same sizes, mode and autocast has already passed.
+
+        Args:
+            tensors: The inputs of the first layer.
+            training: Whether the layers are in training mode.
+
+        Raises:
+            Untraceable: If the module's calls differ from those of the layers.
+        """
+        sizes = self._signature.sizes_of(tensors)
+        state = (training, _autocast(tensors[0]))
+        known = (sizes, *state)
+        if known not in self._known and not tensors[0].is_meta:
+            # The check runs in a new thread, because modes that are active in this thread, such as
+            # a `TorchFunctionMode` of the user, would see the calls of the check.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._check, tensors, sizes, state).result()
+            self._known.add(known)
+
+    def __deepcopy__(self, memo: object) -> "OtherSizes":
+        return self
+
+    def _check(self, tensors: Tensors, sizes: Sizes, state: State) -> None:
+        training, cast = state
+        notes: Notes = {}
+        module, device = self._module, tensors[0].device
+        if module.training != training:
+            module.train(training)
+        for part in module.modules():
+            # A batch norm in training mode refuses a single sample. But in the original module, the
+            # batch norms may be in evaluation mode, and then they take it.
+            if isinstance(part, nn.modules.batchnorm._NormBase):
+                part.training = False
+        whole = set(map(module.get_submodule, self._whole))
+        with torch.autocast(device.type, cast, enabled=cast is not None):
+            recorder = Recorder(module, whole, notes, self._results)
+            try:
+                found = record(recorder, self._signature, tensors, sizes, device)
+            except NeedsResults as error:
+                raise Untraceable(
+                    f"a submodule of {type(module).__name__} that is kept as one layer needs the "
+                    "values of its inputs in this mode (training or evaluation, autocast), but did "
+                    f"not need them when sequential was called: {error.__cause__}"
+                ) from None
+        check_notes(module, notes)
+        originals = {id(copied): x for x, copied in self._plain}
+        for name, x in found.extra.items():
+            found.extra[name] = originals.get(id(x), x)
+        if state != self._state:
+            mode = "training" if training else "evaluation"
+            found.state = f" ({mode} mode, {cast or 'no'} autocast)"
+        advice = OTHER_MODE if training != self._state[0] else None
+        generalise(module, [*self._recordings[training], found], advice)
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on a tensor's device, or `None` if autocast is off there."""
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
