@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,18 @@ from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import divided, the_input
+from torchgpipe.layers.batches import divided, joined, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.step.losses import run_step, scalar
-from torchgpipe.step.request import StepRequest, check_criterion
+from torchgpipe.step.losses import run_step
+from torchgpipe.step.request import StepRequest, check_criterion, scalar
 from torchgpipe.step.targets import whole
 from torchgpipe.tensors.checkpoint import Mode
-from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check, gather
+from torchgpipe.tensors.microbatch import Input, TensorOrTensors, check
 from torchgpipe.trace.parts import taken_apart
 from torchgpipe.uncompiled import is_traced, run_uncompiled
 
@@ -185,7 +185,7 @@ class GPipe(Partitioned):
             the_input(args, kwargs)  # raises an error
         return self._shown(super().__call__(*args, **kwargs))
 
-    def forward(self, input: Input) -> TensorOrTensors:
+    def forward(self, input: Input) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -195,26 +195,25 @@ class GPipe(Partitioned):
                 pinned memory, it may be overwritten as soon as this method has returned.
 
         Returns:
-            The concatenated outputs of the micro-batches, on the device of the last partition.
+            The concatenated outputs of the micro-batches, on the device of the last partition. If
+            the last layer returns a mapping or a dataclass, so does this method.
 
         Raises:
-            TypeError: `input` has another type, or the output of a partition is neither a tensor
-                nor a tuple of tensors.
+            TypeError: `input` has another type, or the output cannot be concatenated.
             ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
         """
         # In evaluation mode, the layers give the same output without micro-batches.
         plain = not self.training and self._signature is None and len(set(self.devices)) == 1
         if plain and is_traced():
-            return cast(TensorOrTensors, self[:](input))
-        output = run_uncompiled(self._traced_instead, self._forward, input)
-        return cast(TensorOrTensors, output)
+            return self[:](input)
+        return run_uncompiled(self._traced_instead, self._forward, input)
 
-    def _forward(self, input: Input) -> Input:
+    def _forward(self, input: Input) -> Any:
         micro_batches, copied = self._begun(input)
         if not self._stages:
             return input
         run = partial(self._engine.run, micro_batches, self.checkpoint, self.observer)
-        output = gather(self._mini_batch(run, len(micro_batches)))
+        output = joined(self._mini_batch(run, len(micro_batches)))
         if copied is not None:
             copied.synchronize()
         return output
@@ -222,7 +221,8 @@ class GPipe(Partitioned):
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
-        check_criterion(request.criterion)  # before the input, which may be in its place
+        # Before the input, which may be in its place.
+        check_criterion(request.criterion, request.call)
         input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:

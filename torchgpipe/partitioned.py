@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.clipping import Exchange, clip_gradients
-from torchgpipe.engine.arrangement import ScheduleView
-from torchgpipe.engine.batch import WorkersEngine
 from torchgpipe.layers.batches import samples
 from torchgpipe.layers.checks import (
     AVERAGED,
@@ -27,7 +25,7 @@ from torchgpipe.layers.checks import (
 )
 from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
-from torchgpipe.layers.fixed import FixedBalance
+from torchgpipe.layers.fixed import Fixed
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
 from torchgpipe.random.generators import check_apart
@@ -52,7 +50,7 @@ P = TypeVar("P", bound="Partitioned")
 _BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
-class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
+class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
     The layers of this process are children of this module, under their names in the model. So their
@@ -62,15 +60,12 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
         module, balance, chunks, checkpoint, deferred_batch_norm, schedule: As for `GPipe`.
     """
 
-    chunks: int
-    checkpoint: Mode
     observer: Observer | None
     logs: list[Any]
     plan: Any = None
     rank: int = 0
     _traced_instead: str  # what to trace or export instead of a pipeline, for an error message
     _partitions: nn.ModuleList
-    _steps: WorkersEngine
     _schedule: str | Schedule
     _stepped = False  # whether `step` was called
 
@@ -154,11 +149,6 @@ class Partitioned(CompilesLayers, FixedDevices, FixedBalance, ABC):
     def partitions(self) -> nn.ModuleList:
         """The partitions of this process, each an `nn.Sequential` of layers on its device."""
         return self._partitions
-
-    @property
-    def schedule(self) -> ScheduleView:
-        """The schedule in use; its `report()` says how each stage's backward is split."""
-        return ScheduleView(self._steps.arrangement, self._stages, self.chunks, self.checkpoint)
 
     def step(  # noqa: PLR0913 - all of them belong to one step
         self,

@@ -78,7 +78,7 @@ def check_request(request: Request, n: int) -> None:
     if request is None:
         return
     if request.criterion is not None:
-        check_criterion(request.criterion)
+        check_criterion(request.criterion, request.call)
     scaler = request.scaler if isinstance(request, StepRequest) else None
     if n == 1 or not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
         return

@@ -14,13 +14,13 @@ from torchgpipe.distributed.no_output import NoOutput
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
+from torchgpipe.layers.batches import joined
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
-from torchgpipe.step.losses import scalar
-from torchgpipe.step.request import StepRequest
+from torchgpipe.step.request import StepRequest, scalar
 from torchgpipe.step.targets import whole
 from torchgpipe.task.entrance import leaves
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors
 from torchgpipe.trace.parts import tensors_in
 
 
@@ -29,6 +29,11 @@ class LossRequest(NamedTuple):
 
     criterion: Callable[[Any, Any], Tensor]
     target: Any
+
+    @property
+    def call(self) -> str:
+        """The method that was called."""
+        return "loss"
 
 
 Request = StepRequest | LossRequest | None
@@ -218,7 +223,7 @@ class RankBatch(Batch):
         Only the rank of the last stage calls this method.
         """
         before = torch.get_rng_state()
-        output = gather(outputs)
+        output = joined(outputs)
         owner = self._owner
         result = owner._shown(output) if request is None else owner._seen(output)
         ends = tuple([y for y in tensors_in(output) if y.requires_grad])

@@ -1,23 +1,30 @@
-"""Divide a mini-batch into micro-batches for the first stage."""
+"""Divide a mini-batch into micro-batches, and concatenate the outputs of micro-batches."""
 
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchgpipe.caught import shortened
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import (
+    ONE_AT_A_TIME,
     UNCOUNTED,
     Input,
     MicroBatches,
+    Structured,
     TensorOrTensors,
+    gather,
     mapped,
     scatter,
     tensors_of,
 )
+from torchgpipe.trace.parts import Structure, same
 from torchgpipe.trace.signature import Signature
 
 Divided = tuple[list[TensorOrTensors], torch.Event | None]
@@ -74,6 +81,35 @@ def record_copies(input: Input, device: torch.device) -> torch.Event | None:
                 assert stream is not None
                 return stream.record_event()
     return None
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Concatenate the outputs of all micro-batches along dimension 0: the inverse of `divided`.
+
+    Mappings and dataclasses become one mapping or dataclass, whose tensors are concatenated.
+
+    Raises:
+        TypeError: If the outputs have another structure, or differ in more than their tensors.
+        ValueError: If tensors cannot be concatenated.
+    """
+    if len(outputs) == 1 or not (isinstance(outputs[0], Mapping) or is_dataclass(outputs[0])):
+        return gather(outputs)
+    returns = f"the last partition returns {type(outputs[0]).__name__}"
+    found = [Structure.of(y) for y in outputs]
+    structure, _ = found[0]
+    for i, (other, tensors) in enumerate(found):
+        if not same(other.value, structure.value):
+            raise TypeError(
+                f"{returns} with other keys, or with other values that are no tensors, for "
+                f"micro-batch {i} than for micro-batch 0; return the same ones, or {ONE_AT_A_TIME}"
+            )
+        if len({x.size(0) if x.dim() else None for x in tensors}) > 1:
+            shapes = shortened([tuple(x.shape) for x in tensors])
+            raise ValueError(
+                f"{returns} of tensors that differ in dimension 0, which has to be the batch: "
+                f"their shapes are {shapes}; return only tensors of samples, or {ONE_AT_A_TIME}"
+            )
+    return gather([Structured.of(tensors, structure) for _, tensors in found])
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

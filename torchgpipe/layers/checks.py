@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
+from torchgpipe.layers.fixed import Fixed
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.contents import equal
@@ -45,6 +46,11 @@ def check_module(module: object) -> None:
         TypeError: If the module is not an `nn.Sequential`, or does more than run its layers.
         ValueError: If a layer occurs twice in the sequence.
     """
+    if isinstance(module, Fixed):
+        raise TypeError(
+            f"{type(module).__name__} is a pipeline already; to make another one, wrap the "
+            "nn.Sequential that it was made of"
+        )
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any "

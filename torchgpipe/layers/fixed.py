@@ -1,14 +1,25 @@
-"""Refuse to change the balance of a pipeline after the pipeline was made."""
+"""Refuse to change the balance, the schedule or the layers of a pipeline after it was made."""
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import nn
 
+from torchgpipe.caught import shortened
+from torchgpipe.engine.arrangement import ScheduleView
+from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.task.stage import Stage
+from torchgpipe.tensors.checkpoint import Mode
 
-class FixedBalance(nn.Module):
-    """A base class of pipelines: `balance` can be read, but setting it raises an error."""
 
+class Fixed(nn.Module):
+    """A base class of pipelines: setting `balance`, `schedule` or a layer raises an error."""
+
+    chunks: int
+    checkpoint: Mode
     _balance: list[int]
+    _steps: WorkersEngine
+    _stages: Sequence[Stage]
 
     @property
     def balance(self) -> list[int]:
@@ -22,3 +33,26 @@ class FixedBalance(nn.Module):
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
             f"{balance}, make a new pipeline of the layers with this balance, and a new optimizer"
         )
+
+    @property
+    def schedule(self) -> ScheduleView:
+        """The schedule in use; its `report()` says how each stage's backward is split."""
+        return ScheduleView(self._steps.arrangement, self._stages, self.chunks, self.checkpoint)
+
+    @schedule.setter
+    def schedule(self, schedule: object) -> NoReturn:
+        """Raise `AttributeError`, because the engine was made for the old schedule."""
+        raise AttributeError(
+            f"a pipeline keeps the schedule that it was made with, {self.schedule.name!r}; to use "
+            f"{shortened(schedule)}, make a new pipeline of the layers with this schedule"
+        )
+
+    def __setitem__(self, index: object, layer: object = None) -> NoReturn:
+        """Raise `TypeError`, because a pipeline keeps its layers."""
+        raise TypeError(
+            f"layer {shortened(index)} of a pipeline cannot be replaced or removed; change the "
+            "layers first, then wrap them in a new pipeline (what is inside of a layer may be "
+            "replaced)"
+        )
+
+    __delitem__ = __setitem__

@@ -14,6 +14,7 @@ from torchgpipe.step.request import (
     StepRequest,
     check_criterion,
     check_without_target,
+    scalar,
     start_scaler,
 )
 from torchgpipe.step.shares import Shares
@@ -63,7 +64,7 @@ class Losses(BatchIO):
     ) -> None:
         super().__init__(inputs)
         if request.target is None:
-            check_without_target(request.criterion)
+            check_without_target(request)
         self._batch, self._request, self._shown = batch, request, shown
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # The keys are the leaves that replace targets with a graph, and the values these targets.
@@ -117,8 +118,8 @@ class Losses(BatchIO):
         if torch.is_grad_enabled() and not self._has_graph:
             raise RuntimeError(
                 "the criterion returned a loss without a graph for every micro-batch, so no "
-                "backward can run; compute the loss from the output, without detach(), item() or "
-                "no_grad(), or call evaluate() if nothing is to be trained"
+                "backward can run: it does not compute the loss from the output, or uses detach() "
+                "or no_grad(), or no parameter requires grad; to train nothing, call evaluate()"
             )
         self._request.logs[:] = [self._logs[i] for i in sorted(self._logs)]
         losses = [loss for _, loss in sorted(self._losses.items())]
@@ -132,16 +133,18 @@ class Losses(BatchIO):
                 given = self._shown(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self.targets[i])
             except Exception as error:
-                note(error, f"the criterion, micro-batch {i}{self._hint(i)}")
+                note(error, f"the criterion, micro-batch {i}{self._hint(i, error)}")
                 raise
 
-    def _hint(self, i: int) -> str:
-        """Return text about the target, to add to an error of the criterion.
+    def _hint(self, i: int, error: Exception) -> str:
+        """Return text about the arguments of the criterion, to add to an error of the criterion.
 
-        The text is "" if nothing is known to be wrong with the target of micro-batch i.
+        The text is "" if nothing is known to be wrong with them for micro-batch i.
         """
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            return "; the criterion is called with two arguments, (output, target)"
         if self._request.target is None:
-            return "; its target is None: give step(criterion, input, target)"
+            return f"; its target is None: give {self._request.call}(criterion, input, target)"
         here = self._batch.devices[-1]
         for x in tensors_in(self.targets[i]):
             if x.device != here:
@@ -292,7 +295,7 @@ def run_step(
         TypeError: If the criterion is not a function, or the scaler is not a gradient scaler.
     """
     if batch.last:
-        check_criterion(request.criterion)
+        check_criterion(request.criterion, request.call)
     if request.scaler is not None:
         start_scaler(request.scaler, batch.devices[-1])
     if request.backward and not torch.is_grad_enabled():
@@ -324,23 +327,3 @@ def run_step(
     (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaf, given)
     assert loss is not None
     return loss
-
-
-def scalar(loss: object, call: str = "step") -> Tensor:
-    """Check that the result of a criterion is a loss, and return it.
-
-    Raises:
-        TypeError: If the result is not a scalar. `call` is the method that the message names.
-    """
-    if isinstance(loss, Tensor) and not loss.dim():
-        return loss
-    shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
-    advice = ""
-    if call == "loss" and isinstance(loss, dict | tuple):
-        advice = "; to log more, call step(criterion, input, target), which takes (loss, logs)"
-    elif isinstance(loss, dict | tuple):
-        advice = "; return (loss, logs) if you want to log more"
-    raise TypeError(
-        f"the criterion must return a scalar tensor, but returned {shape or type(loss).__name__}"
-        + advice
-    )

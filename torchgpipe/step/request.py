@@ -28,13 +28,18 @@ class StepRequest(NamedTuple):
     first: bool = False
     """Whether this is the first step of the pipeline."""
 
+    @property
+    def call(self) -> str:
+        """The method that was called: "step" or "evaluate"."""
+        return "step" if self.backward else "evaluate"
+
 
 def check_criterion(given: object, call: str = "step") -> None:
-    """Raise `TypeError` if the criterion that was given to `step` or `loss` is not a function.
+    """Raise `TypeError` if the criterion that was given to a method is not a function.
 
     Args:
         given: What was given as the criterion.
-        call: The method that was called, `step` or `loss`, for the error message.
+        call: The method that was called, such as `step`, for the error message.
     """
     if isinstance(given, type):
         name = given.__name__
@@ -63,12 +68,37 @@ def options_of(criterion: Criterion) -> dict[str, Any] | None:
     return {**default, **getattr(criterion, "keywords", {})}
 
 
-def check_without_target(criterion: Criterion) -> None:
+def check_without_target(request: StepRequest) -> None:
     """Raise `TypeError` if a criterion is from PyTorch, because it needs a target and has none."""
+    criterion = request.criterion
     if options_of(criterion) is not None:
         function = getattr(criterion, "func", criterion)
         name = getattr(function, "__name__", type(criterion).__name__)
-        raise TypeError(f"{name} needs a target: call step(criterion, input, target)")
+        raise TypeError(f"{name} needs a target: call {request.call}(criterion, input, target)")
+
+
+def scalar(loss: object, call: str = "step") -> Tensor:
+    """Check that the result of a criterion is a loss, and return it.
+
+    Raises:
+        TypeError: If the result is not a scalar. `call` is the method that the message names.
+    """
+    advice = ""
+    returned = type(loss).__name__
+    if isinstance(loss, Tensor):
+        if not loss.dim():
+            return loss
+        returned = f"one of shape {tuple(loss.shape)}"
+        advice = "; return its mean, as a criterion without reduction='none' does"
+    elif loss is None:
+        advice = "; return the loss"
+    elif isinstance(loss, int | float):
+        advice = "; leave out .item()"
+    elif isinstance(loss, dict | tuple):
+        advice = "; return (loss, logs) if you want to log more"
+        if call == "loss":
+            advice = "; to log more, call step(criterion, input, target), which takes (loss, logs)"
+    raise TypeError(f"the criterion must return a scalar tensor, but returned {returned}{advice}")
 
 
 def start_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:

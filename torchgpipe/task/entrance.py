@@ -149,6 +149,7 @@ def explain(error: BaseException, partition: int) -> None:
     if "through the graph a second time" in str(error):
         raise RuntimeError(
             f"layers of partition {partition} use the same tensor in several micro-batches, but "
-            "the first backward frees the tensor's autograd graph; make this tensor a buffer, or "
-            "compute it in the layer's forward"
+            "the first backward frees the tensor's autograd graph; make this tensor a buffer, "
+            "compute it in the layer's forward, or, if the criterion reads it from a layer, return "
+            "it from the layer"
         ) from error

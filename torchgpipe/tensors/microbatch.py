@@ -89,6 +89,12 @@ def in_form(value: TensorOrTensors) -> Any:
     return value.form(value) if isinstance(value, Structured) else value
 
 
+ONE_AT_A_TIME = (
+    "call step(criterion, input, target) or evaluate(...), which give the criterion one "
+    "micro-batch at a time"
+)
+"""What to do if the outputs of micro-batches cannot be concatenated."""
+
 UNCOUNTED = -1
 """The number of samples of a micro-batch whose tensors differ in dimension 0."""
 
@@ -218,6 +224,8 @@ def check(value: object, what: str = "input") -> None:
 
 def _advice(value: object, what: str) -> str:
     """Return the end of an error message: what to do about a value that is no tensor or tuple."""
+    if value is None and what == "input":
+        return "; give one (over ranks, the rank of the first stage has to give it)"
     if callable(value):
         return "; call step(criterion, input, target)"
     if not isinstance(value, list):
@@ -299,9 +307,9 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         return outputs[0]
     if not is_flat(outputs[0]):
         raise TypeError(
-            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline can only "
-            "concatenate tensors; call step(criterion, input, target) or evaluate(...), which give "
-            "the criterion one micro-batch at a time, or return a tensor or a tuple of tensors"
+            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline concatenates "
+            "tensors, and those in a mapping, in a dataclass, or in a tuple of tensors only, "
+            f"without another structure in it; return one of these, or {ONE_AT_A_TIME}"
         )
     expected = _structure(outputs[0])
     for i, y in enumerate(outputs):
@@ -323,8 +331,7 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         if None in shapes or len(shapes) > 1:
             raise ValueError(
                 "outputs of micro-batches are concatenated along the batch dimension, but they "
-                "differ in other dimensions, too; call step(criterion, input, target) or "
-                "evaluate(...), which give the criterion one micro-batch at a time"
+                f"differ in other dimensions, too; {ONE_AT_A_TIME}"
             )
     gathered = tuple([torch.cat(column) for column in columns])
     return together(form_of(outputs[0]), gathered)  # type: ignore[no-any-return]

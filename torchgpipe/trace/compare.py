@@ -264,8 +264,14 @@ def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None
             # Two runs that draw random numbers can be alike by chance, but hardly four.
             if not all(_alike(_outputs(module, signature, inputs), expected) for _ in range(3)):
                 return
-        except Exception:  # for example if the module only works in training, or is on `meta`
-            return
+        except Exception as error:
+            if "offsets[0] has to be 0" in str(error):
+                raise Untraceable(
+                    f"{type(module).__name__} gives offsets to an nn.EmbeddingBag, which cannot be "
+                    "split into micro-batches, because they count from the first sample; give the "
+                    "nn.EmbeddingBag a tensor with a row for each sample (padding_idx=…)"
+                ) from None
+            return  # for example because the module only works in training, or is on `meta`
     raise Untraceable(
         f"the module {type(module).__name__} gives other outputs for the two halves of the sample "
         "than for the undivided sample (in evaluation mode), so outputs for micro-batches would "

@@ -18,8 +18,9 @@ Where = tuple[str, int]
 
 WITHOUT_CACHE = (
     "turn the cache off before the call of sequential (for a model of Hugging Face, "
-    "module.config.use_cache = False); to generate text with a cache, call the module itself, "
-    "which shares its parameters with the layers"
+    "module.config.use_cache = False; for one whose decoder has a config of its own, such as T5, "
+    "module.decoder.config.use_cache = False); to generate text with a cache, call the module "
+    "itself, which shares its parameters with the layers"
 )
 """What to do if a module keeps keys and values of earlier tokens in a cache."""
 

@@ -13,6 +13,7 @@ from torchgpipe.tensors.microbatch import (
     Input,
     MicroBatches,
     TensorOrTensors,
+    check,
     refuse_array,
     tensors_of,
 )
@@ -187,6 +188,8 @@ class Signature:
         If the only argument is `MicroBatches`, the result is `MicroBatches`, too: each micro-batch,
         which has the form of the sample, is replaced by the tensors in it.
         """
+        if len(args) == 1 and args[0] is None:
+            check(None)  # raises an error
         if len(args) == 1 and isinstance(args[0], MicroBatches):
             return MicroBatches([self.flat(*self.arguments(each)) for each in args[0]])
         return self.flat(args, kwargs)
@@ -325,7 +328,10 @@ class Signature:
             bound = self._parameters.bind(*args, **kwargs)
         except TypeError as error:
             named = str(self._parameters)[:200]
-            raise TypeError(f"the arguments do not fit forward{named}: {error}") from None
+            advice = ""
+            if len(args) == 1 and isinstance(args[0], list):
+                advice = "; a list is one argument: give a tuple (or, in model(…), its items)"
+            raise TypeError(f"the arguments do not fit forward{named}: {error}{advice}") from None
         bound.apply_defaults()
         return bound
 

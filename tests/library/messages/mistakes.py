@@ -159,7 +159,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the input alone, to evaluate": (
         lambda: model().evaluate(X),  # type: ignore[arg-type]
-        ["criterion must be a function", "got Tensor", "step(criterion, input, target)"],
+        ["criterion must be a function", "got Tensor", "evaluate(criterion, input, target)"],
     ),
     "the criterion alone": (lambda: model().step(mse_loss), ["input must be", "got NoneType"]),
     "the input and the target alone": (
@@ -189,7 +189,7 @@ MISTAKES: dict[str, Mistake] = {
     "no loss": (lambda: step(lambda y, t: None), ["scalar tensor", "returned NoneType"]),
     "a loss without a graph": (
         lambda: step(lambda y, t: mse_loss(y.detach(), t)),
-        ["a loss without a graph", "without detach()"],
+        ["a loss without a graph", "uses detach() or no_grad()"],
     ),
     "a target of another batch size": (
         lambda: step(mse_loss, X, X[:3]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from torchgpipe import GPipe, MicroBatches, schedules
+from torchgpipe import GPipe, MicroBatches, schedules, sequential
 from torchgpipe.saves import Saves
 from torchgpipe.skip import skippable, stash
 from torchgpipe.timeline import record
@@ -22,6 +22,55 @@ class Stashing(nn.Module):
     def forward(self, x: Tensor) -> Any:
         yield stash("skip", x)
         return x
+
+
+class Aside(nn.Module):
+    """A layer that keeps a tensor with a graph as an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside = x.square()
+        return x
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.a(x) + y
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(9, 2), nn.Linear(2, 2)
+
+    def forward(self, words: Tensor, offsets: Tensor) -> Any:
+        return self.out(self.bag(words, offsets))
+
+
+def traced_sum() -> GPipe:
+    layers = sequential(Sum(), (X, X))
+    return GPipe(layers, [len(layers)], devices=["cpu"], chunks=2)
+
+
+def frozen() -> GPipe:
+    pipeline = model()
+    pipeline.requires_grad_(False)
+    return pipeline
+
+
+def removed_layer() -> None:
+    del model()[0]
+
+
+def kept_aside() -> object:
+    aside = Aside()
+    pipeline = GPipe(
+        nn.Sequential(LAYER, aside), [2], devices=["cpu"], chunks=2, checkpoint="never"
+    )
+    return pipeline.step(lambda y, t: mse_loss(y, t) + aside.aside.mean(), X, X)
 
 
 MORE_MISTAKES: dict[str, Mistake] = {
@@ -80,7 +129,7 @@ MORE_MISTAKES: dict[str, Mistake] = {
     ),
     "a criterion's function without a target": (
         lambda: model().evaluate(mse_loss, X),
-        ["mse_loss needs a target: call step(criterion, input, target)"],
+        ["mse_loss needs a target: call evaluate(criterion, input, target)"],
     ),
     "two values beside the loss": (
         lambda: step(lambda y, t: (mse_loss(y, t), 1, 2)),
@@ -97,5 +146,61 @@ MORE_MISTAKES: dict[str, Mistake] = {
     "a skip that no layer pops": (
         lambda: GPipe(nn.Sequential(Stashing(), LAYER), [1, 1], devices=["cpu"] * 2),
         ["skips do not match: layer '0' stashes 'skip', which no later layer pops; if a class"],
+    ),
+    "a pipeline in place of layers": (
+        lambda: GPipe(model(), [1, 1]),  # type: ignore[arg-type]
+        ["GPipe is a pipeline already", "wrap the nn.Sequential that it was made of"],
+    ),
+    "a loss for each sample, and what to do": (
+        lambda: step(nn.MSELoss(reduction="none")),
+        ["returned one of shape (2, 2); return its mean", "without reduction='none'"],
+    ),
+    "a loss that is a number, and what to do": (
+        lambda: step(lambda y, t: mse_loss(y, t).item()),
+        ["returned float; leave out .item()"],
+    ),
+    "no loss, and what to do": (
+        lambda: step(lambda y, t: None),
+        ["returned NoneType; return the loss"],
+    ),
+    "frozen parameters": (
+        lambda: frozen().step(mse_loss, X, X),
+        ["no parameter requires grad", "call evaluate()"],
+    ),
+    "arguments in a list": (
+        lambda: traced_sum().step(mse_loss, [X, X], X),
+        ["missing a required argument: 'y'; a list is one argument: give a tuple"],
+    ),
+    "the criterion of evaluate last": (
+        lambda: model().evaluate(X, X, mse_loss),  # type: ignore[arg-type]
+        ["criterion must be a function", "call evaluate(criterion, input, target)"],
+    ),
+    "None as input of a step": (
+        lambda: step(mse_loss, None),
+        ["got NoneType; give one", "the rank of the first stage has to give it"],
+    ),
+    "None as input of a traced module": (
+        lambda: traced_sum().step(mse_loss, None, X),
+        ["got NoneType; give one", "the rank of the first stage has to give it"],
+    ),
+    "another schedule": (
+        lambda: setattr(model(), "schedule", "1F1B"),
+        ["keeps the schedule that it was made with, 'GPipe'", "to use '1F1B', make a new pipeline"],
+    ),
+    "a new layer": (
+        lambda: model().__setitem__(0, LAYER),
+        ["layer 0 of a pipeline cannot be replaced", "wrap them in a new pipeline"],
+    ),
+    "no layer": (
+        removed_layer,
+        ["layer 0 of a pipeline cannot be replaced or removed"],
+    ),
+    "an EmbeddingBag with offsets": (
+        lambda: sequential(Bag(), (torch.arange(8), torch.arange(0, 8, 2))),
+        ["Bag gives offsets to an nn.EmbeddingBag", "a tensor with a row for each sample"],
+    ),
+    "a criterion that reads an attribute of a layer": (
+        kept_aside,
+        ["the same tensor in several micro-batches", "or, if the criterion reads it", "return it"],
     ),
 }

@@ -216,7 +216,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "a cache": (
         lambda: sequential(Cached(), X),
-        ["an argument of type DynamicCache", "module.config.use_cache = False"],
+        ["an argument of type DynamicCache", "module.decoder.config.use_cache = False"],
     ),
     "a model's own loss": (
         lambda: sequential(OwnLoss(), (X, X)),
@@ -319,11 +319,18 @@ def test_a_target_on_another_device_is_named() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
-def test_a_target_that_is_not_given_is_named() -> None:
-    with pytest.raises(AttributeError) as caught:
-        model().step(lambda output, target: mse_loss(output, target), X)
+@pytest.mark.parametrize(
+    ("criterion", "hint"),
+    [
+        (lambda y, t: mse_loss(y, t), "its target is None: give step(criterion, input, target)"),
+        (lambda y: y.mean(), "the criterion is called with two arguments, (output, target)"),
+    ],
+)
+def test_what_is_wrong_with_a_criterion_is_named(criterion: Any, hint: str) -> None:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        model().step(criterion, X)
     (note,) = vars(caught.value)["__notes__"]
-    assert note.endswith("its target is None: give step(criterion, input, target)")
+    assert note.endswith(hint)
 
 
 def test_a_criterion_that_needs_no_target() -> None:

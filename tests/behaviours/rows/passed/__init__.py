@@ -4,6 +4,6 @@ They vary the tensors, the attributes of tensors, the sizes of batches and parti
 connections.
 """
 
-from . import attributes, sizes, skips, tensors
+from . import attributes, sizes, skips, structures, tensors
 
-ROWS = [*tensors.ROWS, *attributes.ROWS, *sizes.ROWS, *skips.ROWS]
+ROWS = [*tensors.ROWS, *attributes.ROWS, *sizes.ROWS, *skips.ROWS, *structures.ROWS]

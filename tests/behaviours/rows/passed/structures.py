@@ -1,0 +1,112 @@
+"""Test cases with a last layer that returns a structure, such as a dictionary.
+
+`model(x)` concatenates the tensors in mappings and dataclasses. Other structures, and tensors
+without a batch dimension, must raise an error.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....plain import Plain
+from ...compare import REORDERED
+from ...parts.layers import linear
+from ...row import Row
+from .tensors import of
+
+
+@dataclass
+class Scores:
+    scores: Tensor
+    best: Tensor
+    unit: str = "points"
+
+
+def dictionary(y: Tensor) -> Any:
+    return {"y": y, "words": ["a", None, 2.0]}
+
+
+def another_mapping(y: Tensor) -> Any:
+    return OrderedDict(y=y, twice=y)
+
+
+def in_a_dataclass(y: Tensor) -> Any:
+    return Scores(y, y.argmax(1))
+
+
+def nested(y: Tensor) -> Any:
+    return {"scores": Scores(y.sin(), y.exp()), "hidden": (y, [y.cos()])}
+
+
+def with_state(y: Tensor) -> Any:
+    """Return a second tensor whose batch is in dimension 1, like the state of an LSTM."""
+    return {"y": y, "state": y[None]}
+
+
+def with_mean(y: Tensor) -> Any:
+    return {"y": y, "mean": y.mean()}
+
+
+def with_a_number(y: Tensor) -> Any:
+    return {"y": y, "first": y[0, 0].item()}
+
+
+def with_length(y: Tensor) -> Any:
+    """Return a dictionary with another key for the last micro-batch, which is smaller."""
+    return {f"{len(y)} samples": y}
+
+
+def like_an_lstm(y: Tensor) -> Any:
+    return y, (y[None], y[None])
+
+
+def a_list(y: Tensor) -> Any:
+    return [y]
+
+
+def values_in(value: Any) -> list[Any]:
+    """Return the names of classes, the keys and the values in a structure, in order."""
+    parts: list[Any] = [*value] if isinstance(value, list | tuple) else []
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    elif isinstance(value, Scores):
+        parts = [*vars(value).values()]
+    if not parts:
+        return [value]
+    found: list[Any] = [type(value).__name__]
+    for part in parts:
+        found += values_in(part)
+    return found
+
+
+def step(run: Any, x: Tensor) -> Any:
+    """Run forward and backward; without a pipeline, run the layers on the whole mini-batch."""
+    values = values_in(nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x))
+    losses = [y.square().sum() for y in values if isinstance(y, Tensor)]
+    torch.stack(losses).sum().backward()
+    return [y.detach() if isinstance(y, Tensor) else y for y in values]
+
+
+ROWS: list[Row] = []
+makes: Callable[[Tensor], Any]
+for makes in (dictionary, another_mapping, in_a_dataclass, nested):
+    # The undivided mini-batch adds up gradients in another order.
+    row = Row(f"out, {makes.__name__}", of(linear, linear, makes), use=step, tolerance=REORDERED)
+    ROWS.append(row)
+for makes, message in (
+    (
+        with_state,
+        r"returns dict of tensors that differ in dimension 0.* \(1, 3, 4\)\]; return only",
+    ),
+    (with_mean, "differ in dimension 0, which has to be the batch"),
+    (with_a_number, r"no tensors, for micro-batch 1 than for micro-batch 0; .* or call step\("),
+    (with_length, "returns dict with other keys, .* for micro-batch 2 than for"),
+    (like_an_lstm, "returns tuple, .* a tuple of tensors only, without another structure in it"),
+    (a_list, r"returns list, but a pipeline concatenates tensors.*, or call step\("),
+):
+    row = Row(f"out, {makes.__name__}", of(linear, linear, makes), refused={"": message})
+    ROWS.append(row)
