@@ -99,11 +99,11 @@ MORE_MISTAKES: dict[str, Mistake] = {
         ["devices is empty; name a device for each partition"],
     ),
     "a dictionary as balance": (
-        lambda: model({0: 1, 1: 1}),  # type: ignore[arg-type]
+        lambda: model({0: 1, 1: 1}),
         ["balance must be", "but got {0: 1, 1: 1}"],
     ),
     "a set as balance": (
-        lambda: model({1, 2}),  # type: ignore[arg-type]
+        lambda: model({1, 2}),
         ["balance must be", "but got {1, 2}"],
     ),
     "text as the number of micro-batches of a schedule": (

@@ -81,7 +81,7 @@ def test_arguments_that_depend_on_the_mode(training: bool) -> None:
 
 
 def test_the_code_reads_the_mode() -> None:
-    first, *_ = sequential(Dropping(), X)
+    first: Any = sequential(Dropping(), X)[0]
     assert "training=self.training" in first.code
     assert "dropout_p=(0.5 if self.training else 0.0)" in first.code
 
