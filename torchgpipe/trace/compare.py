@@ -150,8 +150,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         A list of the outputs and then the buffers, and a dictionary from names to gradients.
         Both are empty if a tensor is on `meta`, where tensors have no values.
     """
-    held = (*inputs, *module.parameters(), *module.buffers())
-    if any(x.is_meta for x in held):
+    if _is_on_meta(module, inputs):
         return [], {}
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
@@ -160,6 +159,12 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         named = [*zip(signature.names, given, strict=True), *module.named_parameters()]
         wanted = {name: x for name, x in named if x.requires_grad}
         return values, _gradients(outputs, wanted)
+
+
+def _is_on_meta(module: Module, inputs: Tensors) -> bool:
+    """Return whether a tensor of the module or an input is on `meta`, and so has no contents."""
+    held = (*inputs, *module.parameters(), *module.buffers())
+    return any(x.is_meta for x in held)
 
 
 def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,7 +221,7 @@ def check_samples(
         kept: The submodules that the user keeps whole. They may compare samples. Then the halves
             of the sample may rightly give other outputs than the sample, and are not checked.
     """
-    if not kept:
+    if not kept and not _is_on_meta(module, inputs):
         _check_halves(module, signature, inputs)
     if signature.compared:
         warnings.warn(
@@ -271,7 +276,7 @@ def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None
                     "split into micro-batches, because they count from the first sample; give the "
                     "nn.EmbeddingBag a tensor with a row for each sample (padding_idx=…)"
                 ) from None
-            return  # for example because the module only works in training, or is on `meta`
+            return  # for example because the module only works in training
     raise Untraceable(
         f"the module {type(module).__name__} gives other outputs for the two halves of the sample "
         "than for the undivided sample (in evaluation mode), so outputs for micro-batches would "
