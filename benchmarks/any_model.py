@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) -> Found:
-    """Check one model after another, and yield a list with the result of each.
+    """Check one model after another; yield, for each model, a list with its result.
 
     Before a model's random weights and its batch are made, PyTorch is seeded with `seed`.
     """

@@ -61,7 +61,7 @@ def _torchvision(name: str) -> Case:
 
 
 def timm_models() -> dict[str, Build]:
-    """Map names to functions that build timm models: one small model of each family."""
+    """Return functions that build timm models, by name: one small model of each family."""
     import timm
 
     found: dict[str, Build] = {}
@@ -276,7 +276,7 @@ TRANSFORMERS: dict[str, tuple[str, str, Options, str]] = {
 
 
 def transformers_models() -> dict[str, Build]:
-    """Map names to functions that build tiny models of the transformers package."""
+    """Return functions that build tiny models of the package transformers, by name."""
     found: dict[str, Build] = {}
     for name, row in TRANSFORMERS.items():
         build = partial(_transformers, *row)

@@ -55,7 +55,7 @@ Seconds = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A way to train the model (a key of `WAYS`), and a checkpoint mode."""
+    """What to measure: a way to train (a key of `WAYS`, such as "ranks"), and a checkpoint mode."""
 
     way: str
     checkpoint: str
@@ -113,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(jobs: Sequence[Job]) -> Found:
-    """Yield a list of two results for each job: of the uncompiled and of the compiled steps."""
+    """Measure jobs, and yield for each job a list of two results.
+
+    The first result has the time of an uncompiled step, and the second that of a compiled step.
+    """
     for job in jobs:
         first, *_ = _measured(job)
         turns = zip(first["uncompiled"], first["compiled"], strict=True)
@@ -128,7 +131,7 @@ def measure(jobs: Sequence[Job]) -> Found:
 
 
 def _measured(job: Job) -> Iterator[Seconds]:
-    """Run a job in new processes, and yield the measured seconds of each process."""
+    """Run a job (a case to measure) in new processes; yield the steps' seconds in each process."""
     count = WAYS[job.case.way]
     with (
         TemporaryDirectory() as folder,

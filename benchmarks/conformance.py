@@ -111,8 +111,8 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def _engines(options: Namespace) -> dict[str, Adapter]:
     """Return the chosen engines whose packages are installed; say which others are left out.
 
-    The folders of the options `--older` and `--deepspeed` are set as places of the engines'
-    packages.
+    If the options `--older` and `--deepspeed` name folders, torchgpipe 0.0.7 and DeepSpeed are
+    imported from these folders.
     """
     engines = {name: ENGINES[name] for name in options.engine}
     if options.deepspeed:

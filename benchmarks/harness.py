@@ -139,7 +139,10 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return a record's results in a dictionary of cases, each a dictionary by way to run it."""
+    """Return a dictionary from the names of a record's cases to the results of each case.
+
+    The results of a case are a dictionary, too: from the names of the ways to run it to results.
+    """
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:
         found.setdefault(result.experiment, {})[result.row] = result

@@ -19,7 +19,7 @@ def gpt2() -> Example:
 
 
 def gpt2_long() -> Example:
-    """Return a model of the size of GPT-2 medium for long samples, and one of 16,384 tokens."""
+    """Return a model of the size of GPT-2 medium, and a sample of 16,384 tokens for it."""
     return tied(gpt(layers=24, width=1024, heads=16, tokens=16_384))
 
 

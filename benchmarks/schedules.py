@@ -234,7 +234,7 @@ def _check_gradients(ways: Sequence[Way]) -> None:
 def table(record: Record, style: str = "simple") -> str:
     """Render a table that compares schedules, with the milliseconds of a step and their ratio.
 
-    Below the table is the geometric mean of the ratios of each two schedules over all cases.
+    Below the table, a line for each pair of schedules has the geometric mean of their ratios.
     """
     rows: list[list[str]] = []
     ratios: dict[str, list[float]] = {}

@@ -26,7 +26,11 @@ class Event(NamedTuple):
     work: Any = None
 
     def synchronize(self) -> None:
-        """Wait for a transfer between two ranks, if there is one; other work has ended already."""
+        """Make the host wait for the event.
+
+        Only a transfer between two ranks may still be going on. Other simulated work is done as
+        soon as it is submitted.
+        """
         if self.work is not None:
             self.work.wait()
 
@@ -137,9 +141,10 @@ class Streams:
         self.thread.current = before
 
     def copy(self, target: torch.device) -> None:
-        """Advance the clocks of the last two current streams by the time of a copy to `target`.
+        """Simulate a copy to device `target`.
 
-        They are streams of the source device and of the target device.
+        The copy occupies two streams, one of the source device and one of the target device, which
+        `using` has made current. It begins when both are free, and sets both clocks to its end.
         """
         ends = self.current[-2:]
         names, devices, clocks = [], [], []

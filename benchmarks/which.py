@@ -66,7 +66,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """The command that makes the same predictions, except for those of several pipelines."""
+        """The shell command for this case's predictions, except that of several pipelines."""
         return (
             f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
             f"\\\n    --batch-size {self.batch_size} --optimizer {OPTIMIZER} --master-weights "
@@ -278,7 +278,10 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def by_case_of(record: Record) -> list[tuple[Case, dict[str, Result]]]:
-    """Return a list of cases, each with its results in a dictionary by way to train."""
+    """Return a list of all cases, each with its results.
+
+    The results of a case are a dictionary from the ways to train, such as FSDP, to results.
+    """
     found = by_case(record)
     return [(case, found[case.name]) for case in CASES]
 

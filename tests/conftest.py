@@ -119,9 +119,10 @@ def over_ranks(item: Any) -> bool:
 def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
     """Choose a few of the parametrized tests of a function.
 
-    For any `size` parameters of the function, each combination of their values occurs in a chosen
-    test. There is one exception: if the function has the mark `apart(a, b)` and `quick` is true,
-    the values of the parameters a and b need not be combined.
+    With `size` 2, for any two parameters of the function, each pair of their values occurs in a
+    chosen test. With `size` 3, each triple does. There is one exception: if the function has the
+    mark `apart(a, b)` and `quick` is true, the values of the parameters a and b need not be
+    combined.
     """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests

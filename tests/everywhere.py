@@ -58,8 +58,9 @@ class Everywhere(nn.Module):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"rank \d has no parameters")
             pipeline = DistributedGPipe(layers, balance, device=devices[rank.index], **options)
-        # Wait until all ranks have built their pipeline. If one failed in its forward before,
-        # others would raise an error here, and never reach the exchange in which that rank waits.
+        # Wait until all ranks have built their pipeline. Without this wait, a fast rank could fail
+        # in its first forward. Then slower ranks would raise its error here, and never reach the
+        # exchange in which the fast rank waits for them.
         dist.barrier()
         # Do not register the pipeline as a submodule. Its layers are submodules already.
         self.__dict__.update(
@@ -211,7 +212,7 @@ class Everywhere(nn.Module):
         return values
 
     def _show_others(self, states: dict[str, Any]) -> None:
-        """Copy the states of other ranks' layers into this process's copies of these layers."""
+        """Copy the states of the layers that other ranks run into this process's copies of them."""
         mine: set[nn.Module] = set()
         for _, layer, here in self._layers():
             if here:
@@ -228,7 +229,7 @@ class Everywhere(nn.Module):
 
 
 class _Outputs:
-    """The output of the last rank: its tensors, detached, and how they are nested."""
+    """The last rank's output: how its tensors are nested, and the tensors without their graph."""
 
     def __init__(self, result: Any, slots: Slots, tensors: list[Tensor]) -> None:
         self.result, self.slots = result, slots

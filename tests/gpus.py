@@ -41,7 +41,7 @@ RANKS = [on("cuda:0", "cuda:0", "cuda:0", "cuda:0"), first(2), first(4), first(8
 
 
 def ways(*places: Any) -> pytest.MarkDecorator:
-    """Return a pytest mark that runs a test in one process and over ranks.
+    """Return a pytest mark that runs a test in two ways: in one process, and over ranks.
 
     The mark sets the parameters `engine` and `devices` of the test.
 

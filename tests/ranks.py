@@ -233,7 +233,7 @@ class Rank:
             return [pickle.loads(each) for each in found]
 
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
-        """Return the result of `run(case)`. Raise an error if it fails on any of the first n ranks.
+        """Return the result of `run(case)`, or raise an error if any of the first n ranks fails.
 
         All these ranks must be given the same case.
         """

@@ -66,7 +66,7 @@ def with_norm() -> Sequential:
 
 
 def with_shared_weight() -> Sequential:
-    """Return a model in which two linear layers of equal sizes share a weight."""
+    """Return a model whose layers 2 and 6, two linear layers, share a weight."""
     module = layers()
     module[6].weight = module[2].weight
     return module
@@ -97,16 +97,19 @@ def assert_all_have_gradients(model: Module) -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpoint: Any) -> None:
-    """Check that a pipeline has the outputs, gradients and buffers of its layers on one device."""
+    """Check that a pipeline has the outputs, gradients and buffers of the plain layers.
+
+    The plain layers are on the first device.
+    """
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
 
 
 @pytest.mark.parametrize("devices", WITH_HOST)
 def test_a_weight_of_a_gpu_and_the_host(devices: Places, checkpoint: Any) -> None:
-    """Check a weight that layers on a GPU and on the CPU share.
+    """Train a model in which a layer on a GPU and a layer on the CPU share a weight.
 
-    It must stay one parameter, which is on the device of the first of these layers.
+    The weight must stay one parameter, on the device of the first of these layers.
     """
     torch.manual_seed(0)
     module, plain = with_shared_weight(), with_shared_weight()
@@ -218,7 +221,7 @@ def test_a_pinned_input_may_be_refilled_after_the_call(engine: str, devices: Pla
 
 
 class Noted(Module):
-    """A layer that records a CUDA event after each forward.
+    """A layer that records a CUDA event after each forward, to show when the GPU has run it.
 
     Args:
         slow: The index of a forward that takes about a second.

@@ -83,7 +83,7 @@ def test_the_example(model: str) -> None:
 
 
 def code_of(page: Path) -> list[str]:
-    """Return the blocks of Python code of a page."""
+    """Return the texts of all Python code blocks of a Markdown page."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 

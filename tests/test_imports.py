@@ -71,9 +71,9 @@ MODULES = modules()
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the names of the modules that a file imports.
+    """Yield the names of all modules that a file imports.
 
-    They include imports within functions and for type checkers only.
+    Imports within functions, and imports for type checkers only, are included.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -91,10 +91,11 @@ def is_within(module: str, package: str) -> bool:
 
 
 def package(module: str) -> tuple[int, str] | None:
-    """Return the innermost package in `LAYERS` that contains a module.
+    """Return the innermost package in the table `LAYERS` that contains a module.
 
     Returns:
-        The index of the package's line in `LAYERS`, and the name of the package.
+        The index of the line of `LAYERS` that names the package, and the name of the package. If no
+        package contains the module, `None`.
     """
     found = None
     for line, names in enumerate(LAYERS):

@@ -23,7 +23,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def files() -> list[Path]:
-    """Return all Python files of the project. Virtual environments and builds are left out."""
+    """Return all Python files of the project, but not those of virtual environments and builds."""
     found = [ROOT / "setup.py"]
     for top in ("torchgpipe", "reproduce", "benchmarks", "tests", "examples"):
         found += (ROOT / top).rglob("*.py")
@@ -81,7 +81,7 @@ def test_density(folder: str, comprehensions: float, expressions: float) -> None
 
 
 def within(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes of a syntax tree that are within a node, but not the node itself."""
+    """Yield all nodes of a Python syntax tree below a node, without the node itself."""
     for child in ast.iter_child_nodes(node):
         yield from ast.walk(child)
 

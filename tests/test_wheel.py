@@ -101,7 +101,7 @@ def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedPro
 
 
 def assert_older(folder: Path, time: int) -> None:
-    """Assert that no file in a folder was changed at or after a time, in nanoseconds."""
+    """Assert that each file in a folder was last changed before a time, given in nanoseconds."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert files
     for path in files:

@@ -36,7 +36,7 @@ def library() -> list[ast.Module]:
 
 @cache
 def classes() -> dict[str, ast.ClassDef]:
-    """Return a dictionary from names to the classes of the library, as syntax trees."""
+    """Return all classes of the library by name, as nodes of syntax trees."""
     found = {}
     for tree in library():
         for node in ast.walk(tree):
@@ -96,9 +96,10 @@ def test_no_two_classes_of_the_library_have_the_same_name() -> None:
 def public(
     body: list[ast.stmt], owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef]]:
-    """Yield all public functions and methods in the body of a module or a class.
+    """Yield all public functions of a module or methods of a class, given its body.
 
-    Each comes as a pair of its class, or `None`, and its syntax tree. Overloads are left out.
+    Each comes as a pair: the class or `None`, and the syntax tree of the function. Overloads are
+    left out.
     """
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

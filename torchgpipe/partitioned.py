@@ -138,7 +138,7 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return the parameters that are copies of another process's, with their names in it."""
+        """Map this process's copies of other processes' parameters to those parameters' names."""
         return {}
 
     @abstractmethod

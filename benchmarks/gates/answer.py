@@ -1,4 +1,4 @@
-"""Print what a gate (a program that checks speed) has found, in the format of `--format`."""
+"""Print what a gate (a program that checks speed) has found, as text, Markdown, CSV or JSON."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +10,8 @@ from reproduce.tables.output import Number, written
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
     """Print what a gate (a program that checks speed) has found.
 
-    In the format "text", this function does not print what has become worse. The raised error says
-    it, and the program prints this error at its end.
+    In the format "text", this function does not print what has become worse, because the program
+    prints the raised error, whose message says it.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".
@@ -32,7 +32,7 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict about a number: "worse" if something was lost, otherwise "~".
+    """Return the verdict about a number: "worse" if the gate found a loss, otherwise "~".
 
     The command `regression` uses the same words.
     """

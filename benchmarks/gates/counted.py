@@ -1,6 +1,6 @@
 """Count the operations that pipelines of several configurations add in a training step.
 
-The class `Counts` says what is counted.
+Counted are operators, nodes of autograd graphs, and calls that may wait for a thread or that poll.
 """
 
 from collections import Counter

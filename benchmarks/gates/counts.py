@@ -128,7 +128,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
-    """Yield each count, for CSV and JSON. The verdict is "worse" if the file has another count."""
+    """Yield an entry for each count, for output in CSV and JSON.
+
+    The entry's verdict is "worse" if the count in `file` is another one.
+    """
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
         before = file.get(name, {})
@@ -138,7 +141,7 @@ def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Ite
 
 
 def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
-    """Yield the order of tasks of each configuration, for CSV and JSON.
+    """Yield an entry with the order of tasks of each configuration, for output in CSV and JSON.
 
     The order is a list with a text for each device.
     """
@@ -148,7 +151,11 @@ def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
 
 
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
-    """Return two dictionaries: each configuration's counts of operations, and orders of tasks."""
+    """Return two dictionaries, whose keys are the names of configurations.
+
+    The first has the operations that each pipeline adds in a training step. The second has, for
+    each pipeline, the order in which its devices run their tasks, with one text for each device.
+    """
     import torch
 
     from benchmarks.gates import counted, orders

@@ -31,9 +31,9 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _times(result: Result | None) -> str:
-    """Return a text such as `9 of 10`, if a gate found the loss in 9 of its 10 runs.
+    """Return a table cell such as `9 of 10`, if a gate found a planted loss in 9 of its 10 runs.
 
-    The text is empty if the gate did not run.
+    The cell is empty if the gate did not run.
     """
     if result is None:
         return ""

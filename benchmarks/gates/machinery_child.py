@@ -131,7 +131,8 @@ def plain_loop(
 def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]:
     """Return a function that measures `steps` steps; raise an error if the model cannot run.
 
-    `fields` are the values of all fields of `Way`, the options of the measurement, in order.
+    `fields` are the options of the measurement, such as the model and the number of partitions, in
+    the order in which the class `Way` lists them.
     """
     way = Way(*fields)
     measure(1, way)

@@ -111,9 +111,10 @@ def on_rank(store: Any, scene: Scene, looks: int) -> str | None:
 
 
 def on_devices(scene: Scene, looks: int = 0) -> str | None:
-    """Run a scene (a training step) with the graph engine on simulated devices.
+    """Check on simulated devices that tasks and copies of a scene (a training step) overlap.
 
-    A copy takes as long as a task. Return a one-line message if tasks do not overlap, otherwise
+    The step runs with the graph engine, the engine of `GPipe` for GPUs. A copy takes one unit of
+    time, like most tasks. Return a one-line message if two of them do not overlap, otherwise
     `None`.
     """
     found = _times_on_devices(scene)
@@ -158,11 +159,11 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 class Met(NamedTuple):
-    """What was found on an engine.
+    """Whether tasks overlapped when all scenes (training steps) were run on one engine.
 
     Attributes:
         engine: The name of the engine.
-        cases: How many scenes (training steps) were run on the engine.
+        cases: How many scenes were run on the engine.
         lost: A line about the engine's first scene whose tasks do not overlap, or `None`.
     """
 

@@ -26,9 +26,9 @@ class Scene(NamedTuple):
 
     Attributes:
         mode: The checkpoint mode.
-        ahead: Whether each stage sends results before the receiving stage can use them. To this
-            end, the first forward and the first backward of each stage take two units of time in
-            the simulation of the schedule. All other actions take one.
+        ahead: Whether the first forward and the first backward of each stage take two units of time
+            in the simulation of the schedule, and all other actions take one. Then each stage sends
+            results while the receiving stage is still busy.
         grad: Whether the step has a backward.
         schedule: The name of the schedule.
     """
@@ -66,9 +66,9 @@ ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Simulate a step, and return when each action begins and ends.
 
-    If copies take time, also return this for each copy. If `copy` (the units of time of a copy) is
-    zero, the buffer between two stages has room for one activation or gradient. Otherwise, as on
-    simulated devices, the buffer has no limit.
+    `copy` is the time of a copy between two stages. If it is not zero, also return when each copy
+    begins and ends. If it is zero, the buffer between two stages has room for one activation or
+    gradient. Otherwise, as on simulated devices, the buffer has no limit.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()

@@ -10,13 +10,13 @@
 The number of these calls is the same in each run. (Reads from a queue that wait for an item are not
 counted, because their number varies from run to run.)
 
-The calls of the current thread count, and of all threads that it starts while the tally runs. The
-calls of a queue (`SimpleQueue`), lock or event count if one of the library's modules created it
-while the tally ran. Locks that are global variables of these modules also count.
+Counted are calls in the current thread, and in all threads that it starts while the tally runs.
+Calls of a queue (`SimpleQueue`), lock or event are counted if one of the library's modules created
+the object while the tally ran. Locks that are global variables of these modules are included, too.
 
 Each rank has a thread that tells the other ranks now and then that the rank is alive. This thread
 waits and reads a clock, and how often varies from run to run. So in a rank, only the waits of the
-thread that runs the tasks count, and readings of a clock do not count.
+thread that runs the tasks are counted, and readings of a clock are not.
 """
 
 import sys
@@ -40,10 +40,11 @@ Patch = tuple[Any, str, Any]
 
 
 class Tally:
-    """The operators, nodes, waits and idles of all `threads` since the last call of `clear`.
+    """What all `threads` have done since the last call of `clear`.
 
-    The docstring of this file says what these words mean. Each kind has a list, because threads
-    can append to a list without a lock.
+    There are four lists: operators of PyTorch, nodes of autograd graphs, waits (calls that may wait
+    for another thread) and idles (calls that sleep, read a clock or poll). They are lists and not
+    numbers, because threads can append to a list without a lock.
 
     Args:
         alone: Whether to leave out waits of other threads than the current one, and all reads of a

@@ -1,6 +1,7 @@
-"""Measure how much compiled layers and CUDA graphs speed up steps that kernel launches slow down.
+"""Measure how much faster a step becomes with compiled layers, and with CUDA graphs.
 
-Both launch fewer kernels one by one from Python.
+The steps are limited by the time in which Python launches kernels one by one. With compiled layers
+or CUDA graphs, Python launches fewer kernels.
 """
 
 import time

@@ -35,7 +35,7 @@ class Counting:
         self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Count a test as passed, skipped or failed; it fails if a fixture of it fails, too."""
+        """Count a test as passed, skipped or failed. If its fixture fails, the test has failed."""
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
             self.counts["failed"] += 1

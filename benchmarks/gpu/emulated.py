@@ -41,7 +41,10 @@ PREDICTING = 30.0
 
 
 def run(context: Context) -> Fields:
-    """Emulate one experiment after another, and then predict the speeds of the same rows."""
+    """Emulate one experiment after another; then predict the speeds of all emulated rows.
+
+    A row is a configuration of an experiment, such as GPipe with two partitions.
+    """
     paper = context.size == "paper"
     names = EXPERIMENTS if paper else EXPERIMENTS[:1]
     options = PAPER if paper else (*TINY, *TINY_SETTINGS)
@@ -68,7 +71,9 @@ def run(context: Context) -> Fields:
 
 
 def _add_predictions(rows: Fields, record: Record) -> None:
-    """Predict the rows' speeds on nodes with this kind of GPU, if its description is available.
+    """Predict the rows' speeds on nodes with this kind of GPU, if the library describes it.
+
+    Descriptions of hardware, such as `h100x8`, are files of `torchgpipe.plan`.
 
     Args:
         rows: The summary of an experiment's rows, to which predictions are added.

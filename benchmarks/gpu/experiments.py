@@ -98,7 +98,7 @@ def _of_row(result: Result) -> Fields:
 
 
 def _published(result: Result) -> float | None:
-    """Return the published speed (in samples/s) of the row that a result reproduces, if any."""
+    """Return the published speed (samples/s) of the row that a result reproduces, or `None`."""
     table = EXPERIMENTS[result.experiment].table
     if table is None or result.published is None:
         return None
@@ -107,9 +107,9 @@ def _published(result: Result) -> float | None:
 
 
 def about_rows(rows: Fields) -> str:
-    """Return a text about the rows of an experiment: how many have speeds, and one row's speed.
+    """Return a text about an experiment: how many of its rows have a speed, and one of the speeds.
 
-    The one row is the last row that repeats a published row, because it has the most devices.
+    This speed is that of the last row that repeats a published row, which has the most devices.
     """
     timed = {name: row for name, row in rows.items() if "speed" in row}
     said = [f"{len(timed)} of {len(rows)} rows"]

@@ -231,8 +231,8 @@ def main(job: dict[str, Any]) -> None:
     has a name, a number of rounds, the number of steps to time in each round, and several ways to
     run its model. A way is the index of a folder, and the fields of `Way`.
 
-    A printed line has the name of the case. For each way, the line has the samples and the profile,
-    or the reason why the way could not run or be profiled.
+    A printed line has the name of the case. For each way, the line has the measured times and the
+    profile, or the reason why the model could not be run or profiled in this way.
     """
     with ExitStack() as stack:
         timed: list[Connection] = []
@@ -254,7 +254,10 @@ def main(job: dict[str, Any]) -> None:
 def _asked(
     sides: Sequence[Connection], case: str, ways: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Let processes run a case in each way; return the samples, or why a way cannot run."""
+    """Let processes measure a case in each way, such as a plain loop or a torchgpipe version.
+
+    Return the measured values for each way, or the reason why the case cannot run in this way.
+    """
     found: dict[str, Any] = {"case": case}
     lines = interleave(lambda i: nullcontext(sides[i]), {case: ways}, Sampling(rounds, least=1))
     try:

@@ -92,8 +92,8 @@ def _launch(device: torch.device) -> Fields:
     PyTorch allows.
 
     Returns:
-        A dictionary for "an operator" and, on GPUs, for "an empty kernel". It has the mean seconds
-        of a launch on the host ("host") and until the device has finished ("until done").
+        A dictionary with the keys "an operator" and, on GPUs, "an empty kernel". Each value has the
+        mean seconds of a launch on the host ("host"), and until the device is done ("until done").
     """
     x = torch.zeros(1, device=device)
     launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}

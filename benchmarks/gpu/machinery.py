@@ -110,10 +110,15 @@ def run(context: Context) -> Fields:
 
 
 def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list[Any]]]:
-    """Return the ways to run a case (a plain loop, this torchgpipe, and perhaps another one).
+    """Return the ways to run a case: with a plain loop, and with one or two torchgpipe versions.
 
-    Each way has the index of a torchgpipe's folder, and the fields of
-    `benchmarks.gates.machinery_child.Way`. The other torchgpipe is left out unless `beside` is set.
+    Each way has the index of the version's folder, and the fields of
+    `benchmarks.gates.machinery_child.Way`.
+
+    Args:
+        case: The case.
+        device: The device of all partitions.
+        beside: Whether to run the case also with the other torchgpipe version.
     """
     engines: dict[str, tuple[int, str | None]] = {PLAIN: (0, "plain"), HERE: (0, "graph")}
     if beside:
@@ -126,9 +131,10 @@ def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list
 
 
 def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
-    """Return the results that `benchmarks.gpu.issued` printed for a case, by way to run the case.
+    """Read the line that `benchmarks.gpu.issued` printed about the measurement of a case.
 
-    Times are in microseconds per task.
+    Return a dictionary from the ways to run the case (a plain loop, or a version of torchgpipe) to
+    the measured values. Times are in microseconds per task.
     """
     found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
     for way, turns in line.get("samples", {}).items():
@@ -159,7 +165,10 @@ def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
 def _results(
     name: str, case: Case, found: Mapping[str, Fields], versions: list[str]
 ) -> Iterator[Result]:
-    """Turn what was found of a case into results for the record, one for each way to run it."""
+    """Yield the record's results for a case, from the values in `found` that were measured.
+
+    There is one result for the plain loop, and one for each version of torchgpipe.
+    """
     config: dict[str, Any] = case._asdict()
     for way, values in found.items():
         config = {**config, "version": versions[way == OTHER]}
@@ -189,7 +198,10 @@ def lines(result: Fields) -> list[str]:
 
 
 def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
-    """Return the median of a value (such as "host") over all cases, for each way to run them."""
+    """Return the median of a value (such as "host") over all cases.
+
+    The plain loop and each version of torchgpipe have a median of their own.
+    """
     series: dict[str, list[float]] = {}
     for ways in cases:
         for way, values in ways.items():

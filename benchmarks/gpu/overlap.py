@@ -204,7 +204,7 @@ def ahead(step: Timeline) -> float:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line for each order of the two devices, with the numbers of all components."""
+    """Return a line for the host as first device and one for the GPU, each with all numbers."""
     by_order: dict[str, list[str]] = defaultdict(list)
     for row, values in result["rows"].items():
         order, _, components = row.partition(": ")

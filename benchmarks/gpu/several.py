@@ -64,7 +64,7 @@ Said = dict[int, Fields]
 
 
 def run(context: Context) -> Fields:
-    """Try all that needs several devices, or say that there is only one."""
+    """Try all that needs several devices; try nothing if the machine has only one device."""
     devices = context.devices[:MOST_RANKS]
     result: Fields = {"devices": len(devices)}
     if len(devices) < 2:
@@ -170,7 +170,7 @@ def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
 
 
 def failure(said: Said, places: Sequence[torch.device]) -> str:
-    """Return the reason why the first of the ranks failed, or an empty text if none did."""
+    """Return why the first of the ranks failed, or an empty text if no rank failed."""
     for k in range(len(places)):
         reason = said[k].get("failed")
         if reason:
@@ -228,7 +228,10 @@ def _serve(  # noqa: PLR0913 - those of a process, and those of `do`
 def made(
     k: int, places: Sequence[torch.device], width: int
 ) -> tuple[Any, nn.Module, Tensor, Tensor]:
-    """Build the pipeline of rank k, a copy of all layers for comparison, inputs and a target."""
+    """Build what rank k needs to train a pipeline with one layer on each rank.
+
+    Return the pipeline, a copy of all layers to compare with, an input and a target.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential()
     for _ in places:
@@ -281,7 +284,11 @@ def _kill_this_process(task: Task) -> Any:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return lines about ranks and copies, about the first table, and about all else."""
+    """Return up to three lines of text about the results.
+
+    The first line is about ranks and copies, the second about the first table of the papers that
+    was measured, and the third about the other tables and about experiments that failed.
+    """
     if result["devices"] < 2:
         return ["left out, for lack of GPUs: these parts need two or more, and there is one"]
     about = "; ".join(_about_ranks(result))

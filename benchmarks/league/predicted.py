@@ -35,7 +35,7 @@ def predicted(table: Record) -> Record:
 
 
 def predicted_row(table: str, row: Result) -> Result:
-    """Predict the speed and memory of one row of a published table, whose name is `table`."""
+    """Predict the speed and memory of one row of the published table that is named `table`."""
     config = row.config
     counts = counted(Sizes(**config["model"]), config["dtype"])
     hardware = load_hardware(config["hardware"])

@@ -1,4 +1,8 @@
-"""Make the table that shows how far the league's predictions are from the published numbers."""
+"""Make the league's table, which shows how far predictions are from published numbers.
+
+The league is a set of tables of training speeds that other projects published, for each of which
+this library predicts the same numbers.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A block of a transformer: attention, and then a feed-forward part.
 
-    Each of these parts has a norm before it, and a residual connection around both.
+    Each of these two parts begins with a norm, and its input is added to its output.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -124,7 +124,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last layer of a transformer, which returns the cross-entropy of each sample in float32.
 
-    All targets are class 0, because only the operations of the layer are counted.
+    Its targets are all class 0: their values do not matter, because only operations are counted.
     """
 
     def __init__(self, sizes: Sizes) -> None:

@@ -70,8 +70,8 @@ def init_ci(
         raise Error(f"{WORKFLOW} exists already: change this file by hand, or remove it first")
     if address is not None and (package is None or set_up is not None):
         raise click.UsageError(
-            "--from says where CI installs this program from: use --from together with --package, "
-            "and without --set-up, whose command installs this program"
+            "--from is the address from which CI installs this program: use it only together with "
+            "--package, and not with --set-up, which is a command that installs this program"
         )
     check_place(cases)
     program = None
@@ -104,7 +104,11 @@ def init_ci(
 
 
 def check_place(cases: Path | None) -> None:
-    """Raise `Error` if CI would not find the workflow, or the file `cases`, in the repository."""
+    """Raise `Error` if CI would not find the workflow, or the user's file of code to time.
+
+    The current folder must be the top folder of a git repository with a commit. The file `cases`,
+    if there is one, must be in this repository, and git must not ignore it.
+    """
     here = Path.cwd()
     try:
         top = Path(git(here, "rev-parse", "--show-toplevel").decode())
@@ -119,7 +123,7 @@ def check_place(cases: Path | None) -> None:
     if cases is None:
         return
     if not cases.resolve().is_relative_to(top):
-        raise Error(f"--cases {cases}: CI has only files of the repository: move this file into it")
+        raise Error(f"--cases {cases}: CI has only the files in the repository; move it there")
     if git(here, "ls-files", "--others", "--ignored", "--exclude-standard", "--", str(cases)):
         raise Error(
             f"--cases {cases}: git ignores this file, so CI would not have it; "

@@ -183,7 +183,7 @@ def make_recorder(job: Job) -> Recorder:
 
 
 def settings_of(job: Job) -> dict[str, Json]:
-    """Return the settings that are stored in the run's record.
+    """Return the settings that are stored in the run's record (its file of results).
 
     These are the options of the command line, and the settings of each experiment.
     """

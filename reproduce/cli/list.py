@@ -181,7 +181,7 @@ def _overview(experiment: Experiment, devices: Devices) -> Overview:
 def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
     """Return how long a complete run of an experiment took, or None if `folder` has no such run.
 
-    If there are several complete runs, the best record (see `ranked`) counts.
+    If there are several complete runs, take the time of the best one (`ranked` orders them).
     """
     for record in ranked(readable(folder), name):
         run = record.run
@@ -227,9 +227,10 @@ def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
 
 
 def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
-    """Return a text that says how many rows of a scale can be measured or emulated on devices.
+    """Return a text that says how many rows of a scale can run on the given devices.
 
-    If no row can run, the text says why.
+    A scale is a set of rows (configurations). A row can run if it can be measured or emulated. If
+    no row can run, the text says why.
     """
     from reproduce.run.engines import engines
 

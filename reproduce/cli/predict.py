@@ -105,7 +105,7 @@ def predict(  # noqa: PLR0913 - click passes each option
 def show_records(
     records: Sequence[Record], style: str, made: Sequence[Table] | None = None
 ) -> None:
-    """Print the tables of records in the format `style`.
+    """Print the tables of records (files of results) in a format such as "text" or "json".
 
     If `made` is given, its tables are printed instead of the records' usual tables.
     """
@@ -137,7 +137,7 @@ def show_run(run: str, hardware: Any, style: str) -> None:
 def predict_table(
     experiment: str, hardware: Any, autocast: str | None, fp32_precision: str | None
 ) -> Record:
-    """Predict the published table of an experiment, and return a record of the prediction.
+    """Predict the published table of an experiment; return the results as a record.
 
     If `autocast` or `fp32_precision` is given, it is a part of the record's name and title.
     """

@@ -91,7 +91,7 @@ def reasons_against(record: Record, run: Run) -> Iterator[str]:
 
 
 def published_name(record: Record, run: Run) -> str:
-    """Return the name of a published record: its experiments, scale, devices and time.
+    """Return the name for a run's file in results/measured: experiments, scale, devices, time.
 
     An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. Some results belong to
     no experiment, such as those of `python -m benchmarks.gpu`. For them, the name of the record

@@ -63,9 +63,9 @@ on = click.option(
 
 
 def devices_by_default(default: str) -> Option:
-    """Return a click option `--devices` (`-n`), whose help text contains the words `default`.
+    """Return a click option `--devices` (`-n`), whose help text ends with the text `default`.
 
-    The words say how many devices are used if the option is not given.
+    `default` says how many devices are used if the option is not given.
     """
     return click.option(
         "-n", "--devices", type=COUNT, metavar="N", help=f"Devices. Default: {default}"
@@ -154,7 +154,7 @@ def hardware(here: str) -> Option:
     The option's value can also be "here", which means this machine.
 
     Args:
-        here: The words of the help text that name the value "here".
+        here: How the help text of the option writes the value "here".
     """
     return click.option(
         "--hardware",

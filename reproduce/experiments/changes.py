@@ -143,8 +143,9 @@ def _parsed(text: str, row: Row, sizes: Sequence[str]) -> tuple[str, Any]:
     known = [*SETTINGS, *sizes]
     if name == "schedule":
         raise Error(
-            f"--set {text}: every row runs GPipe's schedule, as the papers do; what can be set is "
-            f"{', '.join(known)}; 'python -m benchmarks.schedules' compares schedules"
+            f"--set {text}: the schedule cannot be changed, because every row runs GPipe's, as in "
+            "the papers; 'python -m benchmarks.schedules' compares schedules; --set can change "
+            f"{', '.join(known)}"
         )
     if name not in known:
         raise Error(f"--set {text}: {row.name} has no {name} to set; {suggestion(name, known)}")

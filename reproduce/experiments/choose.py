@@ -94,7 +94,10 @@ def choose_scale(experiments: Sequence[Experiment], devices: Devices, asked: str
 
 
 def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
-    """Return the names of the scales that all experiments have, in the first experiment's order."""
+    """Return the names of the scales (sets of sizes) that all experiments have.
+
+    The names are in the order of the first experiment.
+    """
     first, *others = experiments
     common = [scale.name for scale in first.scales]
     for experiment in others:

@@ -64,8 +64,8 @@ class AccuracyRow(Row):
         num_classes: The number of classes of the data set.
         recipe: The number of epochs, and the learning rate.
         gpus: The number of devices of `torch.nn.DataParallel`, for a row without a pipeline.
-        data: Pairs of a name and a value for the record, which say how the data are read. The names
-            are those of the published table.
+        data: Settings that say how the data set is read, as pairs of a name and a value. They are
+            stored in the record (the file of results), under the names in the published table.
     """
 
     num_classes: int = 1000
@@ -109,5 +109,5 @@ class AccuracyScale(Scale):
     made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
-        """Return the number of seeds and the arguments of `Gratings`, to store them in a record."""
+        """Return settings for the file of results: the number of seeds and the generated data."""
         return {"seeds": self.seeds, "made": self.made and dict(self.made)}

@@ -127,7 +127,7 @@ SMALL_PIPELINES = (
 
 
 def small_trainings() -> Iterator[AccuracyRow]:
-    """Yield the rows of the scale `small`: plain training first, and then pipelines.
+    """Yield the rows (configurations) of the scale `small`: plain training, then pipelines.
 
     The error rates of the pipelines are compared with the error rate of plain training.
     """

@@ -232,7 +232,7 @@ class Scale:
     seconds: float | None = None
 
     def settings(self) -> dict[str, Json]:
-        """Return the numbers of steps and the time limit, to store them in a run's record."""
+        """Return the numbers of steps and the time limit, for the run's file of results."""
         return {
             "steps": self.steps,
             "warmup": self.warmup,
@@ -263,6 +263,6 @@ class Experiment:
     table: str | None = None
 
     def scale(self, name: str) -> Scale:
-        """Return the scale called `name`; raise `KeyError` if there is no such scale."""
+        """Return the scale (set of sizes) called `name`; raise `KeyError` if there is none."""
         scales = {scale.name: scale for scale in self.scales}
         return scales[name]

@@ -40,7 +40,8 @@ class Devices:
     def first(self, n: int) -> "list[torch.device]":
         """Return the first `n` devices.
 
-        If there are fewer than `n` CUDA devices, the list contains the first CUDA device `n` times.
+        If there are fewer than `n` CUDA devices, the first one takes the place of all: the list
+        contains it `n` times.
         """
         import torch
 

@@ -23,8 +23,8 @@ PROC = Path("/proc")
 # never took more than 0.7 %.
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
-# is shorter than `LEAST_SECONDS` is judged together with the round before it. If the first rounds
-# are short, no longer round comes before them. So they get the shares of the next round whose
+# is shorter than `LEAST_SECONDS` is judged together with the round before it. If a run begins with
+# short rounds, no shares of the cores are known for them. They get those of the first round whose
 # shares are known (`Rounds.end` in `reproduce.run.rounds`).
 LEAST_SECONDS = 1.0
 # Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
@@ -42,8 +42,9 @@ def too_busy(shares: Shares) -> bool:
     """Return whether other programs disturbed a round, by using too large a share of the CPU cores.
 
     Args:
-        shares: The shares that `Load.round` has returned. The share "pressure" has no limit,
-            because this program's own threads cause some pressure.
+        shares: The shares that `Load.round` has returned. Only "others" and "stolen" have limits.
+            "pressure", the share of the time in which any program waited for a core, has none,
+            because this program's own threads wait, too.
     """
     return any(shares.get(name, 0.0) > limit for name, limit in LIMITS.items())
 
@@ -55,7 +56,7 @@ class Load:
         begun: The counts of CPU time (see `_count`) at the end of the last round that was not
             short.
         earlier: The counts of CPU time at the beginning of that round.
-        told: The commands of other runs that the user was told about.
+        told: The commands of other runs of this program that were already reported to the user.
     """
 
     def __init__(self) -> None:

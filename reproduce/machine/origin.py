@@ -98,7 +98,10 @@ def split_revision(address: str) -> tuple[str, str | None]:
 
 
 def _installed_from() -> str | None:
-    """Return the address from which pip installed this program; None if it was no git address."""
+    """Return the git address, with the commit, from which pip installed this program.
+
+    Return None if pip did not install it from a git repository.
+    """
     try:
         written = metadata.distribution(PACKAGE).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

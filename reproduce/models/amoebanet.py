@@ -165,8 +165,8 @@ OPERATIONS: dict[str, Callable[[int, int], Module]] = {
     "conv 3x3": conv_3x3,
     "conv 1x7-7x1": conv_1x7_7x1,
     "avg pool 3x3": avg_pool_3x3,
-    # The publication that describes the cells names a max pool for this operation. But the
-    # published numbers were measured with an average pool.
+    # Where cells have "pool 3x3", the paper that describes the cells says max pool. But the
+    # published speeds and sizes were measured with an average pool.
     "pool 3x3": avg_pool_3x3,
     "max pool 2x2": max_pool_2x2,
 }

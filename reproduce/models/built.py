@@ -50,7 +50,7 @@ _TRACED: dict[Any, Sequential] = {}
 
 
 def image(shape: Shape, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw a random image, with uniform values between 0 and 1, and a random class, its target."""
+    """Draw a random image with values between 0 and 1 and, as its target, a random class."""
     pixels = torch.rand(shape, generator=generator)
     target = torch.randint(classes, (), generator=generator)
     return pixels, target
@@ -147,7 +147,7 @@ def titled(name: str, sizes: tuple[int, ...]) -> str:
 
 
 def equal_stages(blocks: int, *sizes: int, **classes: int) -> Sequential:
-    """Build a ResNet with `blocks` bottlenecks in each of its four stages."""
+    """Build a ResNet whose four stages have `blocks` bottlenecks each."""
     return resnet((blocks,) * 4, *sizes, **classes)
 
 

@@ -49,7 +49,7 @@ def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Se
     A row without a pipeline has one partition and one micro-batch.
 
     Args:
-        config: The row's `config` in a record.
+        config: The row's settings, as its field `config` in a record (a file of results) has them.
         layers: The number of layers of the model.
         zeroed: Whether `zero_grad` fills gradients with zeros instead of freeing them, as PyTorch
             did when the papers were written.

@@ -58,7 +58,7 @@ class AddIdentity(Module):
 
 
 def layers(model: ResNet) -> Iterator[NamedLayer]:
-    """Yield every layer of the flat model with its name, in order."""
+    """Yield the names and layers of a torchvision ResNet as a flat sequence, in order."""
     yield "conv1", model.conv1
     yield "bn1", model.bn1
     yield "relu", ReLU()

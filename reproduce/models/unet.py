@@ -90,7 +90,10 @@ def conv_blocks(name: str, inputs: int, middle: int, outputs: int, num_convs: in
 
 
 def layers(depth: int, num_convs: int, base: int, inputs: int, outputs: int) -> Layers:
-    """Yield every layer with its name, in order. Level `i` has 2**i times the base channels."""
+    """Yield the names and layers of a U-Net, in order.
+
+    The layers at level `i` have `base * 2**i` channels.
+    """
     skips = [Namespace() for _ in range(depth)]
     widths = [base * 2**i for i in range(depth)]
 

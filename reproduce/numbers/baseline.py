@@ -16,9 +16,10 @@ CHANGED = ("higher", "lower")  # the outcomes of a real difference
 
 
 def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
-    """Return the baseline of a line, by whose numbers the line's numbers are divided.
+    """Choose the baseline for one line of a comparison's table.
 
-    A line has the matching rows of all sides, such as runs. Each side that has a value in the line
+    The line has the matching rows of all sides, such as runs. Its numbers will be divided by those
+    of the baseline, which is also such a line. Each side that has a value in the line
     must also have a value in the baseline. If several baselines are possible, these questions
     decide, one after another:
 
@@ -77,6 +78,7 @@ def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision |
     """Compare the value `head` with the value `base`, or return None if they have no ratio.
 
     Two values have no ratio if one of them is missing or not positive, or if their units differ.
+    `rule` says which differences count.
     """
     if base is None or head is None or base.unit != head.unit:
         return None

@@ -51,7 +51,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of an experiment, compared in one metric.
+    """A comparison of all rows of an experiment in one metric, between sides such as runs.
 
     Attributes:
         relative: Whether the numbers of each side were divided by a baseline row of this side.
@@ -70,10 +70,10 @@ class Comparison:
     unfair: str = ""
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios to the first side, and their number.
+        """Return the geometric mean of a side's ratios to the first side, and how many there are.
 
-        A side is, for example, a run. Disturbed rows are left out. If the geometric means were
-        compared, the mean is the ratio in `together`. The result is None if there is no ratio.
+        A side is, for example, a run. Disturbed rows are left out. If `together` is not None, its
+        ratio is the mean. The result is None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -183,7 +183,7 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare the rows of an experiment in one metric.
+    """Compare the rows of an experiment in one metric, between sides such as runs.
 
     If the rows did different work or ran on different machines, ratios are compared: each side's
     numbers are first divided by the side's number on a line of `bases`.

@@ -34,7 +34,8 @@ class Gate:
     Attributes:
         worse: The names of the rows that are worse than on the first side, A.
         judged: Whether at least one row could be judged.
-        unjudged: Maps each reason why rows of A could not be judged to the names of these rows.
+        unjudged: The rows of A that could not be judged. The keys are the reasons, and the values
+            are the names of the rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
     """
 
@@ -72,7 +73,7 @@ class Gate:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Join the different names by commas, but name only the first ones of a long list."""
+    """Join names by commas, each name once. Shorten a long list to its first names."""
     different = list(dict.fromkeys(names))
     if len(different) <= MOST_LISTED:
         return ", ".join(different)

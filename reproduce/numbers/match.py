@@ -178,7 +178,7 @@ def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> li
         raise Error(f"--filter {name}=...: no row has {name}; there are {names}")
     if not picked:
         raise Error(
-            f"--filter {name}={','.join(allowed)}: no remaining row has this value; choose from "
+            f"--filter {name}={','.join(allowed)}: no row to compare has this value; choose from "
             f"{', '.join(known)}"
         )
     return picked
@@ -189,7 +189,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Add a row of side `number` to the table, on the line whose rows are most similar.
+    """Add a row of a side (such as a run) to the table, on the line whose rows are most similar.
 
     If no line has rows that match, add the row on a new line.
     """

@@ -161,16 +161,16 @@ def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
 
 
 def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
-    """Return each number's relative error: 0.1 if it is 10 % above the number in `theirs`."""
+    """Return the relative errors of `ours`: 0.1 for a number 10 % above that in `theirs`."""
     return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
 def over(reading: Reading, base: Reading) -> Reading:
     """Divide the value of one row by the value of another row.
 
-    If the rows have rounds in common, the two samples of each such round are divided. Otherwise the
-    first sample is divided by the first sample, the second by the second, and so on. An exact
-    number is combined with every sample of the other value.
+    If the rows have rounds in common, samples of the same round are divided by each other.
+    Otherwise the first sample is divided by the first sample, the second by the second, and so on.
+    If one value is an exact number, a ratio is computed with each sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
     # The lists can have different lengths, because an exact number has no rounds.
@@ -275,7 +275,7 @@ def available(entries: Sequence[Entry]) -> list[str]:
 
 
 def _run_of(entry: Entry) -> str:
-    """Return a name that distinguishes the run from which a row comes from all other runs."""
+    """Return a name for the run that a row comes from, which no other run has."""
     record = entry.record
     if record.run is None:
         return record.name

@@ -89,7 +89,7 @@ def other_times(sides: Sides, lines: Lines) -> list[str]:
 
 
 def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -> list[str]:
-    """Return notes on the rows for which a side has no number, with the reasons.
+    """Return notes on the rows for which a side (such as a run) has no number, with the reasons.
 
     Args:
         sides: The sides that are compared.
@@ -143,9 +143,9 @@ def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) 
 
     The note has the first of these reasons that applies:
 
-    1. Rows of the same name differ. The note says in which fields.
+    1. Rows of the same name have different settings. The note names these settings.
     2. No row has the same configuration on two sides. The note says how many rows each side has.
-    3. No row has the metric that the user chose on two sides.
+    3. The user chose a metric that no row has on two sides.
     4. The sides have different metrics. The note lists the metrics of each side.
     """
     experiment = lines[0].experiment
@@ -197,9 +197,9 @@ def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
 
 
 def _machine(entry: Entry) -> object:
-    """Return a value that is the same for all rows of one machine: its CPU, GPUs and so on.
+    """Return a value that identifies the machine of a row: its CPU, its GPUs and so on.
 
-    Absolute times of two rows are comparable only if this value is equal.
+    Absolute times of two rows are comparable only if this value is equal for both.
     """
     record = entry.record
     run = record.run
@@ -221,7 +221,7 @@ def _at_other_times(lines: Lines) -> bool:
 
 
 def _load_is_unknown(side: Side) -> bool:
-    """Return whether it is unknown how busy other programs were during the runs of a side.
+    """Return whether it is unknown how busy other programs were while a side was measured.
 
     It is unknown if no result of the side has measurements of the machine's load.
     """

@@ -175,7 +175,7 @@ def _exact(new: Array, old: Array) -> float:
 
 
 def _signed_ranks(ratios: Array) -> RankTest:
-    """Prepare Wilcoxon's test for log ratios, one ratio for each pair of samples."""
+    """Return Wilcoxon's signed-rank test for `ratios`, the log ratio of each pair of samples."""
 
     def p(shift: float) -> float:
         if not numpy.any(ratios != shift):
@@ -197,7 +197,7 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
         return Decision("too few", ratio, needed=enough)
 
     def below(k: int) -> float:
-        """Return the p-value of a log ratio between candidate k - 1 and candidate k."""
+        """Return the p-value of a log ratio between the sorted candidates k - 1 and k."""
         if k == 0:
             return test.p(ordered[0] - 1)
         return test.p((ordered[k - 1] + ordered[k]) / 2)
@@ -215,10 +215,14 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
 
 
 def _least_p(one: int, other: int | None) -> float:
-    """Return the two-sided p-value of the most extreme outcome.
+    """Return the smallest two-sided p-value that a rank test of so few samples can give.
 
-    In a test of pairs, this is the outcome in which all differences have the same sign. Otherwise,
-    all samples of one side are above all samples of the other side.
+    In a test of pairs, it is reached if all differences have the same sign. Otherwise, it is
+    reached if all samples of one side are above all samples of the other side.
+
+    Args:
+        one: The number of samples of one side or, in a test of pairs, the number of pairs.
+        other: The number of samples of the other side. It is None in a test of pairs.
     """
     if other is None:
         return 2.0 ** (1 - one)

@@ -193,7 +193,7 @@ def _subfolders(path: Path) -> str:
 def side_of(letter: str, name: str, records: Records) -> Side:
     """Make a side of a comparison from its records (files of results).
 
-    If several records have the same row, `Side` explains which of these rows is chosen.
+    If several records have the same row, only one is kept: the docstring of `Side` says which.
     """
     experiments: dict[str, None] = {}
     count = 0
@@ -220,9 +220,10 @@ def _has_number(result: Result) -> bool:
 
 
 def _read(data: Json, where: str) -> Record:
-    """Turn the parsed content of a JSON file into a record.
+    """Convert the parsed content of a JSON file to a record, the format for results of a run.
 
-    The file is a record, a table of counts, or a file that pytest-benchmark wrote.
+    Three kinds of files can be converted: a file that contains a record, a file of counts such as
+    benchmarks/gates/counts.json, or a file that pytest-benchmark wrote.
     """
     if isinstance(data, dict):
         if _are_counts(data):

@@ -16,7 +16,7 @@ LONGEST_VALUE = 20  # characters of a value in a note
 
 @dataclass(frozen=True)
 class Unmatched:
-    """A row of the first side, and the row of another side that has the same name.
+    """A row of the first side (such as a run), and a row of the same name on another side.
 
     Attributes:
         line: The line of the first side's row.
@@ -94,6 +94,6 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return a key that is equal for two rows if a user would take them for the same row."""
+    """Return a key for a row. Rows that a user would take for the same row have equal keys."""
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

@@ -38,7 +38,7 @@ class Paper(NamedTuple):
 
     Attributes:
         sizes: The default sizes, such as (L, D). Empty if the model always has the same size.
-        steps: For each size, a number that must divide it.
+        steps: For each size, a number of which the size must be a multiple.
         most: For each size, the largest value that is tried.
     """
 
@@ -138,7 +138,7 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
 
 
 def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
-    """Return the family of models that a user's function returns for different values of `grows`.
+    """Return the models of all sizes that a user's function can build, for `--largest`.
 
     Raise `ValueError` if there is no such function, or if the function has no such argument.
 
@@ -146,7 +146,7 @@ def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
         name: The function, such as "package.module:function".
         grows: The name of the function's argument that determines the model's size. The search
             starts with the default of this argument.
-        shape: The shape of a sample, as for `find_given`.
+        shape: The shape of a sample. If it is empty, the function returns an example input.
     """
     where, _, what = name.partition(":")
     function = _function(where, what)
@@ -160,7 +160,7 @@ def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
         known = " or ".join(numbers) or "it has none"
         raise ValueError(
             f"--largest {grows}: {name} needs an argument {grows} with a whole number as its "
-            f"default, such as def {what}({grows}=2); arguments like that: {known}"
+            f"default, such as def {what}({grows}=2); arguments with such a default: {known}"
         )
 
     @functools.cache

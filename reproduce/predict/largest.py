@@ -30,7 +30,7 @@ class Family(NamedTuple):
         name: The name of the models.
         names: The names of the sizes.
         sizes: The sizes with which the search starts.
-        steps: For each size, a number that must divide it.
+        steps: For each size, a number of which the size must be a multiple.
         most: For each size, the largest value that is tried.
         counts: A function that gets sizes, and counts the operations and bytes of the layers of the
             model with these sizes.
@@ -167,8 +167,8 @@ def line_of(asked: Asked, found: Largest) -> str:
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
     """Yield lines of text about the largest models that fit in memory.
 
-    The last lines say which of the model's sizes the search has increased, and under which settings
-    of the training the memory was predicted.
+    The last lines say which of the model's sizes the search has increased, and for which settings
+    (micro-batches and checkpoints) the memory was predicted.
     """
     for each in found:
         yield line_of(asked, each)

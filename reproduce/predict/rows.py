@@ -102,7 +102,7 @@ def _record(
 
 
 def _model(config: dict[str, Json]) -> SizedModel:
-    """Return the model that a row trains, from the row's configuration in a record."""
+    """Return the model that a row trains, given the row's settings from a record of results."""
     name = config["model"]
     sizes = [config[size] for size in MODELS[name].sizes if size in config]
     input_shape = tuple(config["input_shape"])

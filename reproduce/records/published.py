@@ -15,9 +15,9 @@ from reproduce.records.record import Fields, Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# Which tables a discrepancy concerns. A discrepancy is a contradiction between published sources.
-# Each pair contains the first words of a discrepancy's name, and the text with which the ids of the
-# tables that it concerns begin.
+# The published tables that each discrepancy (contradiction between published sources) concerns. A
+# pair contains the first words of the discrepancy's name, and the first characters of the ids of
+# these tables.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),

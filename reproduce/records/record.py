@@ -112,7 +112,7 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     @property
     def disturbed(self) -> bool:
-        """Return whether other programs took much CPU time while a round of steps was measured."""
+        """Return whether other programs took too much CPU time in any round of steps."""
         shares = {}
         for name in LIMITS:
             samples = self.samples.get(name)
@@ -126,7 +126,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     Times are in UTC. `load` contains the machine's load averages when the run started.
     `gpus_at_start` and `gpus_at_end` contain the clock rates of all GPUs of the machine, and why
-    these rates were lowered. Both lists are empty if the machine has no driver for GPUs.
+    these rates were below their maximum. Both lists are empty if the machine has no GPU driver.
     """
 
     state: Literal["running", "finished", "interrupted"]

@@ -23,8 +23,8 @@ def check_times(row: str, samples: Mapping[str, Sequence[float]], values: Json, 
 
     Args:
         row: The name of the row.
-        samples: Maps names, such as `step_time`, to lists of samples of the row.
-        values: Maps names to single values of the row.
+        samples: The row's lists of samples, by their names, such as `step_time`.
+        values: The row's single values, by their names.
         where: The file and the place of the row in it, such as `FILE: results[3]`.
     """
     for name in TIMES:
@@ -40,5 +40,5 @@ def check_time(row: str, seconds: float, where: str) -> None:
     if not 0 < seconds < math.inf:
         raise Error(
             f"{where}: the time of {row!r} is {seconds:g}, but a time must be above 0 and finite: "
-            "measure it again"
+            "measure this row again"
         )

@@ -93,9 +93,9 @@ class Training:
         return value
 
     def _build(self) -> tuple[nn.Sequential, Tensor, Loss]:
-        """Return the layers, an input mini-batch, and a function that takes the output to the loss.
+        """Return the layers, an input mini-batch, and a function from the output to the loss.
 
-        The function knows the target of the mini-batch.
+        The function takes only the output, because it already knows the target.
         """
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
             small = [nn.Linear(8, 8) for _ in self.balance]

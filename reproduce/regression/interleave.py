@@ -82,7 +82,7 @@ def interleave(
 
     Args:
         start: A function. `start(i)` starts a process that uses version i of the package.
-        cases: Maps the name of each case, and then the name of each way to run it, to the way.
+        cases: For each case, by its name, a dictionary of the ways to run it, by their names.
         sampling: How many samples to take, and in which order.
 
     Yields:

@@ -90,9 +90,9 @@ class Judgement:
 
     Attributes:
         samples: Maps the name of each case to its samples.
-        decisions: Has a dictionary for each old version, which maps the name of each case that the
-            old and the new version ran to the decision about it. The key `TOGETHER` stands for the
-            mean of the cases that are timed by CPU time, if there are several such cases. The key
+        decisions: For each old version, a dictionary of decisions. Its keys are the names of the
+            cases that both the old and the new version ran. The key `TOGETHER` stands for the mean
+            of the cases that are timed by CPU time, if there are several such cases. The key
             `WALL_TOGETHER` stands for the mean of those that are timed by wall clock.
         alpha: The accepted risk of a false alarm in a single test.
         gates: The findings of the gates, which are checks that measure no time.

@@ -87,8 +87,9 @@ def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
     if settings.cases and settings.restarts < least:
         cases = many(len(settings.cases), "case")
         raise Error(
-            f"--restarts {settings.restarts}: with {cases} and --alpha {limits.alpha:g}, nothing "
-            f"could be called significant after so few restarts; give at least {least}"
+            f"--restarts {settings.restarts}: with {cases} and --alpha {limits.alpha:g}, no "
+            "difference could be significant after so few restarts of the timed processes; give at "
+            f"least {least}"
         )
 
 
@@ -137,10 +138,10 @@ def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
 def choose_gates(
     project: Project, gates: Sequence[str], cases: Sequence[str]
 ) -> tuple[list[str], bool]:
-    """Return the modules of the chosen gates, and whether times are measured.
+    """Return the modules of the gates to run, and whether to measure times.
 
-    A gate is a check that measures no time. But a user chooses the measurement of times, too, by a
-    name of a gate: `times`.
+    A gate is a check that measures no time. The user chooses gates by name. In the same list, the
+    name `times`, which is no gate, chooses the measurement of times.
 
     Args:
         project: The package.
@@ -159,7 +160,7 @@ def choose_gates(
             raise Error(f"--gate {name}: {project.package} has no such gate; it has {have}")
     if cases and TIMES not in names:
         raise Error(
-            "--case chooses what is timed, but --gate leaves times out: add --gate times, or leave "
-            "--case out"
+            "--case chooses what is timed, but the gates that --gate chooses time nothing: add "
+            "--gate times, or leave --case out"
         )
     return [module for name, module in known.items() if name in names], TIMES in names

@@ -171,10 +171,11 @@ class Report:
                 yield f"not in {which} ({letter}): {cases}: {reason}"
 
     def _numbers(self) -> Iterator[Number]:
-        """Yield the fields for CSV and JSON: of each gate, each case of each side, and each mean.
+        """Yield entries (dictionaries of fields) for the formats CSV and JSON.
 
-        A side is a version: A is the old one, B the new one, and C a second old one. The fields of
-        side B have the ratio B/A. The fields of side C have the ratio B/C.
+        There is an entry for each gate, for each case on each side, and for each mean of cases. A
+        side is a version: A is the old one, B the new one, and C a second old one. Entries of side
+        B have the ratio B/A. Entries of side C have the ratio B/C.
         """
         about: Number = {"experiment": "regression"}
         sides = {letter: tree.name for letter, tree in self._sides()}
@@ -227,7 +228,7 @@ def nearest(
 
 
 def _ratio(decision: Decision | None) -> list[str]:
-    """Return three cells of the table: the ratio of two versions, its interval, and the verdict."""
+    """Return three cells: the ratio of two versions' times, its interval, and the verdict."""
     if decision is None:
         return ["", "", ""]
     interval = ""

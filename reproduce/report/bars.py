@@ -226,7 +226,7 @@ def _hatch(place: int) -> str | None:
 
 
 def _bar(source: Source, reading: Reading | None, hatch: str | None) -> Bar:
-    """Return the bar that shows a value of a source, or an empty bar if there is no value."""
+    """Return the bar that shows a value of a source of numbers; an empty bar if there is none."""
     if reading is None:
         return Bar("", [])
     return Bar(_shown(reading), [(reading.middle, COLORS[source.kind])], hatch)

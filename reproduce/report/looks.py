@@ -39,7 +39,7 @@ HATCHES = (None, "///", "...", "xxx", "\\\\\\", "+++", "|||")  # of bars, source
 
 @dataclass(frozen=True)
 class Look:
-    """How the line of a source of numbers is drawn: its colour, its dashes and its markers."""
+    """The colour, dashes and markers of a line that shows one source of numbers, such as a run."""
 
     color: str
     dash: Dash
@@ -47,7 +47,10 @@ class Look:
 
 
 def looks(sources: Sequence[Source]) -> dict[Source, Look]:
-    """Choose how to draw the line of each source of an experiment or published table."""
+    """Choose a colour, dashes and markers for each source of numbers in a figure.
+
+    A source is, for example, one measured run, or the published table. It is drawn as a line.
+    """
     seen: Counter[Kind] = Counter()
     found = {}
     for source in sources:
@@ -57,10 +60,10 @@ def looks(sources: Sequence[Source]) -> dict[Source, Look]:
 
 
 def look(kind: Kind, place: int = 0) -> Look:
-    """Choose how to draw the line of a source of numbers.
+    """Choose how to draw the line of a source of numbers, such as one measured run.
 
     Args:
-        kind: The kind of the source.
+        kind: The kind of the source, such as "measured".
         place: The number of the source among those of the same kind, counted from 0.
     """
     dashes = DASHES[kind]

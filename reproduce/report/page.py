@@ -219,7 +219,7 @@ def _machines(
 
 
 def _origin(record: Record) -> tuple[tuple[str, str], ...]:
-    """Return a key that is equal for records from the same machine, software and so on."""
+    """Return a key that is equal for files of results from the same machine, software and so on."""
     return tuple(provenance(record).items())
 
 

@@ -147,7 +147,10 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
-    """Yield a note for each measured or emulated source in `run` without a column in any table."""
+    """Yield a note for each source of numbers in `run` that has no column in any table.
+
+    `run` has the sources that are measured or emulated.
+    """
     shown: set[Source] = set()
     for columns in metrics.values():
         shown.update(source for source, _ in columns)

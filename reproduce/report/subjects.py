@@ -47,7 +47,7 @@ class Source:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether at least one result of this source has numbers."""
+        """Return whether at least one result of this source (such as a run) has numbers."""
         return any(result.status in SUCCESS for result in self.results)
 
     @property
@@ -109,7 +109,7 @@ class Subject:
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
-        """Return a source's result for a row, or None if the source has no result for this row.
+        """Return the result that a source (such as a run) has for a row, or None if it has none.
 
         The result has the same name as the row, or it names the row as the one that it reproduces.
         """
@@ -120,7 +120,7 @@ class Subject:
         return None
 
     def readings(self, source: Source, metric: str) -> dict[str, Reading]:
-        """Return a dictionary from the name of each row to a source's value of a metric.
+        """Return the values of a metric from one source (such as a run), by the names of the rows.
 
         Rows without a value are left out. The speed-up of a row is relative to the first row. But
         if the rows train several models, it is relative to the baseline row that the row names.
@@ -193,9 +193,9 @@ def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list
 
 
 def unpublished(own: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """Return the reader's own runs without those that are also among `records`.
+    """Return the user's own runs, without those whose results are also among `records`.
 
-    If the reader has published a run, it is in both places, and should not be shown twice.
+    If the user has published a run, it is in both places, and should not be shown twice.
     """
     starts = {record.run.started for record in records if record.run is not None}
     return [record for record in own if record.run is None or record.run.started not in starts]
@@ -261,7 +261,7 @@ def _run(
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources, each with a label of its own.
+    """Return the sources of numbers with labels that differ from each other.
 
     If several sources have the same label, the names of their GPUs are added to their labels.
     """

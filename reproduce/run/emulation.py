@@ -225,7 +225,7 @@ class Emulation:
 
     @property
     def config(self) -> dict[str, Json]:
-        """Return the row's configuration, including its balance and the name of the link."""
+        """Return the row's settings, with its balance and the name of the link for copies."""
         config = self.row.config()
         if self.link is not None:
             config["link"] = self.link.title

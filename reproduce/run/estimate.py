@@ -79,10 +79,10 @@ class StepTimes:
         return None
 
     def _timed(self, row: Row) -> float | None:
-        """Time a step of the row's model; return the seconds for each unit of estimated cost.
+        """Time a step of the row's model; return its seconds divided by its estimated cost.
 
-        Return None if the step fails, or if the devices are of the type `meta`, which computes
-        nothing. `Row.work` estimates the cost.
+        `Row.work` estimates the cost. Return None if the step fails, or if the devices are of the
+        type `meta`, which computes nothing.
         """
         if self.devices.kind == "meta":
             return None
@@ -126,7 +126,7 @@ def _is_same(before: Result, result: Result, row: Row) -> bool:
 
 
 def earlier_runs(folder: Path, run: Run) -> list[Record]:
-    """Return the records of earlier runs on the same machine and devices, the newest first.
+    """Return the records (results) of earlier runs on the same machine and devices, newest first.
 
     Args:
         folder: The folder that is searched for records.
@@ -142,5 +142,5 @@ def earlier_runs(folder: Path, run: Run) -> list[Record]:
 
 
 def _place(run: Run) -> tuple[object, ...]:
-    """Return on which machine, and on which and how many devices, a run takes place."""
+    """Return the machine of a run, and the kind, the number and the threads of its devices."""
     return run.machine, run.device, run.devices, run.threads_per_device

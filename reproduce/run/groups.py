@@ -118,9 +118,9 @@ def groups_of(session: Session) -> list[Group]:
 
 
 def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
-    """Return the tasks of a row on this machine: one for each engine that can run it, if any.
+    """Return the tasks of a row (configuration) on this machine: each says how to run the row.
 
-    If the row can be emulated, there is a further task for its emulation.
+    There is a task for each engine that can run the row, and one more if it can be emulated.
     """
     tasks = []
     if row.devices <= session.devices.count:
@@ -136,9 +136,9 @@ def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
 def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]]) -> float:
     """Return the seconds that a group may run for each unit of its estimated cost.
 
-    The scale of the run, such as `small`, has a time limit. The groups without extra rows share
-    this time in proportion to their costs. A group with extra rows gets additional time, at the
-    same rate.
+    The scale of the run (a set of sizes, such as `small`) has a time limit. The groups without
+    extra rows share this time in proportion to their costs. A group with extra rows gets additional
+    time, at the same rate.
 
     Args:
         session: The running experiment.
@@ -156,7 +156,7 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
 
 
 def _work(tasks: list[PlannedTask]) -> float:
-    """Return the estimated cost of one step of each task of a group, all together.
+    """Return the sum of the estimated costs of one step of each task of a group.
 
     Only the tasks that determine the time limit of the group are included (`_counted`).
     """

@@ -150,7 +150,7 @@ class Progress:
         return took / guessed if guessed else 1.0
 
     def show_later(self) -> None:
-        """Write no line in the next few seconds.
+        """Delay the next progress line by a few seconds.
 
         So work that takes only a few seconds writes no line at all.
         """

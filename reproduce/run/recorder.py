@@ -75,7 +75,7 @@ class Recorder:
 
 
 def closed(record: Record, state: Literal["finished", "interrupted"]) -> Record:
-    """Return a copy of the record of a run that ends now.
+    """Return a copy of the record (the results) of a run that ends now.
 
     The copy has the state of the run, the end time, and the clock rates of the GPUs.
     """
@@ -127,8 +127,8 @@ def resumed(out: Path, run: Run) -> Recorder:
     ]
     if differences:
         raise Error(
-            f"--resume: the run {record.name} cannot go on, because it ran with other "
-            f"{', '.join(differences)}; start anew, without --resume"
+            f"--resume: the run {record.name} cannot go on, because the following has "
+            f"changed since it ran: {', '.join(differences)}; start anew, without --resume"
         )
     again = replace(before, state="running", ended=None, command=run.command)
     recorder = Recorder(out / f"{record.name}.json", replace(record, results=[], run=again))
@@ -141,7 +141,7 @@ def resumed(out: Path, run: Run) -> Recorder:
 
 
 def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
-    """Return the records of interrupted runs of the same command, as pairs of record and run.
+    """Return the interrupted runs of the same command, as pairs of a record (results) and a run.
 
     The record of a run that was killed still has the state "running". So such a record counts as
     interrupted, too, unless another process runs this command now.

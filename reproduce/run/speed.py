@@ -161,7 +161,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _built(self, task: PlannedTask, data: FakeData) -> Steps:
-        """Build the model of a row and all else that its steps need; return what runs the steps."""
+        """Build the model of a row and all else that it needs; return an object that runs steps."""
         session = self.session
         row, devices, balancer, seed = task.row, session.devices, session.balancer, session.seed
         if task.emulated:
@@ -203,7 +203,7 @@ class _GroupRun:
         return worth
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
-        """Record that a row is not measured, because a step, which takes `seconds`, is too long."""
+        """Record that a row is not measured, because one step (`seconds`) would take too long."""
         reason = (
             f"not measured: a step would take about {duration(seconds)}; "
             "--no-emulate measures it nevertheless"
@@ -249,7 +249,7 @@ class _GroupRun:
         return max(1, rounds_wanted(self.session) - self._rounds_before())
 
     def _rounds_before(self) -> int:
-        """Return how many rounds the interrupted run did that this run continues; 0 without one."""
+        """Return the number of rounds of the interrupted run that this run continues, or 0."""
         before = [len(task.before.get("step_time", ())) for task in self.running]
         return min(before, default=0)
 

@@ -66,7 +66,7 @@ class MeasuredSteps:
         self.losses.append(loss)
 
     def samples(self) -> Samples:
-        """Return the seconds and the losses of all steps in `runs`, as samples for the record."""
+        """Return the seconds and losses of all steps in `runs`, as samples for the results."""
         seconds, losses = zip(*self.runs, strict=True)
         return {"step_time": list(seconds), "loss": list(losses)}
 
@@ -116,9 +116,10 @@ def watch(training: Training, devices: Devices) -> Watched:
 def watched(
     run: Callable[[], Timeline], driver: Callable[[], list[float]] | None = None
 ) -> Watched:
-    """Measure how busy the devices are, with the given functions; return what `watch` returns.
+    """Run steps to measure how busy the devices are.
 
-    The function `watch` returns values for the record, and the timeline of one step.
+    Return values for the record, and the timeline of one step. The values are the utilization of
+    the devices and the bubble. If a function fails, the values contain the reason.
 
     Args:
         run: A function that runs a step and returns its timeline.

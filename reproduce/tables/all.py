@@ -30,7 +30,7 @@ INTERRUPTED = "the run was interrupted: rows may be missing, or have fewer steps
 
 
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
-    """Return the tables of a record.
+    """Return the tables of a record (a file of results).
 
     Args:
         record: The record.
@@ -148,7 +148,7 @@ def written_records(
 
 
 def document(record: Record) -> str:
-    """Return a Markdown page about a record: its tables, and how and where its rows ran."""
+    """Return a Markdown page about a file of results: the tables, and how and where rows ran."""
     parts = [f"# {record.title}"]
     if record.run is not None:
         lines = about_run(record, record.run)
@@ -158,7 +158,7 @@ def document(record: Record) -> str:
 
 
 def about_run(record: Record, run: Run) -> dict[str, str]:
-    """Return lines of text that describe the run of a record.
+    """Return lines of text about the run that made a record (a file of results).
 
     The keys are the topics of the lines, such as "devices", "machine" and "versions".
     """

@@ -105,7 +105,7 @@ def write_comparisons(
 
     Args:
         comparisons: The comparisons: one for each experiment.
-        sides: The sides that were compared, such as two records.
+        sides: The sides that were compared, such as two runs.
         rule: When a difference counts: the level of significance, and the threshold.
         notes: Further notes.
         style: The format: "text", "markdown", "csv" or "json".
@@ -140,7 +140,7 @@ def write_comparisons(
 def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
     """Yield the legend of a comparison, line by line.
 
-    The lines say which side each letter (A, B etc.) stands for, and what the verdicts mean.
+    The lines say which side (such as a run) each letter stands for, and what the verdicts mean.
     """
     for side in sides:
         for note in _about(side):
@@ -154,7 +154,7 @@ def _legend(sides: Sides, rule: Rule) -> Iterator[str]:
 
 
 def _about(side: Side) -> Iterator[str]:
-    """Yield lines of text that say which records one side of the comparison consists of."""
+    """Yield lines that say which records (files of results) a side of the comparison has."""
     yield f"{side.name} ({many(len(side.records), 'record')}, {_origins(side)})"
     if side.superseded:
         yield f"{many(side.superseded, 'row')} of other runs left out: {RULE}"
@@ -174,10 +174,11 @@ def _about(side: Side) -> Iterator[str]:
 
 
 def _table(comparison: Comparison, sides: Sides) -> Table:
-    """Return the table of a comparison, with a line for each row and a column for each side.
+    """Return the table of a comparison: a line for each row, a column for each side.
 
-    If there are two sides, further columns show the ratio of the second side to the first. If there
-    are more sides, the cell of a side's number also shows the ratio to the first side.
+    A side is, for example, a run. If there are two sides, further columns show the ratio of the
+    second side to the first. If there are more sides, the cell of a side's number also shows the
+    ratio to the first side.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -275,7 +276,7 @@ def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
 
 
 def _number(row: ComparedRow, side: int) -> str:
-    """Return the text of a cell: one side's number for a row, or why it has no number."""
+    """Return a cell's text: the number of a side (such as a run) for a row, or why it has none."""
     reading = row.readings[side]
     entry = row.line.entries.get(side)
     if reading is not None:
@@ -310,7 +311,7 @@ def _ratio(decision: Decision | None, metric: str) -> list[str]:
 
 
 def _origins(side: Side) -> str:
-    """Return a short text that says where the numbers of one side of a comparison come from."""
+    """Return a short text that says where the numbers of one side (such as a run) come from."""
     origins: dict[str, None] = {}
     for record in side.records:
         origin: str = record.kind

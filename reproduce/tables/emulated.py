@@ -1,8 +1,8 @@
-"""Compare emulated throughputs with predicted ones, and with those of a single host thread.
+"""Make tables that compare emulated throughputs with predicted ones, and a column about the host.
 
 On GPUs, a thread of the host issues tasks, that is, launches their kernels. Usually, an emulation
-assumes that each device has a thread of its own. It can also assume that a single thread issues the
-tasks of all devices, which may be slower.
+assumes that each device has a thread of its own. The column says which share of the throughput is
+left if a single thread issues the tasks of all devices, which may be slower.
 """
 
 from collections.abc import Iterable, Iterator

@@ -86,7 +86,7 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields that describe a value, and those that describe its row.
+    """Return the fields with which CSV and JSON describe a value and the row that has it.
 
     Args:
         reading: The value, or None if there is none.
@@ -162,7 +162,7 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
     """Yield the numbers that a plan predicts for each number of devices, as fields.
 
     They are the numbers of the best pipeline and, for comparison, those of data parallel training
-    and of FSDP. `title` is the experiment that the fields name.
+    and of FSDP. `title` becomes the field `experiment`.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for n, found in plan.by_devices.items():
@@ -179,7 +179,7 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
     """Yield the size and the number of parameters of each largest model that fits, as fields.
 
-    A size is, for example, the depth of the model. `title` is the experiment that the fields name.
+    A size is, for example, the depth of the model. `title` becomes the field `experiment`.
     """
     for each in found:
         about = {"experiment": title, "row": each.how, "kind": "predicted"}

@@ -1,6 +1,6 @@
-"""Make the plain table of a record: a line for each row, and a column for each kind of number.
+"""Make a plain table of results: a line for each row, and a column for each kind of number.
 
-This table is for records for which this program has no special table. Examples are the papers'
+This table is for records (files of results) without a special table. Examples are the papers'
 tables, the records of `benchmarks`, and runs of experiments that this program does not know.
 """
 
@@ -169,7 +169,7 @@ def _reason(result: Result) -> str | None:
 
 
 def _about_source(record: Record) -> Iterator[str]:
-    """Yield notes about a record: the source of its numbers, and the hardware.
+    """Yield notes about a file of results: the source of its numbers, and the hardware.
 
     If the sources of a published number contradict each other, a note says how.
     """

@@ -25,10 +25,10 @@ Numbers = dict[str, float]  # maps names of rows to numbers
 
 
 def predicted_tables(record: Record, measured: Measured) -> list[Table]:
-    """Return the tables of a record of predictions: of speeds, of memory, or of both.
+    """Return tables of predictions: of speeds, of memory, or of both.
 
     Args:
-        record: The record.
+        record: The record (file of results) with the predictions.
         measured: What was measured for the same rows. The tables show these numbers and the
             published numbers beside the predictions. If nothing was measured, a note says so.
     """
@@ -162,7 +162,7 @@ def _about_errors(
     If the predictions are for other hardware than the published numbers, the note says this.
 
     Args:
-        record: The record of predictions.
+        record: The predictions.
         first: The name of the row to which all speed-ups are relative.
         off: The absolute relative errors of the predicted throughputs.
         off_speed_up: The absolute relative errors of the predicted speed-ups.

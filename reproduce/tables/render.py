@@ -124,10 +124,10 @@ def stale(files: Mapping[Path, str]) -> list[Path]:
 def _experiment_block(experiment: str, records: Records, page: Path, part: str) -> str:
     """Return the generated block of an experiment: the tables of its best run (`ranked`).
 
-    If `part` is "short", the block has only two tables: one of the rows like the published rows,
-    and one of the rows with equal batch sizes. Their notes are left out, except those that explain
-    a mark or the abbreviation of a column. If `part` is "predicted", the block has the tables of
-    predictions instead.
+    If `part` is "short", the block has only two tables: one with the rows that repeat published
+    rows, and one with the rows of equal batch size. Their notes are left out, except those that
+    explain a mark or the abbreviation of a column. If `part` is "predicted", the block has the
+    tables of predictions instead.
     """
     if part == "predicted":
         return _predicted_block(experiment, records)

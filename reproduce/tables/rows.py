@@ -178,7 +178,7 @@ class Rows:
 
     @property
     def publication(self) -> Record:
-        """Return the record of the published table that the rows reproduce."""
+        """Return the published table that the rows reproduce, as a record of results."""
         assert self.experiment.table is not None
         return published(self.experiment.table)
 

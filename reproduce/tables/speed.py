@@ -31,7 +31,7 @@ Results = Sequence[Result]
 
 
 def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
-    """Return the tables of a speed experiment: one for each group, and one of the utilization.
+    """Return the tables of a speed experiment: one for each group, and one about utilization.
 
     A group consists of the rows that are compared with each other. In an experiment in which each
     model is a group, return a single table of all models instead.

@@ -135,7 +135,7 @@ class Pipe(ABC):
         """
 
     def again(self, **changes: Any) -> Pipe:
-        """Make a new pipeline for the same test case.
+        """Make a new pipeline for the same test case, with some changes.
 
         Args:
             changes: New values for fields of the test case (`Training`).
@@ -215,7 +215,7 @@ class Pipe(ABC):
         return {name: p.grad for name, p in self.module.named_parameters()}
 
     def found(self) -> Tensors:
-        """Return a dictionary of losses, outputs, gradients, parameters and buffers."""
+        """Return all results: losses, outputs, gradients, parameters and buffers, by name."""
         found: Tensors = {}
         for k, loss in enumerate(self.losses):
             found[f"loss {k}"] = loss.detach()

@@ -148,18 +148,18 @@ def three(name: str, layers: Callable[[], nn.Sequential], **options: Any) -> Row
 
 
 def but_never(message: str) -> dict[str, str]:
-    """Return a value for `Row.refused`: an error is expected if partitions are recomputed.
+    """Return a value for `Row.refused` that expects an error in all modes but "never".
 
-    They are recomputed in the modes of checkpointing "always" and "except_last".
+    In the other modes of checkpointing, "always" and "except_last", partitions are recomputed.
     """
     return {"always": message, "except_last": message}
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Return a value for `Row.refused`: an error is expected if each task has its own graph.
+    """Return a value for `Row.refused` that expects an error if each task has a graph of its own.
 
-    This is always the case, except with the engine "graph" in the checkpointing mode "never". Then
-    the whole mini-batch has one autograd graph.
+    Each task has its own autograd graph, with one exception: with the engine "graph" in the
+    checkpointing mode "never", the whole mini-batch has one graph.
     """
     return {"graph never": "", "": message}
 
@@ -177,8 +177,8 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Choose for each test case a few combinations of variation, engine and mode of checkpointing.
 
     To run all combinations would take too long. Each variation, each engine and each mode occurs in
-    at least one chosen combination. With `pairs`, each pair of an engine and a mode occurs, too.
-    The combinations differ from test case to test case.
+    at least one chosen combination. With `pairs`, each pair of an engine and a mode also occurs in
+    one. Each test case gets another choice of combinations.
     """
     found = []
     for r, row in enumerate(rows):

@@ -178,7 +178,7 @@ def check_counts(
     checkpoint: str,
     schedule: str | None = None,
 ) -> None:
-    """Check that a pipeline compiles its layers at most as often as they are compiled without it.
+    """Check that a pipeline compiles its layers at most as often as the layers are compiled alone.
 
     The test also fails if a layer reaches PyTorch's limit of recompilations. By default, PyTorch
     would then run the layer uncompiled.
@@ -205,7 +205,7 @@ def check_counts(
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """Return a dictionary of gradients and buffers, without compiled layers' prefix `_orig_mod`."""
+    """Return gradients and buffers by name, without the prefix `_orig_mod` of compiled layers."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         found[f"gradient of {name}".replace("_orig_mod.", "")] = p.grad

@@ -86,7 +86,7 @@ STRUCTURES: dict[str, Structure] = {
 
 
 class Beside(nn.Module):
-    """A module that is not in the pipeline, but whose parameters are trained by the same loss."""
+    """A module beside the pipeline, whose parameters are trained by the pipeline's loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def assert_accumulates(model: Any, plain: nn.Sequential) -> None:
 
 
 def assert_runs_forwards(model: Any, plain: nn.Sequential) -> None:
-    """Check the results of `evaluate` and `predict`, which run forward only."""
+    """Check `evaluate`, its loss and logs, and the output of `predict`. Both run forward only."""
     output = plain(X).detach()
     loss = model.evaluate(logs, X, TARGET)
     assert differences(loss, mse_loss(output, TARGET), REORDERED) == []

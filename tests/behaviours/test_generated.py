@@ -268,8 +268,8 @@ def assert_equals_plain(case: Case) -> None:
 def verdict(case: Case) -> str:
     """Run a test case, and return its outcome as a text.
 
-    The text is "equal", or "refused: ..." if the pipeline raised an error that is allowed in this
-    case. Any other error is raised.
+    The text is "equal", or it begins with "refused" if the pipeline raised an error that is allowed
+    in this case. Any other error is raised.
     """
     try:
         assert_equals_plain(case)

@@ -240,7 +240,10 @@ CHUNKS, X = 3, torch.ones(6, 4)
 
 
 def recording_of(n: int, **way: Any) -> tuple[Any, Any]:
-    """Return a model, and the pipeline to pass to `record`. With ranks, it is within the model."""
+    """Return a model with `n` layers, and the pipeline whose tasks `record` can observe.
+
+    In one process, the model is the pipeline itself. Over ranks, the model contains the pipeline.
+    """
     layers = Sequential()
     for _ in range(n):
         layers.append(Sequential(linear(), Fails()))
@@ -255,7 +258,7 @@ def assert_on_one_clock(timeline: Any, n: int, checkpoint: Any, slack: float) ->
         timeline: The recorded timeline.
         n: The number of partitions.
         checkpoint: The mode of checkpointing.
-        slack: The number of seconds by which clocks may differ.
+        slack: The seconds by which the clocks of ranks may differ.
     """
     found = {event[:3]: event for event in timeline.events}
     assert set(found) == expected_tasks(CHUNKS, range(n), checkpoint)

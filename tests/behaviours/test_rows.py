@@ -189,7 +189,7 @@ def test_shapes_on_meta(checkpoint: str, training: bool, deferred: bool) -> None
 
 
 def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
-    """Run a test case of training with a pipeline, and return the results.
+    """Run a test case of training with a pipeline, and return its losses, gradients and so on.
 
     Args:
         row: The test case.
@@ -263,10 +263,10 @@ class Stepping(Threads):
 
 
 class InOrder(Layers):
-    """Layers without a pipeline, whose gradients are added up in the order of a schedule.
+    """Layers without a pipeline that add up gradients in the order in which a schedule does.
 
-    They run all forwards first. Then they run the backwards of micro-batches in the order of the
-    schedule for a single device.
+    Rounding depends on this order. First, the forwards of all micro-batches run. Then the backwards
+    run in the order that the schedule has for a single device.
     """
 
     schedule = "GPipe"

@@ -37,7 +37,8 @@ def numbered_layers() -> Sequential:
 def state_of_0_0_7(module: Module, balance: list[int]) -> dict[str, Tensor]:
     """Return a module's state dict with the keys that torchgpipe 0.0.7 wrote.
 
-    There, a key is `partitions`, the number of the partition, and then the usual key.
+    For example, the usual key `0.weight` becomes `partitions.0.0.weight`: the second part is the
+    number of the partition that has the layer.
     """
     children = iter(module.named_children())
     place: dict[str, int] = {}

@@ -30,9 +30,9 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the server from which all tests fork processes, before the program starts one.
+    """Start the server from which all tests fork processes, before the tested program does.
 
-    If the program started its own server, that one would lack modules which later tests need.
+    A server that the program starts would not have imported modules that later tests need.
     """
     forking()
 

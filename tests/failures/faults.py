@@ -85,7 +85,7 @@ def dies_and_its_ports_are_used() -> None:
 
 
 def dies_before_its_child() -> None:
-    """Kill this process, but leave two children running: a fork, and a program from a shell."""
+    """Kill this process, but leave two child processes: a fork, and a program from a shell."""
     os.system(f"sleep {3 * SILENCE} >/dev/null 2>&1 &")
     forks()
     dies()
@@ -214,7 +214,7 @@ def _listening() -> list[socket.socket]:
 def _cut(link: socket.socket) -> None:
     """Make a socket drop all packets that arrive, as if the network cable had been cut.
 
-    The socket drops even the packet by which the other side closes the connection.
+    The socket drops even the packet that tells it that the other side has closed the connection.
     """
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     program = struct.pack("HL", 1, ctypes.addressof(nothing))
@@ -223,10 +223,10 @@ def _cut(link: socket.socket) -> None:
 
 
 class Keyboard:
-    """Simulate a user who presses Ctrl-C during a task that takes `lasts` seconds.
+    """Simulate a user who presses Ctrl-C `times` times during a task of `lasts` seconds.
 
-    Only the first `times` signals have an effect. The signal is sent again and again, because a
-    signal that arrives right before a thread begins to wait does not wake this thread.
+    A signal that arrives right before a thread begins to wait does not wake this thread. So signals
+    are sent until `times` of them have been handled. Later ones have no effect.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:

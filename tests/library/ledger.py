@@ -15,7 +15,7 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Counts the live bytes of tensors that tasks create, but not of tensors that they receive."""
+    """Counts the live bytes of tensors that a task creates; what it receives does not count."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -74,7 +74,7 @@ def assert_gone(refs: Sequence[ref[Any]]) -> None:
 
 
 def at_once(count: int, program: Callable[[int], Any], seconds: float = 120) -> list[Any]:
-    """Call `program(0)` to `program(count - 1)` at once, each in its own thread.
+    """Call `program(0)` to `program(count - 1)` at the same time, each in a thread of its own.
 
     Return a list with the result of each call, or with the exception that the call has raised.
     """

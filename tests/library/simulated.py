@@ -212,7 +212,7 @@ class _Backward:
         return grads
 
     def hand_on(self, node: Any, following: Any, position: int, grad: Tensor | None) -> None:
-        """Pass a gradient to the next node, which becomes ready when it has all its gradients."""
+        """Pass a gradient to the next node, which becomes ready when its last gradient comes."""
         stream = self.stream_of(node)
         home = self.stream_of(following)
         if grad is not None:

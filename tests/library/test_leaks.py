@@ -43,10 +43,10 @@ def batch() -> Tensor:
 
 
 def watched(model: GPipe) -> Ledger:
-    """Return a `Ledger` that counts the live bytes of tensors that the model's tasks create.
+    """Let a new `Ledger` count the live bytes of tensors that the model's tasks create.
 
-    The function also gives a gradient to each parameter. The next step then adds to these gradients
-    in place, and creates no gradients that stay alive and would be counted.
+    Each parameter first gets a gradient of zeros. The next step adds to it in place. Otherwise, the
+    step would create gradients that stay alive and are counted.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

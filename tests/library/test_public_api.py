@@ -45,7 +45,7 @@ SIGNATURES = {
 
 
 def find(name: str) -> Any:
-    """Return the public object with the given full name, such as "torchgpipe.skip.pop"."""
+    """Import the public object with a full name such as "torchgpipe.skip.pop", and return it."""
     module_name = next(m for m in MODULES if name.startswith(f"{m}."))
     module = importlib.import_module(module_name)
     names = name.removeprefix(f"{module_name}.").split(".")

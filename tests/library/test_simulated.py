@@ -77,15 +77,17 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # With a single micro-batch, a rank also sends the state of its random generator, which is a
-        # tensor on the CPU. The simulated GPUs are CPU devices, too, so the simulation would
-        # wrongly send this state as it sends tensors of GPUs.
+        # With a single micro-batch, a rank also sends the state of its random generator, which
+        # always is a tensor on the CPU. Simulated GPUs are CPU devices, so the simulation would
+        # take this tensor for one on a GPU, and send it in the wrong way. So this case is not
+        # tested.
         return False
     if engine == "ranks" and skips:
-        # A rank sends a skip from partition s to partition p only p - s - 1 tasks after making it,
-        # which is just before p needs it. So if the copy of a skip takes longer than that of an
-        # activation, the skip arrives late, which the replay does not predict. The gradient of the
-        # skip is delayed by as many tasks, too, and it is late if these include recomputations.
+        # A rank delays each skip from partition s to partition p by p - s - 1 tasks, so that it
+        # arrives just before p needs it. If the copy of a skip takes longer than that of an
+        # activation, the skip arrives late, which `replay` does not predict. The gradient of the
+        # skip is delayed by as many tasks. It also arrives late if recomputations are among these
+        # tasks. So such cases are not tested.
         in_time = copies in ("a skip, no time", "skips in time")
         return n == 4 and mode == "never" and times == "equal" and in_time
     if n == 1:

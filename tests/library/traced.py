@@ -156,7 +156,7 @@ class Squared(torch.autograd.Function):
 
 
 class Unusual(Net):
-    """A module that calls one layer twice, once under `no_grad`, and has an autograd function."""
+    """A module that calls a layer with and without gradients, and uses an autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -242,7 +242,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def does(function: Callable[[Any, Tensor], Any], **more: Any) -> Module:
-    """Return a module with many attributes, whose forward is `function(module, input)`."""
+    """Return a module whose forward is `function(module, input)`."""
     a, b, c, hidden = [Linear(WIDTH, WIDTH) for _ in range(4)]
     holds: dict[str, Any] = {
         "count": torch.zeros(()),

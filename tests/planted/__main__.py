@@ -41,7 +41,7 @@ class Row:
     by: str = ""
 
     def planted(self, tree: Path = ROOT) -> str:
-        """Return the text of the file with the fault in it."""
+        """Return the text of the file after `old` is replaced by `new`, which plants the fault."""
         path = tree / self.file
         text = path.read_text() if path.exists() else ""
         if text.count(self.old) != 1:

@@ -93,7 +93,7 @@ class Tally:
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
-        """Return how often a gate has run. For `CANNOT_TELL`, return the number of all runs."""
+        """Return how often a gate has run. For `CANNOT_TELL`, return the runs of `regression`."""
         result = self.results.get(name)
         return 0 if result is None else int(result.values[RUNS])
 
@@ -107,13 +107,18 @@ class Tally:
         return 0 if result is None else int(result.values[FOUND])
 
     def missing(self, gates: Sequence[str], runs: int) -> list[str]:
-        """Return those of `gates` that have run less often than `runs` times."""
+        """Return the gates that have run less than `runs` times."""
         return [gate for gate in gates if self.runs(gate) < runs]
 
     def add(self, gates: Sequence[str], found: set[str]) -> list[Result]:
-        """Add one run of all `gates`, of which those in `found` have found the loss.
+        """Count one more run of the given gates.
 
-        Return all results.
+        Args:
+            gates: The gates that have run.
+            found: Those of them that have found the planted loss.
+
+        Returns:
+            The new counts, as results for a record.
         """
         for name in (*gates, CANNOT_TELL):
             values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}

@@ -103,9 +103,9 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that makes a folder of modules, which raise an error when imported.
+    """Return a function that makes a folder of modules which raise an error when imported.
 
-    Its keyword arguments are the names of the modules. The values are the statements that raise.
+    The function takes a keyword argument for each module: its name, and the statement that raises.
     """
 
     def make(**modules: str) -> Path:

@@ -40,9 +40,9 @@ def one_line(text: str) -> str:
 
 
 def timed(steps: Sequence[float]) -> dict[str, list[float]]:
-    """Return the samples of a result with the given times of steps.
+    """Return the samples of a result whose steps took the given seconds.
 
-    For each step, they have its time and the number of its round.
+    The samples are the time of each step, and the number of the round in which it ran.
     """
     if not steps:
         return {}
@@ -153,7 +153,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, tag: str) -> None:
-    """Make a git repository of a folder, if it is none. Commit all files, and tag the commit."""
+    """Commit all files of a folder, and tag the commit. Make a git repository if there is none."""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)

@@ -42,7 +42,7 @@ KEPT = (
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of an experiment with a new name, smaller models and smaller batches.
+    """Return a small copy of an experiment under a new name: smaller models and smaller batches.
 
     If the experiment measures memory, its scale `paper` (a set of sizes) is not made smaller.
     """

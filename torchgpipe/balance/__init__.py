@@ -63,7 +63,8 @@ def balance_by_time(
         raise ValueError(f"timeout must be a number of seconds, 0 or more, but got {timeout!r}")
     if place.type == "meta":
         raise ValueError(
-            "nothing takes time on device 'meta': name a real device, or use balance_by_size"
+            "nothing takes time on device 'meta', so layers cannot be timed on it: give a real "
+            "device, or use balance_by_size"
         )
     seconds = profile_times(module, sample, timeout, place)
     return minimise_heaviest(seconds, partitions)

@@ -54,7 +54,7 @@ def check_partitions(partitions: int, layers: int) -> None:
     if partitions > layers:
         raise ValueError(
             f"cannot fill {how_many(partitions, 'partition')} with {how_many(layers, 'layer')}: "
-            f"every partition needs a layer, so ask for at most {how_many(layers, 'partition')}"
+            f"every partition needs at least one layer; set partitions to at most {layers}"
         )
 
 
@@ -144,8 +144,9 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
     """Return the border between `first` and `last` at which the prefix sum is nearest to `share`.
 
-    A border is the index of the first layer behind it. If layers that cost nothing make several
-    borders equally good, the function returns the one nearest to `count`.
+    A border is the index of the first layer behind it. The prefix sum there is the cost of all
+    layers before the border. If layers that cost nothing make several borders equally good, the
+    function returns the one nearest to the index `count`.
     """
 
     def distance(cut: int) -> tuple[int, int, int]:
@@ -155,10 +156,10 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return for each number k of partitions how many layers at the list's end they can take.
+    """Return, for each k, how early the last k partitions can start, for k up to `partitions`.
 
-    Entry k is the index of the first of these layers, for k from 0 to `partitions`. No partition
-    may cost more than `bound`.
+    Entry k is the smallest index such that k partitions can take all layers from this index to the
+    end of the list, although no partition may cost more than `bound`.
     """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):

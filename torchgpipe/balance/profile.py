@@ -141,7 +141,7 @@ class Rehearsal:
         check(self.output, f"the output of layer {self.index}")
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Call `forward`; return the storages (with their ids) that autograd saves for backward."""
+        """Call `forward`; return the storages that autograd saves for backward, by their ids."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:

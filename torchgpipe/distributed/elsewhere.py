@@ -46,8 +46,8 @@ class OtherRanksParameters(Guard):
         for leaf in leaves_of(roots):
             if leaf in self._elsewhere:
                 raise RuntimeError(
-                    f"a layer of partition {self._index} uses {self._elsewhere[leaf]!r}, a "
-                    "parameter of another rank's layers, without having it as a parameter of its "
-                    "own; assign the parameter to the layer, as in self.weight = embedding.weight, "
-                    "so that the ranks add up its gradients"
+                    f"a layer of partition {self._index} uses the parameter "
+                    f"{self._elsewhere[leaf]!r}, which only layers of another rank have as an "
+                    "attribute; assign the parameter to this layer, too, as in self.weight = "
+                    "embedding.weight, so that the ranks add up its gradients"
                 )

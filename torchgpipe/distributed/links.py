@@ -40,7 +40,8 @@ class RandomState(NamedTuple):
         seeds: The seeds of the mini-batch. Ranks send only the value `seeds.drew`: whether any
             stage has drawn random numbers so far.
         in_order: Whether only one task at a time runs on all ranks together. In this case, ranks
-            also send the state of PyTorch's default generator, so that they draw as one process.
+            also send the state of PyTorch's default generator, so that all ranks together draw the
+            same numbers as a single process would.
     """
 
     seeds: Seeds

@@ -80,7 +80,7 @@ class TiedParameter(NamedTuple):
             raise TypeError(
                 f"the copies {self} are one parameter, and it is a DTensor (made by fully_shard or "
                 "parallelize_module), whose gradients a pipeline cannot add up over its ranks; "
-                "replicate these layers, or give each layer a parameter of its own"
+                "do not shard these layers, or give each layer a parameter of its own"
             )
         return p
 
@@ -295,7 +295,7 @@ def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
 
 
 def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """Return the sum of the parts that are tensors; return `None` if no part is a tensor."""
+    """Return the sum of those `parts` that are tensors, or `None` if none of them is."""
     total: Tensor | None = None
     for part in parts:
         if part is None:

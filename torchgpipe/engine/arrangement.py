@@ -82,8 +82,8 @@ def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arr
     n = max(1, stages // usual if usual == 1 or devices is None else devices)
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
-            f"the schedule {known.name} needs the same number of stages, at least {usual}, on each "
-            f"device, but there are {stages} partitions for {how_many(n, 'device')}; give a "
+            f"the schedule {known.name} needs the same number of partitions, at least {usual}, on "
+            f"each device, but the balance has {stages} for {how_many(n, 'device')}; give a "
             f"balance of {usual * n} partitions"
         )
     v = max(1, stages // n)

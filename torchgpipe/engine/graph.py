@@ -152,8 +152,8 @@ class _MiniBatch:
 
     def task(self, i: int, j: int) -> None:
         """Run the forward of micro-batch i on stage j."""
-        # Copy the task's skips now, and not when they are made. Otherwise, earlier tasks of this
-        # stage would wait for these copies.
+        # Copy the skips that this task pops to its device now, and not already when they are
+        # stashed. Otherwise, earlier tasks of this stage would wait for the copies.
         item = self._take(i, j)
         run = self._run_apart if self._apart else self._run_within
         self._hand_over(i, j, run(i, j, item))

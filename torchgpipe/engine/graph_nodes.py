@@ -27,8 +27,8 @@ class NodeTask(TaskGraph):
 
     Attributes:
         stream: The stream of the task; `None` on devices without streams.
-        arrival: The fence that makes streams wait for each other when inputs are copied here.
-        departure: The fence that makes streams wait for each other when outputs are copied.
+        arrival: The fence (which makes streams wait for each other) for copies of the inputs.
+        departure: The fence for copies of the outputs.
         inside: The context in which a backward runs; it counts the threads that run partitions.
         output_form: The class of the output: `Tensor`, or a tuple class.
     """
@@ -43,8 +43,8 @@ class NodeTask(TaskGraph):
         """Recompute this task during the current backward, if it is checkpointed."""
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
-            # The node of a recomputation has only CPU tensors (ties) as inputs, so autograd does
-            # not choose the task's GPU stream for the node. Choose the stream here.
+            # The node of a recomputation has only one input: a tie (an empty CPU tensor that orders
+            # nodes). So autograd does not choose the task's GPU stream for it. Choose it here.
             with accelerator.using(self.stream), SetBackOnFailure(), self.inside:
                 try:
                     self.recompute(keep=keeps_graph())
@@ -74,7 +74,8 @@ class TaskNode(torch.autograd.Function):
     ) -> Flat:
         """Run the task's forward. `gate`, `before` and `source` only make edges of the graph.
 
-        The edges force an order of the backwards. A tie is an empty tensor that makes such an edge.
+        These edges force an order of the backwards. A tie is an empty tensor that a task returns
+        only so that another node can take it, which makes such an edge.
 
         Args:
             ctx: The node.

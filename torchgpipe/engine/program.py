@@ -94,10 +94,10 @@ class BatchIO:
         return self._output_grads[i]
 
     def take_sum(self, p: Tensor) -> Tensor | None:
-        """Return the gradient that the criterion gives to the parameter `p`, or `None`.
+        """Remove and return the sum of the gradients that the criterion gives to the parameter `p`.
 
-        There is such a gradient only in a `step`, because only a `step` runs the criterion. The
-        gradient can be taken only once.
+        The sum is over all micro-batches. Here it is `None`, because no criterion was called. The
+        subclass `Losses`, which calls the criterion of a `step`, overrides this method.
         """
         return None
 

@@ -101,7 +101,8 @@ def joined(outputs: list[Any]) -> Any:
         if not same(other.value, structure.value):
             raise TypeError(
                 f"{returns} with other keys, or with other values that are no tensors, for "
-                f"micro-batch {i} than for micro-batch 0; return the same ones, or {ONE_AT_A_TIME}"
+                f"micro-batch {i} than for micro-batch 0; return the same keys and values for all "
+                f"micro-batches, or {ONE_AT_A_TIME}"
             )
         if len({x.size(0) if x.dim() else None for x in tensors}) > 1:
             shapes = shortened([tuple(x.shape) for x in tensors])

@@ -53,8 +53,8 @@ def check_module(module: object) -> None:
         )
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; make one of any "
-            "module's layers: torchgpipe.sequential(module, sample)"
+            f"GPipe wraps an nn.Sequential, but got {type(module).__name__}; "
+            "torchgpipe.sequential(module, sample) makes an nn.Sequential of any module"
         )
     own = _beside_layers(module)
     if own and type(module) is not Layers:

@@ -34,7 +34,8 @@ def _device(given: Any) -> torch.device:
         return torch.device(given)
     except (TypeError, RuntimeError):  # the message of PyTorch can have several lines
         raise TypeError(
-            f"{shortened(given)} is not a device of PyTorch, such as 'cpu' or 'cuda:0'"
+            f"devices=[…] has to contain devices such as 'cpu' or 'cuda:0', but "
+            f"{shortened(given)} is not a device of PyTorch"
         ) from None
 
 

@@ -28,7 +28,7 @@ class Fixed(nn.Module):
 
     @balance.setter
     def balance(self, balance: object) -> NoReturn:
-        """Raise `AttributeError`, because the layers are on the devices of the old balance."""
+        """Refuse a new balance by `AttributeError`: the layers are already on their devices."""
         raise AttributeError(
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
             f"{balance}, make a new pipeline of the layers with this balance, and a new optimizer"
@@ -41,14 +41,14 @@ class Fixed(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: object) -> NoReturn:
-        """Raise `AttributeError`, because the engine was made for the old schedule."""
+        """Refuse a new schedule by `AttributeError`: the engine was made for the old one."""
         raise AttributeError(
             f"a pipeline keeps the schedule that it was made with, {self.schedule.name!r}; to use "
             f"{shortened(schedule)}, make a new pipeline of the layers with this schedule"
         )
 
     def __setitem__(self, index: object, layer: object = None) -> NoReturn:
-        """Raise `TypeError`, because a pipeline keeps its layers."""
+        """Refuse to replace a layer of the pipeline: raise `TypeError`."""
         raise TypeError(
             f"layer {shortened(index)} of a pipeline cannot be replaced or removed; change the "
             "layers first, then wrap them in a new pipeline (what is inside of a layer may be "

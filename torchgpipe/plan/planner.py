@@ -192,7 +192,7 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
 def _by_schedule(
     schedules: Sequence[str | Schedule], found: Sequence[Mapping[int, Found]]
 ) -> list[tuple[str, Candidate | None]]:
-    """Return pairs of a schedule's name and its best setup; `None` if no setup fits.
+    """Return pairs of a schedule's name and its best setup, or `None` where no setup fits.
 
     Args:
         schedules: The schedules.

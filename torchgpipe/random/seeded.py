@@ -118,7 +118,7 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let `torch.compile` work in this mode: compiled layers use the private generator, too."""
+        """Let compiled layers run in this context; they then use the private generator, too."""
         return True
 
     @staticmethod

@@ -25,8 +25,8 @@ def in_turn(lists: Lists, room: Room | None = None) -> list[Action]:
 
     Args:
         lists: The actions of each device.
-        room: Maps an action to another action, which has to start before a limited buffer between
-            devices has room for the former action's result. By default, no buffer is limited.
+        room: If buffers between devices are limited: maps an action that may find its buffer full
+            to the action that makes room when it starts. By default, no buffer is limited.
 
     Raises:
         ValueError: If no order is possible. The message names a buffer that has no room, or a
@@ -119,7 +119,7 @@ def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], r
 
 
 def _refuse_waiting(lists: Lists, needed: Needs, done: set[Action]) -> None:
-    """Raise `ValueError` if an action waits for ever; `done` has all actions that do not."""
+    """Raise `ValueError` if an action waits for ever, which means that it is not in `done`."""
     for d, actions in enumerate(lists):
         for action in actions:
             if action in done:

@@ -134,8 +134,9 @@ class Schedule:
             issue: A function that returns for how many seconds the host issues an action (on a GPU,
                 launches its kernels); `None` if issuing takes no time. One thread issues the
                 actions of all devices, one after another, in the order in which they would start
-                if each took its `units`. A device starts an action after the thread has begun to
-                issue it, and ends the action after the thread has issued it.
+                if a whole backward took two units of time, and any other action one. A device
+                starts an action after the thread has begun to issue it, and ends the action after
+                the thread has issued it.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.

@@ -181,7 +181,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
 
 
 def parameter(key: str) -> str | None:
-    """Return the parameter's name NAME from a key `optimizer.state.NAME.KEY`.
+    """Return the name of the parameter to which a key `optimizer.state.NAME.KEY` belongs: NAME.
 
     For all other keys, return `None`.
     """
@@ -270,9 +270,9 @@ def _check_one_group(names: list[str], options: Options) -> None:
             other = options[name].get(option)
             if not same(first, other):
                 raise ValueError(
-                    f"the optimizer has {names[0]!r} and {name!r} in one group, but in the saved "
-                    f"state their options differ: {option} is {first} for the first parameter and "
-                    f"{other} for the second"
+                    f"the optimizer has the parameters {names[0]!r} and {name!r} in one group, but "
+                    f"in the saved state their options differ: {option} is {first} for the first "
+                    f"parameter and {other} for the second"
                 )
 
 

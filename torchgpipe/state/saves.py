@@ -319,7 +319,7 @@ def _check_pickles(others: Content) -> None:
             pickle.dumps(value)
         except Exception as error:  # noqa: PERF203 - the message names the value
             raise TypeError(
-                f"{name} cannot be saved, because its value cannot be pickled ({error}); give "
+                f"the value {name} cannot be saved, because it cannot be pickled ({error}); give "
                 "tensors and plain Python values, such as a state_dict()"
             ) from None
 

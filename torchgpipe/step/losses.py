@@ -280,8 +280,9 @@ def run_step(
 ) -> Tensor:
     """Run all tasks of a mini-batch in the schedule's order, and return the mini-batch's loss.
 
-    If gradients are enabled, this runs all backwards, too. The returned loss has an autograd node,
-    but the backward of this node computes nothing: it only returns the gradients that were summed.
+    The tasks are the forwards and, if gradients are enabled, the recomputations and backwards. The
+    returned loss has an autograd node. The backward of this node runs no layers: it only hands the
+    gradients that were computed here to the parameters and the inputs.
 
     Args:
         batch: The mini-batch.

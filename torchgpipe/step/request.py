@@ -44,7 +44,8 @@ def check_criterion(given: object, call: str = "step") -> None:
     if isinstance(given, type):
         name = given.__name__
         raise TypeError(
-            f"the criterion must be a function, but got the class {name}; give {name}()"
+            f"the criterion must be a function, but got the class {name}; give an object of this "
+            f"class: {name}()"
         )
     if not callable(given):
         raise TypeError(

@@ -119,9 +119,9 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, gradients of weights later.
 
-    What is computed later is found out only once for all graphs with the same structure. For the
-    user, `str()` says how many matrix products get their weight gradients later, and why others do
-    not.
+    Which gradients are computed later is decided only once for all graphs with the same structure.
+    For the user, `str()` says how many matrix products get their weight gradients later, and why
+    others do not.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -186,7 +186,7 @@ class Halves:
     def _split_of(
         self, roots: Sequence[GradientEdge], nodes: list[Any], rows: tuple[Row, ...]
     ) -> Split:
-        """Return how the backward of a graph is split. It is the same for all equal `rows`.
+        """Decide how the backward of a graph is split; graphs with equal `rows` are split alike.
 
         Args:
             roots: The edges at which the backward starts.

@@ -189,8 +189,8 @@ class Stage:
         for each, old, new in zip(shared, before, after, strict=True):
             if each and old != new:
                 raise RuntimeError(
-                    f"partition {self.index} changed an input in place that shares memory with "
-                    "a skip or with another input, which would not change if it were on another "
+                    f"partition {self.index} changed an input in place, but a skip or another "
+                    "input shares its memory, and changes with it only while both are on the same "
                     "partition; make the layer that changes the input out-of-place "
                     "(inplace=False), or give it a copy (x.clone())"
                 )

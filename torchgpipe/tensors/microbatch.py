@@ -307,9 +307,9 @@ def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
         return outputs[0]
     if not is_flat(outputs[0]):
         raise TypeError(
-            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline concatenates "
-            "tensors, and those in a mapping, in a dataclass, or in a tuple of tensors only, "
-            f"without another structure in it; return one of these, or {ONE_AT_A_TIME}"
+            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline can only "
+            "concatenate a tensor, a tuple of tensors, or a mapping or dataclass with tensors, "
+            f"without further nesting; return one of these, or {ONE_AT_A_TIME}"
         )
     expected = _structure(outputs[0])
     for i, y in enumerate(outputs):

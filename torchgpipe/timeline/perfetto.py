@@ -124,9 +124,10 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 
 
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
-    """Return two dictionaries: from tasks to arrows that end at them, and that start at them.
+    """Return, for each task, the arrow that ends at it, and the arrow that starts at it.
 
-    An arrow goes from a task to a task of another stage that needs its result. Its id is a number.
+    An arrow goes from a task to a task of another stage that needs its result. The two dictionaries
+    map tasks to the numbers of their arrows.
     """
     # A dictionary keeps the order of the tasks, in which the arrows get their ids. A set does not.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)

@@ -106,7 +106,7 @@ def generalise(
 
 
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
-    """Raise `Differs` if a module returned other structures, or used other constant tensors.
+    """Raise `Differs` if a module's constant tensors, or the structures that it returns, differ.
 
     Args:
         recordings: The recordings of the module for several sizes.
@@ -120,8 +120,9 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
     if not all(same(end, ends[0]) for end in ends):
         returned = ", ".join(map(repr, structures))
         raise Differs(
-            f"it uses different constant tensors, or returns {returned[:200]}; a pipeline can only "
-            "return tensors, and other values that are equal for all batch sizes"
+            f"its constant tensors, or the structures that it returns ({returned[:200]}), differ "
+            "between batches; a pipeline can only return tensors, and other values that are equal "
+            "for all batches"
         )
 
 
@@ -202,15 +203,17 @@ def check_batch(
 
 
 def _second_batch(shape: Sequence[int], size: int, others: Sequence[int]) -> int | None:
-    """Return the only dimension, besides 0, that is as long as the batch and differs.
+    """Return the dimension of an output, besides 0, that is always as long as the batch.
+
+    An output has such a dimension if it has a value for each pair of samples.
 
     Args:
-        shape: The shape of an output.
-        size: The batch size.
-        others: The lengths of the dimensions after 0 for another batch size.
+        shape: The shape of the output.
+        size: The batch size for which the output has this shape.
+        others: The lengths of the output's dimensions after 0 for another batch size.
 
     Returns:
-        The dimension, or `None` if the shape differs in another way.
+        The dimension, or `None` if no other dimension, or more than one, depends on the batch size.
     """
     if len(shape) != 1 + len(others) or shape[0] != size:
         return None
@@ -288,7 +291,7 @@ class _Unlike(Exception):
 def by_mode(training: Sequence[Call], evaluation: Sequence[Call]) -> list[Call] | None:
     """Merge the calls that a module makes in training and in evaluation into one list.
 
-    Plain arguments that differ, such as numbers, are replaced by `ByMode`.
+    Plain arguments that differ, such as numbers, are replaced by `ByMode` placeholders.
 
     Args:
         training: The calls in training mode.

@@ -293,7 +293,7 @@ def batched(module: Module) -> Sequence[bool] | None:
 def keep_names(module: Module) -> None:
     """Let `load_state_dict` of a sequence of layers take the state of the module that was traced.
 
-    In the state, the names have no names of layers in them.
+    The keys of that state do not have the names of layers in them, as the sequence's own keys do.
     """
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)

@@ -1,4 +1,4 @@
-"""Check that a module makes the calls of its layers for other sizes, in another mode and so on."""
+"""Check that a module would make the same calls as its layers for other sizes or modes."""
 
 import copy
 from collections.abc import Container

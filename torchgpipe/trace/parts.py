@@ -213,8 +213,8 @@ def _check_parts(value: Any, what: str) -> None:
         refuse_array(part, place)
         if isinstance(part, MicroBatches):
             raise TypeError(
-                f"{place} is MicroBatches; give MicroBatches of whole inputs, each with a part of "
-                f"{where}"
+                f"{place} is MicroBatches, but only the whole input can be; give MicroBatches of "
+                f"whole inputs, each with its own {where}"
             )
         if isinstance(part, list):
             raise TypeError(

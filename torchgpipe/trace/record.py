@@ -221,7 +221,7 @@ def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Ca
 
 
 def _merged(module: Module, calls: list[Call], recorded: Recorded) -> list[Call] | None:
-    """Merge calls with those of the other mode. Return `None` if they differ too much."""
+    """Merge calls with those of the other mode; `None` if more than plain arguments differ."""
     own, other = recorded.recordings[0], recorded.other_mode[0]
     ends = (own.outputs, own.result[0], own.extra), (other.outputs, other.result[0], other.extra)
     if not same(*ends):

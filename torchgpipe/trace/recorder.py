@@ -54,10 +54,11 @@ class Recorder(TorchFunctionMode):
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
         notes: Gets an entry for each module that uses something that a recording cannot repeat.
-        results: The results of submodules that cannot run on fake tensors, if they are known.
+        results: What submodules that cannot run on fake tensors returned for real tensors, or
+            `None` if such submodules should raise an error.
 
     Attributes:
-        sizes: The batch size of the fake tensors, and their lengths that may change.
+        sizes: The batch size of the fake tensors, then the lengths named in `dynamic_shapes`.
         device: The device of all fake tensors. With `None`, they have the devices of real tensors.
         fake: The `FakeTensorMode` that makes the fake tensors.
         calls: The recorded calls.

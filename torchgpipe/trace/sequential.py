@@ -125,8 +125,8 @@ def sequential(
                 except Untraceable as error:
                     first = first or error
                     # If the error has no `__cause__`, the module runs with this guess, but its
-                    # calls cannot be recorded. So try no guess with fewer batched inputs: if the
-                    # module ran with it, it would compute something else.
+                    # calls cannot be recorded. So do not try guesses with fewer batched inputs:
+                    # with these, the module could run, but would compute something else.
                     if error.__cause__ is None:
                         break
                 else:

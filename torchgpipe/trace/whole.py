@@ -91,7 +91,8 @@ CHECKPOINT = "torch.utils.checkpoint"
 """The note of a module that checkpoints a part of its forward."""
 
 # Functions that cannot be recorded: they may return something else when the layers run, or they do
-# more than return a result. The use of an attribute is a call of its `__get__` or `__set__`.
+# more than return a result. For an attribute such as `x.grad`, the functions that Python calls are
+# listed: `__get__` to read it, and `__set__` to set it.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
@@ -118,12 +119,12 @@ for name in (
 def check_notes(root: Module, notes: Notes) -> None:
     """Raise `Untraceable` if a module uses something that a recording of its calls cannot repeat.
 
-    Only reading the mode (`training`) is allowed, because the calls are recorded again when the
+    Reading the mode (`training`) raises no error, because the calls are recorded again when the
     mode changes.
 
     Args:
         root: The module.
-        notes: What its submodules use. This is empty if everything can be repeated.
+        notes: For each submodule that uses such a thing, the name of the thing, and the line.
     """
     for what, at in notes.values():
         if what != "training":

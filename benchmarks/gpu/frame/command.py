@@ -196,7 +196,7 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
 
 
 def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
-    """Run a part if there is time for it and its packages are installed; return how it ended."""
+    """Run a part (a measurement), unless time or a package is missing; return how it ended."""
     absent = " ".join(package for package in part.NEEDS if find_spec(package) is None)
     if absent:
         return Outcome("not run", reason=f"not installed: {absent} (pip install {absent})")
@@ -209,7 +209,10 @@ def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
 
 
 def _close_records(folder: Path, outcome: Outcome) -> None:
-    """Mark the records that the ended part left in state "running" as finished or interrupted."""
+    """Mark the records that a part left in state "running" as finished or interrupted.
+
+    This is done when the part (a measurement) has ended.
+    """
     state: Literal["finished", "interrupted"] = "interrupted"
     if outcome.ended == "finished":
         state = "finished"

@@ -1,4 +1,4 @@
-"""Make the page that sums up the results of all parts, from the files that the parts wrote."""
+"""Make the page that sums up the results of all parts (measurements), from the parts' files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
-    """Say how fast the first GPU's clock ran before and during the parts, and what slowed GPUs."""
+    """Say how fast the first GPU was clocked before and during all parts, and what slowed GPUs."""
     if not before:
         return "Clocks are not known, because there is no driver for GPUs"
     first, *_ = before
@@ -95,7 +95,7 @@ def _known(number: float | None) -> str:
 
 
 def _first_line(name: str, part: Part, outcome: Outcome | None) -> str:
-    """Return the page's line with a part's name, how the part ended, and what it is for."""
+    """Return a line with the name of a part (a measurement), how it ended, and what it is for."""
     if outcome is None:
         return f"- **{name}** (not reached): {part.PURPOSE}"
     ended: str = outcome.ended
@@ -106,7 +106,7 @@ def _first_line(name: str, part: Part, outcome: Outcome | None) -> str:
 
 
 def _found(folder: Path, part: Part) -> list[str]:
-    """Return the lines that a part makes of its result, cut off after `MOST_LINES` lines."""
+    """Return the first `MOST_LINES` lines that a part (a measurement) says of its result."""
     path = folder / RESULT
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Run a part in a process of its own with a time limit, and say how the part ended."""
+"""Run a part (a measurement) in a process of its own with a time limit; say how it ended."""
 
 import contextlib
 import faulthandler
@@ -32,7 +32,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
 
 class Outcome(Struct, frozen=True, omit_defaults=True):
-    """How a part ended.
+    """How a part (a measurement) ended.
 
     Attributes:
         ended: How it ended:
@@ -54,7 +54,7 @@ class Outcome(Struct, frozen=True, omit_defaults=True):
 
 
 def run_part(part: Part, context: Context, limit: float) -> Outcome:
-    """Run a part in a forked process, and return how the part ended.
+    """Run a part (a measurement) in a forked process, and return how the part ended.
 
     The forked process inherits all modules that this process has imported, so it starts at once.
     This process must not have initialized CUDA, because then the forked process could not use CUDA.
@@ -129,7 +129,7 @@ def _count_gpus() -> None:
 
 
 def _run(part: Part, context: Context) -> None:
-    """Run a part in this process, which was forked for it, and exit with 1 if the part fails."""
+    """Run a part (a measurement) in this forked process, and exit with 1 if the part fails."""
     os.setsid()  # Ctrl-C is for the parent, which then kills this process
     log = (context.folder / LOG).open("w", buffering=1)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Watch the machine's GPUs while a part runs."""
+"""Watch the machine's GPUs while a measurement runs."""
 
 from msgspec import Struct
 
@@ -9,15 +9,15 @@ Range = tuple[float, float]
 
 
 class Watched(Struct, frozen=True, omit_defaults=True):
-    """A summary of what a GPU did while a part ran.
+    """A summary of what a GPU did while a measurement ran.
 
     A field is `None` if the driver does not know its value.
 
     Attributes:
         index: The number that the driver gives the GPU.
         looks: How many times the driver was asked about the GPU.
-        busy: At how many of these times the GPU was not idle. All fields below are about the times
-            when the GPU was not idle.
+        busy: At how many of these times the GPU was not idle. The following fields are about these
+            times only.
         clock: The lowest and the highest clock rate of the multiprocessors, in MHz.
         power: The highest power draw in watts.
         temperature: The highest temperature in degrees Celsius.

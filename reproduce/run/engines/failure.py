@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
 
 def explain(error: Exception) -> Failure:
-    """Return the status and the reason to record for a row whose training raised `error`."""
+    """Return the status and the reason of a failed row, whose training raised `error`."""
     if _is_out_of_memory(error):
         return Failure("out of memory", "out of memory")
     if isinstance(error, Error):

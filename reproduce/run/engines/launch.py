@@ -64,11 +64,11 @@ class Launched:
                 self.links[k].send(what)
 
     def receive(self, of: Iterable[int], seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait until at least one of the processes `of` has sent something; yield what they sent.
+        """Wait for the processes whose numbers are in `of`, and yield what they have sent.
 
-        For each process that has sent something, yield the number of the process and the object.
-        For a process that has ended, yield its number and an `Ended`. If nothing arrives within
-        `seconds`, yield nothing.
+        The wait ends when one of them has sent an object, or has ended. For each process that has
+        sent an object, yield the number of the process and the object. For a process that has
+        ended, yield its number and an `Ended`. If nothing arrives within `seconds`, yield nothing.
         """
         links = [self.links[k] for k in of]
         for link in connection.wait(links, seconds):

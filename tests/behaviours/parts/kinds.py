@@ -35,10 +35,10 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that builds a layer by calling `make(*args, **options)`.
+    """Return a function that builds a layer of its own, which the model shares with no other place.
 
-    The returned function takes one argument, the modules that several layers can share, because all
-    functions in `KINDS` do. It ignores this argument.
+    The returned function calls `make(*args, **options)`. Like all functions in `KINDS`, it takes
+    one argument, the modules that several layers can share, but it does not use them.
     """
     return lambda parts: make(*args, **options)
 

@@ -42,7 +42,7 @@ class Do(nn.Module):
 
 
 def layer(given: Any) -> nn.Module:
-    """Return a function wrapped in a layer (`Do`), and a module unchanged."""
+    """Wrap a function in a layer (`Do`). Return a module unchanged."""
     if isinstance(given, nn.Module):
         return given
 
@@ -55,8 +55,8 @@ def layer(given: Any) -> nn.Module:
 def made(*layers: Callable[[], Any]) -> Callable[[], nn.Sequential]:
     """Return a function that builds an `nn.Sequential`.
 
-    Each argument is a function that makes one layer. It returns a module, or a plain function of
-    tensors, which is wrapped in a module.
+    Each argument is called without arguments to make one layer. If it returns a plain function of
+    tensors instead of a module, this function is wrapped in a module.
     """
     return lambda: nn.Sequential(*(layer(make()) for make in layers))
 
@@ -79,9 +79,9 @@ def five(last: Callable[[], nn.Module] = linear) -> nn.Sequential:
 
 
 def real(*, grad: bool = True) -> Tensor:
-    """Return the default input of test cases, with 8 samples.
+    """Return 8 samples of random real numbers, the default input of test cases.
 
-    Split into three micro-batches, it gives 3, 3 and 2 samples, so the last one is smaller.
+    Split into three micro-batches, they give 3, 3 and 2 samples, so the last one is smaller.
     """
     return torch.randn(8, WIDTH).requires_grad_(grad)
 
@@ -91,7 +91,7 @@ def weight() -> Parameter:
 
 
 def acting(act: Callable[[Any], object]) -> nn.Module:
-    """Return a layer that calls `act(layer)` in forward, and multiplies its input by a weight."""
+    """Return a layer that calls `act(layer)` in each forward, and scales its input by a weight."""
 
     def run(self: Any, x: Tensor) -> Tensor:
         act(self)
@@ -135,7 +135,7 @@ def _times_drawn(self: Any, x: Tensor) -> Tensor:
 def draw_from(generator: torch.Generator | None = None) -> nn.Module:
     """Return a dropout layer that draws its random numbers from the given generator.
 
-    Without a given generator, the layer makes one that no other layer uses.
+    If no generator is given, the layer makes one that no other layer uses.
     """
     own = generator or torch.Generator().manual_seed(3)
     return Do(_times_drawn, generator=own)

@@ -54,9 +54,9 @@ def drawn_in_float32(x: Tensor) -> Tensor:
 
 
 def norm_of_more(self: Any, x: Tensor) -> Tensor:
-    """Apply the layer's norm to the input, and return the normalized input.
+    """Apply the layer's norm to the input and to a scaled copy of it. Return the normalized input.
 
-    A norm needs at least two samples. So it also gets a scaled copy of the input in the same batch.
+    The copy makes the batch larger, because a norm needs at least two samples.
     """
     more = torch.cat([x, 2 * x])
     y: Tensor = self.norm(more)
@@ -85,9 +85,10 @@ for size in (2, LARGE):
 
 
 class Watching(Functions):
-    """A PyTorch mode that worker threads may use at the same time.
+    """A PyTorch mode that only counts calls, so that worker threads may use it at the same time.
 
-    Its attribute `only_watches` tells this to a pipeline, which otherwise raises an error.
+    Its attribute `only_watches` says so. Without this attribute, a pipeline with worker threads
+    would raise an error.
     """
 
     only_watches = True
@@ -224,7 +225,7 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def has(self, *what: str) -> bool:
-        """Return whether this test case has any of the given features.
+        """Return whether this test case has at least one of the given features.
 
         Args:
             *what: The features: kinds of layers, ways in which a step is run, or modes of a step.

@@ -154,9 +154,11 @@ def _first(value: Any) -> Tensor:
 
 
 def _with_first(value: Any, y: Any) -> Any:
-    """Return a tuple with its first tensor replaced by `y`, a tensor or a tuple of tensors.
+    """Replace the first tensor of a tuple by `y`, and return the new tuple.
 
-    If `value` is a single tensor, return `y`.
+    Args:
+        value: The tuple. If it is a single tensor instead, `y` itself is returned.
+        y: A tensor, or a tuple of tensors, all of which take the place of the first tensor.
     """
     if isinstance(value, Tensor):
         return y

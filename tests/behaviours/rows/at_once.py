@@ -35,7 +35,7 @@ TURNS = 12
 
 
 def pause(x: Tensor) -> Tensor:
-    """Wait for a random time, so that threads run in a new order, and return the input."""
+    """Return the input after a random pause, so that threads run in another order each time."""
     time.sleep(3e-3 * random.random())
     return x
 
@@ -47,7 +47,7 @@ def draw_after_pause(x: Tensor) -> Tensor:
 def norm() -> nn.Module:
     """Return a batch norm whose running statistics never change (momentum 0).
 
-    Otherwise they would depend on the order in which threads run.
+    Statistics that change would depend on the order in which threads run.
     """
     return nn.BatchNorm1d(4, momentum=0.0)
 
@@ -65,9 +65,9 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout. In forward only, let another thread draw random numbers before.
+    """Let another thread draw a random number, in forward only, and then apply dropout.
 
-    So if both threads share a random generator, dropout draws different numbers in a recomputation.
+    If both threads share a random generator, dropout draws different numbers in a recomputation.
     """
     if not is_recomputing():
         thread = threading.Thread(target=torch.rand, args=(5,))
@@ -100,8 +100,8 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train two models at the same time, each in its own thread: `run` and `also(run)`.
 
-    If `run` is not a pipeline, but the layers alone, the models are trained one after the other.
-    The results of a pipeline are compared with theirs.
+    If `run` is not a pipeline but plain layers, the models are trained one after the other. Their
+    results are those that the pipelines must have.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)

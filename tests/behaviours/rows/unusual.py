@@ -133,7 +133,7 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 
 
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """Run a step on ones, and return whether dropout has the same mask in backward as in forward.
+    """Run a step on an input of ones. Return whether dropout had one mask in forward and backward.
 
     Some layers save the state of the global random generator in forward, and restore it in
     backward. Their masks differ if a pipeline makes the layer draw from another generator.
@@ -174,12 +174,15 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
 
 
 def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
-    """Run backward from the sum of the output and the auxiliary loss that the first layer keeps.
+    """Run backward from the output's sum plus an auxiliary loss. Return the first layer's gradient.
+
+    The auxiliary loss is the attribute `penalty`, in which the first layer keeps it.
 
     Args:
         run: The model.
         x: The input.
-        observed: Whether the pipeline has an observer, and the graph is kept after backward.
+        observed: Whether to give the pipeline an observer, so that each task has a graph of its
+            own, and to keep the graph after backward.
     """
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own
@@ -238,7 +241,7 @@ def with_a_skip() -> nn.Sequential:
 
 
 def masking(name: str, layer: Callable[[], Any], refused: dict[str, str]) -> Row:
-    """Return a test case that compares the dropout masks of forward and backward."""
+    """Return a test case that compares a layer's dropout masks in forward and backward."""
     layers = made(layer, nn.Identity)
     return Row(name, layers, long, (1, 1), use=masks_are_alike, refused=refused)
 

@@ -159,9 +159,10 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make each backward wait for an event, or poll in a loop. The program must count this.
+    """Check that the program counts waits: make each backward wait for an event, or poll in a loop.
 
-    Tasks of the library itself never do so, so only planted waits can show that they are counted.
+    Backwards of the library never wait like this, so only planted waits can show that waits are
+    counted.
     """
     backward = TaskGraph.backward
     before = count(WORKERS)

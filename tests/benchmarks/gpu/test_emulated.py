@@ -60,9 +60,9 @@ def test_the_record_of_an_experiment_is_summed_up() -> None:
 def test_a_run_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that a run that exceeds its time gets SIGINT.
+    """Check that the benchmark stops a run (by SIGINT) that takes longer than its allotted time.
 
-    The benchmark then uses the record that the run has written before.
+    The benchmark then uses the results that the run has written before.
     """
     given = context(tmp_path)
     folder = tmp_path / "records"
@@ -104,10 +104,10 @@ def test_experiments_without_time_are_named(tmp_path: Path) -> None:
 def test_each_experiment_gets_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check how the time is divided among experiments.
+    """Check how the benchmark divides its time among experiments.
 
-    The time that an experiment leaves unused goes to the later ones. The results of an experiment
-    are shown beside predictions.
+    The time that an experiment leaves unused goes to the later ones. The test also checks that the
+    results of an experiment are shown beside predictions.
     """
     given = Context("part", "paper", tmp_path / "part", time.monotonic() + 305.0)
     given.folder.mkdir()

@@ -44,10 +44,12 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """Simulate a recorded step, with and without two components of the library.
+    """Simulate a recorded step from the times of its tasks and copies, and compare three results.
 
-    With the component "dependency", a recomputation can start before its gradient arrives. With the
-    component "streams", copies run on streams of their own, at the same time as tasks.
+    The first simulation has two components of the library. Each of the others leaves out one:
+
+    - Without "dependency", a recomputation cannot start before its gradient arrives.
+    - Without "streams", copies do not run at the same time as tasks.
     """
     events: list[tuple[Kind, int, int, float, float]] = []
     now = 0.0

@@ -32,7 +32,10 @@ GPipe = lambda layers, balance, **_: nn.Sequential(*layers)
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """Run all measurements at a tiny size, and compare with a made-up version of the library."""
+    """Run the whole command at a tiny size on the CPU. It must finish all of its measurements.
+
+    Some of them compare the library with another version, here a package that the test writes.
+    """
     package = tmp_path / "other" / "torchgpipe"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(OLD)
@@ -126,7 +129,7 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 class Kineto:
     """A stand-in for PyTorch's profiler.
 
-    It records the calls `STEP` if a step has run, and otherwise only the call `SYNC`.
+    It returns the made-up calls of CUDA in `STEP` if a step has run, and else only the call `SYNC`.
     """
 
     issued = False

@@ -46,9 +46,9 @@ def hangs(context: Context) -> Fields:
 
 
 def interrupts(context: Context) -> Fields:
-    """Interrupt the command. While the command looks for processes to end, start one more.
+    """Interrupt the command. As soon as the command has listed its processes, start one more.
 
-    The command must also end the process that is missing in its list.
+    The command must also end this new process, although its list does not have it.
     """
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)

@@ -51,9 +51,9 @@ def test_a_wrong_order_and_wrong_gradients_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_counted_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check in which unit the benchmark counts the memory of a step.
+    """Check that the memory of a step is counted in multiples of what the first forward adds.
 
-    The unit is the memory that the first forward adds. Only the memory after forwards is counted.
+    Only the memory after forwards is counted.
     """
     allocated = iter([100, 110, 120, 115])
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: next(allocated))

@@ -85,8 +85,9 @@ INTEGERS = torch.randint(5, (6,))
 # These kinds of layers change a tensor in place that their own backward needs. PyTorch raises an
 # error for them, with or without profiling.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
-# Each value is a function that builds a model, and a sample input for this model. The first models
-# end with a layer of each kind in `KINDS`.
+# The test models. The value of each name is a function that builds the model, and a sample of its
+# input. There is one model for each kind of layer in `KINDS`, which is its last layer. Further
+# models are added below.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }
@@ -104,7 +105,7 @@ MODELS |= {
 
 
 def state(module: Module, sample: Any) -> list[object]:
-    """Return copies of all values of a module and a sample that profiling must not change."""
+    """Return copies of everything that profiling must not change in a module and a sample."""
     parameters = [*module.parameters()]
     samples = [sample] if isinstance(sample, Tensor) else [*sample]
     random = [torch.get_rng_state()]

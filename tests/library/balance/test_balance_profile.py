@@ -44,9 +44,9 @@ def test_layers_take_turns_until_the_timeout(clock: Clock) -> None:
     balance_by_time(2, model, X, timeout=65.0, device="cpu")
     a, b = ["a forward", "a backward"], ["b forward", "b backward"]
     runs = 1 + profile.RUNS_PER_COPY
-    # A forward and backward of `a` takes 3 seconds, and one of `b` takes 7 seconds. Profiling times
-    # each layer several times, and then begins again with the first layer. The timeout of 65
-    # seconds ends this second round after the first timed run of `b`.
+    # For the layer `a`, a forward and a backward take 3 seconds together, and for `b` 7 seconds.
+    # Profiling times each layer several times, and then begins again with the first layer. The
+    # timeout of 65 seconds ends this second round after the first timed run of `b`.
     assert clock.history == runs * a + runs * b + runs * a + 2 * b
     assert clock.now == 66.0
 

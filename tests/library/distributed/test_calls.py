@@ -63,7 +63,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Mix the calls of two pipelines: an evaluation, and losses with 0, 1 and 2 backwards."""
+    """Mix the calls of two pipelines: evaluations, and losses with no, one or two backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -114,7 +114,7 @@ def test_a_criterion_that_calls_the_pipeline_is_refused_at_once() -> None:
 
 
 def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a criterion that adds a penalty on the parameters of `layers` to the loss."""
+    """Return a criterion that adds to the loss a penalty on the parameters of `layers`."""
 
     def criterion(y: Tensor, target: Tensor) -> Tensor:
         penalty: Any = sum(p.square().sum() for p in layers.parameters())
@@ -124,9 +124,9 @@ def penalised(layers: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def test_a_criterion_that_uses_parameters_of_another_rank_is_refused() -> None:
-    """Check that a criterion is refused if it uses parameters of any rank but the last one.
+    """Check that a criterion may use parameters of the last rank only.
 
-    The criterion runs on the last rank. Such a gradient would not reach its own rank.
+    The criterion runs on the last rank. A gradient of another rank's parameter would stay there.
     """
     layers = linears()
     model = DistributedGPipe(layers, [1] * WORLD, chunks=3, schedule="1F1B")
@@ -199,7 +199,7 @@ def assert_an_error_of_the_criterion_is_told(ours: Any) -> None:
 
 
 def assert_mini_batches_are_compared(ours: Any) -> None:
-    """Put rank 1 one mini-batch ahead of the other ranks, and expect an error on all ranks."""
+    """Assert that all ranks raise an error if rank 1 is one mini-batch ahead of the others."""
     if ours.rank == 1:
         ours._serial += 1
     refusal = r"rank \d is in mini-batch \d, but rank \d is in mini-batch \d: every rank has to"

@@ -42,7 +42,11 @@ WAYS = {
 
 
 def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
-    """Return the layers of four partitions, which the given skips connect, and their balance."""
+    """Return layers for four partitions, with the given skips between them, and the balance.
+
+    Args:
+        skips: For each skip, the partition that stashes it and the one that pops it.
+    """
     torch.manual_seed(0)
     each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]
     return partitions(each, skips, torch.cos)
@@ -197,7 +201,7 @@ def test_any_tensor_travels(x: Tensor, way: str, streams: Any) -> None:
 
 
 def ends(way: str, streams: Any) -> tuple[Transfer, Transfer]:
-    """Return the sending end and the receiving end of a connection from rank 0 to rank 1."""
+    """Return the sending and the receiving end of a connection from rank 0 to rank 1."""
     world = simulate_ranks(streams, GPUS[:2])
     ends = []
     for own in (0, 1):

@@ -87,10 +87,12 @@ def drawing(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepped(model: Any, first: bool = True, last: bool = True) -> dict[str, Any]:
-    """Call `evaluate`, `step` and `loss` with a criterion that uses dropout.
+    """Call `evaluate`, `step` and `loss` with a criterion that uses dropout. Return the results.
 
-    Return a dictionary of the results. `first` says whether this rank has the first stage: only
-    then does it give an input. `last` says whether it has the last stage, and gives a target.
+    Args:
+        model: The pipeline.
+        first: Whether this rank has the first stage. Only then does it give an input.
+        last: Whether this rank has the last stage. Only then does it give a target.
     """
     more: dict[str, Any] = {}
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu", 0)
 def trained(world: World) -> list[Any]:
     """Train a model over simulated ranks.
 
-    Return a list with each rank's losses and warnings, or its error.
+    Return a list: for each rank, its losses or its error, and at the end the texts of all warnings.
     """
     torch.manual_seed(0)
     x = torch.rand(6, 3)
@@ -50,7 +50,7 @@ def trained(world: World) -> list[Any]:
 
 
 def with_broken_pair(world: World, fails: Callable[[], None], streams: Any) -> None:
-    """Make both ranks call `fails` instead of their first transfer from rank 1 to rank 2."""
+    """Make the first transfer from rank 1 to rank 2 fail: both ranks call `fails` instead of it."""
 
     def made(store: str, own: int, *more: Any) -> Pair:
         pair: Any = world.pair(store, own, *more)
@@ -81,7 +81,7 @@ def test_if_nccl_does_not_connect_one_pair_all_ranks_use_host_memory(streams: An
 
 
 def test_a_rank_that_dies_while_others_connect_ends_them(streams: Any) -> None:
-    """Check that the other ranks raise an error at once, instead of waiting for a dead rank."""
+    """Check that the other ranks raise an error at once if a rank dies while ranks connect."""
     world = simulate_ranks(streams, GPUS[:N])
 
     def die() -> None:

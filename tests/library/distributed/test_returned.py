@@ -185,9 +185,9 @@ def test_several_gradients_in_one_call_are_refused_on_all_ranks(schedule: str) -
 
 
 def test_it_moves_only_to_where_it_is() -> None:
-    """Check that `to` accepts only the device and dtype that the model has already.
+    """Check that `model.to` accepts only the device and dtype that the model already has.
 
-    Training frameworks make such calls, and they must not fail.
+    Training frameworks make such calls, which change nothing and must not fail.
     """
     model = pipeline()
     for there in ("cpu", torch.device("cpu"), torch.float32, X):

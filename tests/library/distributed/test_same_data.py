@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Collect the texts of warnings in a list, which is filled when the `with` block ends."""
+    """Record warnings. The list that this yields gets their texts when the `with` block ends."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Give each rank other samples, and expect only one warning.
+    """Give each rank other samples, and expect a single warning about this.
 
     The loss must be that of the first rank's input with the last rank's target.
     """

@@ -41,7 +41,10 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Load a state on the same number of ranks. Training and dropout must go on unchanged."""
+    """Save and load a state on equally many ranks, and compare with an uninterrupted training.
+
+    Dropout must draw the same numbers, too.
+    """
     options: dict[str, Any] = {"chunks": chunks, "deferred_batch_norm": True}
 
     def make(seed: int) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
@@ -165,10 +168,10 @@ def growing_layers(seed: int) -> nn.Sequential:
 
 
 def test_several_optimizers_and_extra_state_that_grows() -> None:
-    """Save on ranks. Load over ranks, in one process, and into plain layers on each rank.
+    """Save on ranks, with two optimizers. Load on ranks, in one process, and into plain layers.
 
-    Each of these schedules adds up gradients in its own order. The sum of two micro-batches'
-    gradients still has the same bits, because a + b is b + a.
+    These trainings add up gradients in different orders. The sum of two micro-batches' gradients
+    still has the same bits, because a + b is b + a.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

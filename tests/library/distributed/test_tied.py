@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks(WORLD)
 
 
 class Head(nn.Module):
-    """The last layer of a language model, with the embedding's weight and its own bias."""
+    """The last layer of a language model. It uses the embedding's weight, and has its own bias."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def words(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> dict[str, Tensor]:
-    """Train on one mini-batch for each seed. Return losses, gradient norms and the state."""
+    """Train on a mini-batch for each random seed. Return losses, gradient norms and the state."""
     parameters = [*model.parameters()]
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, parameters))
     found = {}
@@ -191,7 +191,7 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
 def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
     """Assert that a step raises an error on ranks 0 and 2, which have the shared weight.
 
-    Rank 1 may raise no error, because it may already have finished its part of the step.
+    Rank 1 need not raise one, because it may already have finished its part of the step.
     """
     error = ""
     try:
@@ -338,7 +338,7 @@ def test_a_weight_in_a_list_is_refused(checkpoint: Any) -> None:
     layers = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), Listed(first))
     model = DistributedGPipe(layers, [1, 1, 1], chunks=2, checkpoint=checkpoint)
     model.evaluate(cross_entropy, *words())  # this has no gradients, and finds nothing
-    message = "layer of partition 2 uses '0.weight', a parameter of another rank's layers, without"
+    message = "layer of partition 2 uses the parameter '0.weight', which only layers of another"
     with pytest.raises((RuntimeError, RankFailed), match=message):
         model.step(cross_entropy, *words())
 

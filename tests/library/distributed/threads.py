@@ -86,7 +86,10 @@ class Group:
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Add a send or a receive to its queue. Pair the oldest send with the oldest receive."""
+        """Add a send or a receive to its queue.
+
+        Then pair the oldest sends with the oldest receives, and copy the tensors.
+        """
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
@@ -132,9 +135,9 @@ class Move(Parcel):
 
 @dataclass(eq=False)
 class Pair:
-    """A simulated NCCL group of one sender and one receiver, as one of these two ranks sees it.
+    """A simulated NCCL group of two ranks, a sender and a receiver.
 
-    The first transfer of a group takes no time.
+    Each of the two ranks has its own object. The first transfer of a group takes no time.
     """
 
     world: World

@@ -85,7 +85,7 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
-    """Assert that one rank's results are equal to the whole model's results of the same names.
+    """Assert that one rank's results equal those of the whole model which have the same names.
 
     Only results whose names begin with `prefix` are compared.
     """

@@ -1,6 +1,7 @@
-"""Test layers that call collectives: ranks and the engine of one thread allow them.
+"""Test layers that call collectives, such as `all_reduce`, which need one order on all processes.
 
-The engine with worker threads refuses them, because its tasks have no fixed order.
+Pipelines over ranks, and the engine that runs tasks in one thread, allow such layers. The engine
+with worker threads refuses them, because its tasks have no fixed order.
 """
 
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def plainly(plain: nn.Module, x: Tensor, target: Tensor, m: int = 4) -> Tensor:
-    """Run a step of plain layers, with one backward for each micro-batch. Return the loss."""
+    """Run a step of plain layers, with a backward after each micro-batch. Return the loss."""
     losses = []
     for part, t in zip(x.chunk(m), target.chunk(m), strict=True):
         loss = mse_loss(plain(part), t) / m
@@ -210,7 +211,10 @@ def whole(x: Any) -> Tensor:
 
 
 def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
-    """Assert that two steps with clipped gradients give what plain layers give, up to rounding."""
+    """Assert that two training steps with clipped gradients equal those of the plain layers.
+
+    They need to be equal only up to rounding.
+    """
     x = torch.randn(8, 6)
     target = torch.randn(8, 3)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]

@@ -25,7 +25,7 @@ class Stashing(nn.Module):
 
 
 class Aside(nn.Module):
-    """A layer that keeps a tensor with a graph as an attribute."""
+    """A layer that keeps a tensor with an autograd graph as an attribute, which is a mistake."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.aside = x.square()

@@ -94,7 +94,7 @@ class Positions(nn.Module):
 
 
 class Packs(nn.Module):
-    """A layer that returns its input as a packed sequence, with length 3 for every sample."""
+    """A layer that packs its input to sequences that all have length 3."""
 
     def forward(self, x: Tensor) -> Any:
         return pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True)
@@ -339,9 +339,9 @@ def test_a_criterion_that_needs_no_target() -> None:
 
 
 def test_success_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Check that `sequential` prints nothing when one of its guesses was wrong but it succeeds.
+    """Check that `sequential` prints nothing if it succeeds, even if it first guessed wrongly.
 
-    It guesses which arguments have a batch dimension.
+    It guesses which of the arguments have a batch dimension.
     """
     case = CASES["a mask as long as the batch"]
     sequential(case.make(), case.sample())

@@ -27,7 +27,7 @@ ASKED = {"memory": "4MiB", "chunks": [1], "checkpoint": ["never"]}
 
 
 def out_of_memory(x: Tensor) -> Tensor:
-    """Raise OutOfMemoryError when a layer really runs, that is, if its input is not on `meta`."""
+    """Raise OutOfMemoryError if the layer computes real numbers (its input is not on `meta`)."""
     if not x.is_meta:
         explode(torch.OutOfMemoryError())
     return x

@@ -56,9 +56,11 @@ def images() -> tuple[nn.Sequential, Tensor]:
 
 
 def balance_between(cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the balance, that is, the number of layers of each partition.
+    """Return the balance: how many layers each partition has.
 
-    `cuts` are the indices of the layers with which the second and all later partitions begin.
+    Args:
+        cuts: The index of the first layer of each partition, except for the first partition.
+        layers: The number of layers of the model.
     """
     bounds = (0, *cuts, layers)
     return tuple(end - begin for begin, end in pairwise(bounds))
@@ -79,14 +81,14 @@ def every(predictor: Predictor, name: str) -> list[Candidate]:
 
 
 def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
-    """Return the balance whose slowest partition is as fast as possible."""
+    """Return the balance for which the slowest partition takes the least time."""
     seconds = predictor.layers(setup.sizes[0])
     costs = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     return tuple(minimise_heaviest(costs, len(setup.balance)))
 
 
 def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
-    """Assert that a setup does not take less time or memory than the computed lower bounds."""
+    """Assert that no computed lower bound is above the time or the memory of a setup."""
     assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
     lightest = work.balance(n, 1.0)
     assert heaviest(work.held, lightest) <= found.peak

@@ -106,9 +106,9 @@ def starts(spans: Iterable[Event]) -> list[float]:
 
 
 def test_what_finds_no_room_waits() -> None:
-    """Let the second device be slow, and limit the number of outputs that may wait for it.
+    """Check that a device pauses when its outputs find no room at the next device.
 
-    The first device must pause when so many outputs wait.
+    The test limits the number of outputs that may wait for the second device, which is slow.
     """
     schedule = make("GPipe", 2, 4)
 

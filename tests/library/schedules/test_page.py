@@ -10,7 +10,7 @@ from torchgpipe.schedules.named import NAMED
 
 
 def seconds(name: str, n: int, m: int) -> float:
-    """Return the seconds of a step, if the forward of all stages of a device takes 1 s."""
+    """Return the seconds of a step if 1 s is the forward of all stages of a device together."""
     made = make(name, n, m)
     stages_on_each = len(made.placement) / n
     return made.replay().seconds / stages_on_each

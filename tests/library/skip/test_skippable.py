@@ -67,9 +67,10 @@ def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
 
 
 def yielding(names: dict[str, list[str]], *steps: object) -> Callable[[], object]:
-    """Return a function that makes a layer with the skips `names`, and runs the layer.
+    """Return a function that makes a layer with the skips `names`, and runs its forward.
 
-    In its forward, the layer yields each of `steps`.
+    The forward of the layer yields `steps` one after another. Usually, a layer yields `stash` and
+    `pop`.
     """
 
     def forward(self: Module, x: Tensor) -> Any:

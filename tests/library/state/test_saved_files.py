@@ -1,4 +1,7 @@
-"""Test that a crash leaves a save complete or absent, and that only one job saves at a time."""
+"""Test that a crash during a save leaves a complete state or none.
+
+The tests also check that only one job can save at a time.
+"""
 
 import os
 import shutil

@@ -18,7 +18,7 @@ def pipeline(schedule: str) -> GPipe:
 
 
 def gradients(model: GPipe) -> list[Tensor]:
-    """Return the gradients of all parameters, and fail if one is missing."""
+    """Return the gradients of the pipeline's four parameters, and fail if one is missing."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(found) == 4
     return found

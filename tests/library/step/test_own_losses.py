@@ -84,7 +84,11 @@ def test_the_loss_is_that_of_the_whole_mini_batch(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, (_, _, options) in ROWS.items() if options != {}])
 def test_step_alone_gives_another_loss(name: str) -> None:
-    """Check that the losses that need an option, or `loss`, do need it."""
+    """Check that `step` without options gives another loss than that of the whole mini-batch.
+
+    The test uses the losses for which docs/schedules.md names an option, or `loss` instead of
+    `step`.
+    """
     criterion, target, _ = ROWS[name]
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(7, 6), nn.Tanh(), nn.Linear(6, 7))

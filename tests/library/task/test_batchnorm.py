@@ -108,7 +108,7 @@ TOGETHER = list(product([0.1, None, 0.7], DTYPES, [True, False], SIZES))
 
 
 def test_layers_commit_together() -> None:
-    """Update the statistics of many layers in one `commit`. Each layer keeps its own precision."""
+    """Check that one `commit` updates the statistics of many layers, each in its own precision."""
     plain = []
     for k, (momentum, dtype, counts, _) in enumerate(TOGETHER):
         layer = BatchNorm1d(1 + k % 2, momentum=momentum, dtype=dtype)
@@ -143,20 +143,20 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches except the first one, and return the layer."""
+    """Run a layer on all micro-batches except the first one, and return the same layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
 
 
 def evaluated(layer: Any) -> Any:
-    """Run a layer in eval mode, and then in training mode, on all micro-batches but the first."""
+    """Run a batch norm in eval mode, and then in training mode, on the same micro-batches."""
     rest(layer.eval())
     return rest(layer.train())
 
 
 def switched_off(layer: Any) -> Any:
-    """Run without `track_running_stats`, then with it, on all micro-batches but the first."""
+    """Run a batch norm with `track_running_stats` off, and then on, on the same micro-batches."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
@@ -211,7 +211,7 @@ def test_commit_ends_a_mini_batch_once(chunks: int | None) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts kernel launches. All operators launch a kernel, except those that only make views."""
+    """Counts launches of kernels: each operator counts as one, unless it only makes a view."""
 
     count = 0
 

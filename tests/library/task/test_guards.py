@@ -29,7 +29,7 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Read the table of guards in docs/how-it-works.md: a dictionary from file names to rows."""
+    """Return the table of guards in docs/how-it-works.md: each file name with its row of cells."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():

@@ -202,7 +202,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
 
 
 class Tasks:
-    """A stage with a copy of some layers, and two tasks of this stage whose forward has run."""
+    """A stage with a copy of some layers, and two of its tasks, whose forward has already run."""
 
     def __init__(
         self,

@@ -123,7 +123,8 @@ def numbers(
 ) -> list[list[float]]:
     """Run a mini-batch over two partitions, and return the random numbers that were drawn.
 
-    Only the first partition draws numbers, once for each of three micro-batches.
+    Only the first partition draws numbers, once for each of three micro-batches. The function
+    `meanwhile` runs after that.
     """
     seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []

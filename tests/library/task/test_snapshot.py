@@ -18,7 +18,10 @@ from ...behaviours.parts.layers import Do
 
 
 def look(layer: Any) -> tuple[dict[str, float], float, bool]:
-    """Return the state dict of a layer as numbers, its attribute `count`, and its training mode."""
+    """Return a layer's state as a dictionary of numbers, its attribute `count`, and its mode.
+
+    The mode is whether the layer is in training mode.
+    """
     state = {name: float(x) for name, x in layer.state_dict().items()}
     return state, float(layer.count), layer.training
 
@@ -118,7 +121,10 @@ def hook(layer: Any, inputs: object, output: object) -> None:
 
 
 def dictionaries(layers: nn.Module) -> list[int]:
-    """Return the ids of the dictionaries that hold the hooks and the buffers of all modules."""
+    """Return the ids of the dictionaries in which modules keep their hooks and their buffers.
+
+    Equal ids before and after show that a dictionary was not replaced by another one.
+    """
     found = []
     for module in layers.modules():
         found.append(id(module._forward_hooks))

@@ -160,7 +160,7 @@ def test_what_streams_and_events_have(kind: type) -> None:
 
 
 def names_of_cuda(path: Path) -> set[str]:
-    """Return the names and the strings without spaces in a source file that contain "cuda"."""
+    """Return all names in a source file that contain "cuda", and such strings without spaces."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         for field in ("id", "attr", "name", "asname", "module", "arg", "value"):

@@ -24,7 +24,7 @@ SOURCE, TARGET = torch.device("cpu", 0), torch.device("cpu", 1)
 
 
 class Passage:
-    """Copies tensors from device `cpu:0` to `cpu:1`, as a pipeline does between two tasks."""
+    """A connection that copies tensors from device `cpu:0` to `cpu:1`, as between two tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)

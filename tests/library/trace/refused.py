@@ -186,7 +186,7 @@ class WithExtraState(traced.Residual):
 
 
 def recurrent() -> Module:
-    """Return a module with an LSTM that takes the batch dimension of its input as time."""
+    """Return a module with an LSTM that mistakes the batch dimension of its input for time."""
 
     def forward(net: Any, x: Tensor) -> Any:
         output, _ = net.recurrent(x.unsqueeze(1))

@@ -35,7 +35,7 @@ def layer_1_a(self, inputs):
 
 
 class Reading(nn.Module):
-    """A module with operations that Python writes without a call, such as `x[0]` and `x.T`."""
+    """A module with expressions that the generated code must keep, such as `x[0]` and `x.T`."""
 
     def __init__(self) -> None:
         super().__init__()

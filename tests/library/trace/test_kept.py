@@ -18,7 +18,7 @@ WORDS, WIDTH, LENGTH = 12, 6, 7
 
 
 class Encoder(nn.Module):
-    """A module that encodes sentences of different lengths by an LSTM on packed sequences."""
+    """A module that encodes sentences of different lengths, by an LSTM on packed sequences."""
 
     def __init__(self, are_sorted: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
 
 
 class AllWords(Encoder):
-    """An encoder with an output whose length is the sum of the lengths of all sentences."""
+    """An encoder that returns as many items as all sentences of the batch have words together."""
 
     def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         encoded = super().forward(words, lengths)

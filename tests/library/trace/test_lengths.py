@@ -61,7 +61,7 @@ def test_what_it_takes(shapes: Any) -> None:
 
 
 class Attends(nn.Module):
-    """A module with two arguments, which may have different lengths."""
+    """A module whose two arguments may have different lengths, as in attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,10 @@ def test_what_does_something_else_for_another_length() -> None:
 
 
 class At(nn.Module):
-    """A module that returns the entry at `index` of each sample. All samples may have one index."""
+    """A module that returns the entry at `index` of each sample.
+
+    The index is a number for each sample, or one for all samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ class Indexed(nn.Module):
 
 
 class Counted(Indexed):
-    """A submodule that needs the values of the tensor `index`, as Python numbers."""
+    """A submodule that converts the tensor `index` to Python numbers, so it needs real values."""
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         return x[torch.arange(len(x)), [int(k) for k in index]]

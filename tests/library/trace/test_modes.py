@@ -19,7 +19,10 @@ X = torch.linspace(-1, 1, 24).view(4, 6).sin()
 
 
 class Dropping(nn.Module):
-    """A module that passes its mode to functions: as it is, and as a number that depends on it."""
+    """A module with two functions that depend on its mode (training or evaluation).
+
+    One takes the mode itself as an argument, and the other a number that is 0 in evaluation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +63,7 @@ class Classifier(nn.Module):
 
 
 def outputs(run: Any, *args: Tensor) -> Tensor:
-    """Return the output of a pipeline or a module, with the random numbers of a certain seed."""
+    """Set the random seed, run a pipeline or a module, and return its output."""
     torch.manual_seed(5)
     output: Tensor = run(*args)
     return output
@@ -68,7 +71,10 @@ def outputs(run: Any, *args: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_arguments_that_depend_on_the_mode(training: bool) -> None:
-    """The mode of the pipeline counts, and not the mode in which the module was traced."""
+    """Check that traced layers follow the mode (training or evaluation) of the pipeline.
+
+    The mode in which the module was traced must not matter.
+    """
     module = Dropping().train(training)
     layers = sequential(module, X)
     model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], engine="graph")
@@ -99,7 +105,11 @@ def test_copies(copied: Any) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_other_calls_in_the_other_mode(training: bool) -> None:
-    """There is a warning at once. A run in the other mode is refused, and says what to do."""
+    """Trace a module that calls other functions in training than in evaluation.
+
+    Tracing must warn. A pipeline of the layers must refuse to run in the other mode, and the error
+    must say what to do.
+    """
     module = WithAuxiliaryHead().train(training)
     mode = "training" if training else "evaluation"
     with pytest.warns(UserWarning, match=f"makes other calls when it is not in {mode}"):

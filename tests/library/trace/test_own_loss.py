@@ -14,7 +14,7 @@ WORDS = 9
 
 
 class WithLoss(nn.Module):
-    """A language model whose forward also returns its loss, as Hugging Face's models do."""
+    """A language model that also computes its loss in forward, as Hugging Face's models do."""
 
     class config:
         vocab_size = WORDS

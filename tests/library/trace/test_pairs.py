@@ -1,4 +1,4 @@
-"""A module may return a value for each pair of samples, such as of each image and each text."""
+"""Test modules that return a value for each pair of samples, such as an image and a text."""
 
 import copy
 from typing import Any
@@ -31,7 +31,7 @@ class Matching(nn.Module):
 
 
 class Ranking(Matching):
-    """Compare each image with each text, relative to all other texts."""
+    """Score each image for each text, relative to its scores for all other texts of the batch."""
 
     def forward(self, images: Tensor, texts: Tensor) -> Any:
         scores, _ = super().forward(images, texts)
@@ -51,7 +51,7 @@ def layers_of(module: nn.Module, samples: int = 8) -> nn.Sequential:
 
 @every_schedule
 def test_step(schedule: str, engine: str) -> None:
-    """In a step, each sample is paired only with the samples of its own micro-batch."""
+    """Check that a step pairs each sample only with the samples of its own micro-batch."""
     module = Matching()
     plain = copy.deepcopy(module)
     model = pipeline(layers_of(module), schedule, engine=engine)
@@ -69,7 +69,10 @@ def test_step(schedule: str, engine: str) -> None:
 
 @pytest.mark.parametrize("samples", [8, 7])
 def test_outputs_are_not_concatenated(samples: int) -> None:
-    """With one micro-batch, the output is the module's. With several, pairs would be missing."""
+    """Check that the output of several micro-batches is refused, because pairs would be missing.
+
+    With one micro-batch, the output must be the module's.
+    """
     module = Matching()
     layers = layers_of(module, samples)
     model = GPipe(layers, [2, 2], devices=["cpu", "cpu"])

@@ -69,9 +69,9 @@ def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
 
 
 class Experts(nn.Module):
-    """A mixture of experts with only one expert, which changes some of the samples.
+    """A mixture of experts with a single expert, which changes the samples of highest score.
 
-    It changes about a quarter of them, so the result depends on the batch size.
+    It changes about a quarter of the batch. So the result for a sample depends on the others.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
 
 
 def masked(**given: Any) -> dict[str, Any]:
-    """Return arguments for a call of `traced.Masked`, of which those in `given` are replaced."""
+    """Return the usual arguments for `traced.Masked`, but with the values in `given`."""
     mask = torch.arange(WIDTH) > 2
     return {"x": rows(), "mask": mask, "double": True, **given}
 

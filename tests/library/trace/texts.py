@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model with learnt positions, for which a text cannot be longer than `LONGEST`."""
+    """A language model with learnt position embeddings, so texts have at most `LONGEST` tokens."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class Long(GPT):
-    """A language model that computes something else for texts of more than nine tokens."""
+    """A language model that applies another function to texts of more than nine tokens."""
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         y = super().forward(tokens, mask)

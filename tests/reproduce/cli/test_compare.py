@@ -34,7 +34,7 @@ MACHINES = "absolute speed is not judged: the sides ran on different machines"
 
 
 def published(seconds: float) -> list[Result]:
-    """Make two measured results that reproduce two rows of a published table.
+    """Make two measured results that have the configurations of two rows of a published table.
 
     In the published table, the second row is 1.54 times as fast as the first row. In the measured
     results, a step takes 1 s in the first row, and `seconds` in the second row.

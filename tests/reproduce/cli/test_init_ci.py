@@ -32,7 +32,7 @@ HOST = "https://host.example"
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a git repository with a package and its benchmark cases. Return its folder.
+    """Change into the repository of a user's own package with benchmark cases. Return its folder.
 
     If git is given an address on the made-up server `HOST`, it uses the folder above the repository
     instead.
@@ -121,7 +121,7 @@ def test_a_command_of_ones_own_installs_everything(own: Path, command: Any) -> N
 
 NO_ADDRESS = "no way, so name the git repository from which CI installs this program, as in --from"
 FOLDER = "a folder of this machine: give an address such as https://HOST/OWNER/REPOSITORY@TAG"
-BOTH = "use --from together with --package, and without --set-up"
+BOTH = "use it only together with --package, and not with --set-up"
 REFUSED: list[tuple[list[str], str]] = [
     (MINE, NO_ADDRESS),
     ([*MINE, "--from", "a b"], "a b: give https://HOST/OWNER/REPOSITORY@TAG"),
@@ -133,7 +133,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*MINE, "--from", "git+file://localhost/OWN"], FOLDER),
     ([*MINE, "--from", "../own@v1"], FOLDER),
     (["--package", "mine", "--cases", "ignored.py"], "git ignores this file"),
-    (["--package", "mine", "--cases", "../outside.py"], "CI has only files of the repository"),
+    (["--package", "mine", "--cases", "../outside.py"], "CI has only the files in the repository"),
     (["--package", "mine", "--cases", "none.py"], "none.py: there is no such file"),
 ]
 

@@ -28,7 +28,7 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a new folder for runs, and return its subfolder for published runs."""
+    """Make and enter a folder for runs. Return its subfolder, which has the published runs."""
     measured = tmp_path / "measured"
     measured.mkdir()
     (tmp_path / "runs").mkdir()

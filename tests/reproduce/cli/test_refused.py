@@ -74,7 +74,7 @@ REFUSED = {
     "compare record.json record.json --alpha 0": "'--alpha'",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
-    f"{TWO} --filter n=3": "--filter n=3: no remaining row has this value; choose from 2, 10",
+    f"{TWO} --filter n=3": "--filter n=3: no row to compare has this value; choose from 2, 10",
     f"{TWO} --filter x=3": (
         "--filter x=...: no row has x; there are experiment, row, scale, device, engine, "
     ),

@@ -158,7 +158,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
         "--base v1 --restarts 5",
         2,
         None,
-        f"with {len(NAMES)} cases and --alpha 0.01, nothing could be called significant",
+        f"with {len(NAMES)} cases and --alpha 0.01, no difference could be significant",
     ),
     ({"base": ["machinery never"]}, "--base v1", 0, "~", ""),
     (

@@ -148,7 +148,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
 def test_words_from_end_to_end(
     tiny: Tiny, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Run a language model, which is a traced module and no `nn.Sequential`.
+    """Run a language model, which must be traced because it is no `nn.Sequential`.
 
     With every engine, the recorded loss must be that of the module itself.
     """

@@ -96,8 +96,8 @@ def test_a_signal_ends_any_command_with_one_line(
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that Ctrl-C still ends the program if it arrives while a destructor runs.
 
-    Python itself prints and ignores exceptions in destructors, and so does this program with any
-    exception but the one of Ctrl-C.
+    Python prints exceptions of destructors and goes on. The program does so with all of them but
+    the one of Ctrl-C, which it raises later.
     """
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))

@@ -47,9 +47,9 @@ def test_each_setting_gets_its_option(words: str, expanded: str) -> None:
     ],
 )
 def test_settings_change_a_row(row: str, settings: list[str], fields: dict[str, Any]) -> None:
-    """Change settings of a row (configuration), and check the new row.
+    """Change settings of a row (configuration), as `--set` does, and check the new row.
 
-    It has a name and a group of its own, and is not compared with a published result.
+    The new row has a name and a group of its own, and is not compared with a published result.
     """
     changed = change_row(row_of("amoebanet-speed", row), settings)
     for name, value in fields.items():
@@ -101,8 +101,8 @@ M = ["m=8"]
     [
         ("n2m4", "k=3", "n2m4 has no k to set; there are n, m, batch_size, balance, checkpoint, L"),
         ("n2m4", "batchsize=3", "to set; did you mean batch_size"),
-        ("n2m4", "schedule=1F1B", "every row runs GPipe's schedule, as the papers do; what can be"),
-        ("n2m4", "schedule=1F1B", "set is n, m, batch_size, balance, checkpoint, L, D; 'python -m"),
+        ("n2m4", "schedule=1F1B", "the schedule cannot be changed, because every row runs GPipe's"),
+        ("n2m4", "schedule=1F1B", "--set can change n, m, batch_size, balance, checkpoint, L, D"),
         ("n2m4", "n", "--set n: give a field and its value, such as n=4"),
         ("n2m4", "n=x", "--set n=x: n is a number of partitions, such as 4"),
         ("n2m4", "m=0", "--set m=0: m is a number of micro-batches, such as 16"),

@@ -115,10 +115,10 @@ def test_a_folder_that_is_no_imagenet(files: list[str], said: str, tmp_path: Pat
 
 
 def test_a_broken_image_is_named_and_imagenet_needs_a_folder(tmp_path: Path) -> None:
-    """Check two errors: for a broken image, and for an experiment without its data set.
+    """Check the errors for a broken image, and for an experiment without its data set.
 
-    The first names the file, although a worker process reads it. The second asks for the option
-    `--data`.
+    The first error names the file, although a worker process reads it. The second one asks for the
+    option `--data`.
     """
     data = ImageNet(fill(tmp_path, "train/a/1", "val/a/1"), classes=1, workers=1)
     (tmp_path / "train/a/1.JPEG").write_bytes(b"no image")

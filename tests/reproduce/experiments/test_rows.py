@@ -83,17 +83,17 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 
 @pytest.mark.parametrize("experiment", TIMED, ids=name_of)
 def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
-    """Check that runs with default options have enough steps in each row (configuration).
+    """Check that a run with default options times enough steps of each row (configuration).
 
-    With fewer steps, no difference between two runs could be significant.
+    With fewer steps, `compare` could call no difference between two runs significant.
     """
     least = needed(Rule().alpha, paired=False)
     for scale in experiment.scales:
         assert min(scale.steps, scale.least_steps) >= least
 
 
-# The fields of a scale that say how many steps to time. If they have changed since a run, the rows
-# of its record are still those of the scale. They only have more or fewer samples.
+# The fields of a scale (set of sizes) that say how many steps to time. An old run may differ in
+# these fields, because they change only how often its rows (configurations) were timed.
 HOW_OFTEN = ("steps", "least_steps")
 
 

@@ -27,7 +27,7 @@ class Nvml:
 
 
 def _as_int(x: Any) -> Any:
-    """Cut a Python `int` to the 32 bits of a C `int`. Return other values unchanged."""
+    """Cut a Python `int` to the 32 bits of a C `int`. Return any other value unchanged."""
     return ctypes.c_int(x).value if isinstance(x, int) else x
 
 

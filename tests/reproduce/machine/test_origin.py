@@ -40,11 +40,11 @@ def test_an_address(given: str, expected: str, url: str, revision: str | None) -
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> None:
-    """Pretend that pip has installed this program.
+    """Pretend that pip has installed this program from a certain source.
 
     Args:
         monkeypatch: The fixture that replaces a function.
-        source: What pip has noted about the source of the program, or `None` for no note.
+        source: What pip has noted about the source, such as its address. `None` stands for no note.
     """
     text = None if source is None else json.dumps(source)
     made = SimpleNamespace(read_text=lambda name: text)

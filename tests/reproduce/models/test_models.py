@@ -154,7 +154,7 @@ def test_what_no_model_is_built_of(build: Build, kind: type[Exception], message:
 
 
 def test_torchvision_weights_load_into_the_flat_model_and_back() -> None:
-    """Check that weights can be exchanged with torchvision's ResNet-101, in both directions.
+    """Check that weights of ResNet-101 can be exchanged with torchvision, in both directions.
 
     With equal weights, the outputs of both models must be equal to the bit.
     """

@@ -37,7 +37,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return for each line of a comparison its ratio and verdict, or `None` if it is not judged."""
+    """Return the ratio and the verdict of each line of a comparison, or `None` if not judged."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -63,7 +63,7 @@ def test_what_a_decision_means(outcome: Any, metric: str, expected: str) -> None
 def emulated_too(x: float, **more: Any) -> Record:
     """Make a record in which the row y is faster than the row x (rows are configurations).
 
-    It is four times as fast in the measured results, and twice as fast in the emulated results.
+    The row y is four times as fast in the measured results, and twice as fast in the emulated ones.
     """
     x_measured, y_measured = row("x", x, over="x"), row("y", x / 4, over="x")
     x_emulated, y_emulated = emulated(row("x", 2.0, over="x")), emulated(row("y", 1.0, over="x"))
@@ -71,7 +71,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a record whose rows slow down over time. The row y is `factor` times as fast as x."""
+    """Make a record of rows x and y that get slower. The row y is `factor` times as fast as x."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -91,7 +91,7 @@ ONE = record(X)
 
 
 def of_rows(*seconds: float, **changes: Any) -> Record:
-    """Make a record of rows x, y, z and w with the given times of a step. x is the baseline."""
+    """Make a record of rows x (the baseline), y, z and w, with the given seconds of a step."""
     rows = []
     for name, time in zip("xyzw", seconds, strict=False):
         rows.append(row(name, time, over="x"))
@@ -125,7 +125,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
-    """Make a record of the row x, and of two rows, y and z, with the given link, size and scale."""
+    """Make a record of the row x, and of rows y and z with the given link, size and scale."""
     rows = []
     for name in "yz":
         config = {"row": name, "link": link, "size": size}

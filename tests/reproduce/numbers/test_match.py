@@ -44,7 +44,7 @@ def published(row: str, experiment: str = "tg-amoebanetd-speed", **config: Any) 
 
 
 def reproducing(name: str, **changes: Any) -> Record:
-    """Make a record with a measured result that reproduces a published result.
+    """Make a record with one result, which is measured and reproduces a published result.
 
     Args:
         name: The name of the measured result.
@@ -72,10 +72,10 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 
 
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
-    """Check which of several results with one configuration is compared: the most similar one.
+    """Check which result is compared if a record has several results with one configuration.
 
-    If these results differ only in scale (set of sizes) or device, labels name the scale or the
-    device.
+    It must be the most similar one. If the results differ only in scale (set of sizes) or device,
+    their labels name it.
     """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 

@@ -48,11 +48,11 @@ def test_throughput_is_of_each_step_or_of_the_median_epoch() -> None:
 
 
 def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
-    """Return the throughput of an emulated result, divided by that of a measured result.
+    """Return the speed of an emulated result divided by the measured speed of another result.
 
     Args:
-        here: For each step of the emulated result, its seconds without copies between devices. The
-            emulated throughput is computed from these seconds.
+        here: For each step of the emulated result, its seconds if copies between devices take as
+            long as on this machine. The emulated speed is computed from them.
         theirs: The measured result.
     """
     emulated = timed([99.0, 99.0], [0, 1])

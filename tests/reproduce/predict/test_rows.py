@@ -91,10 +91,11 @@ def test_how_far_throughput_and_speed_ups_are() -> None:
 
 
 def test_how_much_more_was_reserved_than_is_predicted_to_be_allocated() -> None:
-    """Check the planner's constant `HEADROOM`, the memory that it leaves free for the allocator.
+    """Check the planner's constant `HEADROOM`, the share of memory that it leaves free.
 
-    It is the share by which published reserved memory is larger than predicted allocated memory:
-    the median over the rows (configurations) of two published tables, rounded up.
+    Memory that PyTorch's allocator reserves is larger than the memory allocated for tensors.
+    `HEADROOM` is the median of published reserved memory over predicted allocated memory, minus 1
+    and rounded up, for the rows (configurations) of two published tables.
     """
     shares = []
     for experiment in ("unet-memory", "amoebanet-memory"):

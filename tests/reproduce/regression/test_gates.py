@@ -39,7 +39,7 @@ def test_a_gate_judges_the_new_version_beside_the_old_one(
 
 
 def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
-    """Check that an error is raised if a gate cannot judge, because the package does not run."""
+    """Check the error if a gate cannot judge a version, because the package does not run."""
     made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
     with pytest.raises(Error, match=r"^gate: the package does not run$"):
         gates.judged_by("a.gate", *made)

@@ -51,10 +51,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """Check that the measuring program is started anew for every few restarts.
+    """Check that the program that measures is started anew after every few restarts.
 
-    If a revision cannot run a case, the job must report this once, and leave out the case in later
-    starts.
+    If a revision cannot run a case, the job must report this once. Programs that start later must
+    leave out the case.
     """
     stand_in("""
 for case in list(job["cases"]):
@@ -93,9 +93,9 @@ for i in range(job["first"], job["first"] + job["restarts"]):
 
 
 def test_a_second_old_version_is_a_third_side(stand_in: Callable[[str], None]) -> None:
-    """Measure a third version, older than the other two.
+    """Measure a third version, which is older than the other two.
 
-    If one version cannot run a case, the other two must still be compared.
+    If one of the three versions cannot run a case, the other two must still be compared.
     """
     stand_in("""
 if job["first"] == 0:
@@ -272,7 +272,7 @@ def test_what_cannot_run_is_told_once_and_left_out(
 def test_what_ran_before_and_no_longer_does_is_an_error(
     answer: int, first: int, finished: list[str]
 ) -> None:
-    """Check the error if a case ran before and cannot run now, for example for lack of memory."""
+    """Check the error if a case ran before and no longer runs, for example for lack of memory."""
     log: list[str] = []
     lines = run(log, {(1, "a", answer): "MemoryError"}, restarts=3, first=first)
     for case in finished:
@@ -283,9 +283,9 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
 
 
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
-    """Check the error of a process that imports torchgpipe from another folder than it should.
+    """Check the error of a process that imports torchgpipe from a wrong folder.
 
-    Otherwise it would measure another version.
+    Without this error, the process would measure another version than it should.
     """
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))

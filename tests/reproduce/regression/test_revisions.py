@@ -82,7 +82,7 @@ def test_what_cannot_be_had(
     ids=["a file in src", "a folder", "built"],
 )
 def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path: Path) -> None:
-    """Check in which folder of a copied revision a package is found.
+    """Check in which folder of a copied revision a package is found: at its top, or in `src`.
 
     Files that git ignores, such as builds, must not be copied.
     """
@@ -203,7 +203,7 @@ def test_the_first_slower_commit(
         ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
         ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
         ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
-        ("v0", "v2", 1, [], 3, "nothing could be called significant"),
+        ("v0", "v2", 1, [], 3, "no difference could be significant"),
     ],
 )
 def test_what_cannot_be_searched(

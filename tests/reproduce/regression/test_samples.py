@@ -93,7 +93,8 @@ def test_a_planted_delay_is_a_share_of_the_usual_step(
     """Check that a planted delay makes a step longer by `slow_down` times the usual time of a step.
 
     In this test, a fake clock advances by 1 s in a usual step, and by 9 s in a warm-up step. The
-    clock also advances a little whenever it is read, because the delay reads it until it is over.
+    clock also advances a little whenever it is read. Otherwise, a delay that waits for the clock
+    would never end.
     """
     now, steps = 0.0, 0
 
@@ -198,8 +199,8 @@ def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, S
 def test_overlap_is_a_family_of_its_own() -> None:
     """Check that overlap cases, which are timed by the wall clock, have a mean of their own.
 
-    They must not change the mean of the other cases. The allowed risk of a false alarm is divided
-    by the number of all significance tests.
+    The overlap cases must not change the mean of the other cases. All significance tests share the
+    allowed risk of a false alarm: the risk of each is the total divided by their number.
     """
     others = eight(SAME, 0.01)
     overlap = overlapping(SLOWER)
@@ -247,10 +248,10 @@ def test_cpu_time_is_judged_on_a_busy_machine() -> None:
     [(1 + WALL * ALSO * 0.9, None), (1 + WALL * ALSO * 1.1, "worse than v1: overlap never, ")],
 )
 def test_many_small_losses_add_up(since: float, said: str | None) -> None:
-    """Check the comparison with the older version that the option `--also` names.
+    """Check the comparison with an older version, which the option `--also` names.
 
-    It finds losses that are too small to be found from one version to the next. It has its own,
-    wider threshold.
+    Losses that are too small to be found from one version to the next add up, and this comparison
+    finds them. Its threshold is larger than that of the usual comparison.
     """
     samples = {}
     for case, each in overlapping(since, 0.001).items():

@@ -28,7 +28,7 @@ RUN = Run(
 
 
 def on_gpus(record: Record) -> Record:
-    """Return a copy of a record, changed as if it was measured on GPUs.
+    """Return a copy of a record that says its results were measured on GPUs.
 
     The reserved memory is twice the allocated memory.
     """
@@ -64,9 +64,10 @@ def records() -> list[Record]:
 
 @pytest.fixture(scope="session")
 def own(records: list[Record]) -> list[Record]:
-    """Return two runs as a user of the report would make them. The report shows only the newer run.
+    """Return two records of one experiment that a user has run twice.
 
-    In both runs, other programs used the cores while one row (configuration) was timed.
+    The report shows only the newer one. In both runs, other programs used the cores while one row
+    (configuration) was timed.
     """
     source = records[-1]
     results = []

@@ -29,7 +29,7 @@ LINK = "tg-amoebanetd-speed/n2m4"
 
 
 class Reader(HTMLParser):
-    """An HTML parser that checks that elements are closed, and collects tags, ids and links."""
+    """A parser that collects a page's tags, ids and links. It checks that elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

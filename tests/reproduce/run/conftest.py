@@ -116,7 +116,7 @@ counted: dict[str, dict[str, Any]] = {}
 
 
 def counted_once(row: Row) -> dict[str, Any]:
-    """Count a model's parameters and bytes. Keep the counts, because counting takes a second."""
+    """Count a model's parameters and bytes. Keep the result, as counting takes a second."""
     model = str((row.model, row.size, row.num_classes, row.optimizer))
     if model not in counted:
         counted[model] = count(row)

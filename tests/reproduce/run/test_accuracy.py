@@ -39,7 +39,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]
 
 
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
-    """Return the statuses and samples of results, without those that depend on the clock."""
+    """Return the statuses and samples of results, but not the times of epochs.
+
+    What remains must be equal in an interrupted and an uninterrupted run.
+    """
     found = {}
     for row, result in results.items():
         samples = {**result.samples, "epoch_time": None}
@@ -81,7 +84,7 @@ def fail(
         where: The name of the function. `step` raises before it does anything, and any other
             function raises after it has done its work.
         row: The name of the row (configuration) whose calls are counted and raise. If it is empty,
-            the calls for all rows are.
+            the calls for all rows are counted and raise.
     """
     owner: Any = AccuracyTraining if where == "step" else accuracy
     call = getattr(owner, where)

@@ -60,7 +60,7 @@ def emulation(row: Row, devices: Devices = CPU, link: Any = None) -> Emulation:
 
 
 def recomputed(row: Row, m: int) -> int:
-    """Return how many of `m` micro-batches are recomputed in the row's mode of checkpointing."""
+    """Return how many of `m` micro-batches are recomputed in a row's mode of checkpointing."""
     counts = {"always": m, "except_last": m - 1}
     return counts.get(row.checkpoint or "", 0)
 
@@ -136,9 +136,9 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
     """
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the seconds of a kind of task, by micro-batch and partition.
+        """Return the seconds of a kind of task: a row for each micro-batch, a column per partition.
 
-        Only the first `count` micro-batches have such tasks. The others have zeros.
+        Only the first `count` micro-batches have such tasks. The rows of the others are zeros.
         """
         costs = []
         for k, i in enumerate(like):
@@ -156,7 +156,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 
 def ran(row: Row) -> Executed:
-    """Return made-up times of the tasks that an emulation runs (not those of all micro-batches)."""
+    """Return made-up times of the tasks of an emulation, which runs only some micro-batches."""
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     times = {}
@@ -218,7 +218,7 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """Check that an emulated task takes its median share of a step, times the median step's time.
+    """Check that a task's emulated time is its median share of a step, times a median step.
 
     So a step in which one task was disturbed has no effect. In a step in which the whole machine
     was slow, the shares are the usual ones.

@@ -92,7 +92,7 @@ def test_layers_have_no_hooks_afterwards(clock: Clock) -> None:
 def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that the time to issue a task leaves out the pauses within this task.
+    """Check that pauses within a task do not count as time to issue (submit) the task.
 
     In these pauses, the host waits until the device is idle. Here, a simulated clock advances by a
     second when it is read, and by a minute in a pause.

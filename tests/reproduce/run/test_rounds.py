@@ -46,7 +46,7 @@ def test_a_time_limit_bounds_steps_that_nobody_asked_for(
     timed: int,
     said: str | None,
 ) -> None:
-    """Check runs with a time limit, with and without the option `--steps`.
+    """Check how many steps run before a time limit, with and without the option `--steps`.
 
     If measurements would take longer than the limit, the rows (configurations) are only emulated.
     """

@@ -39,7 +39,7 @@ def work(checkpoint: Mode = "never", dropout: float = 0.0) -> Work:
 
 
 def failing() -> Work:
-    """Return a model and its data. The model's last layer raises an error in the second step."""
+    """Return a model and its data. The last layer raises an error in the second training step."""
     fails = Fails()
     fails.fail("forward", ValueError("no such luck"), calls_before=2)
     layers = nn.Sequential(nn.Linear(4, 4), fails)
@@ -47,7 +47,7 @@ def failing() -> Work:
 
 
 def killed() -> Work:
-    """Kill this process if it is that of the last rank. In the other rank, wait for ever."""
+    """Kill this process if it runs the last rank. Otherwise, wait for ever."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()

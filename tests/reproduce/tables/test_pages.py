@@ -36,14 +36,14 @@ def record(*results: Result, **run: Any) -> Record:
 
 
 def full(row: Row) -> list[float]:
-    """Return a utilization of 1 for each device of a row (configuration)."""
+    """Return a utilization of 100% for each device of a row (configuration)."""
     return [1.0] * row.devices
 
 
 def observed(
     name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any
 ) -> Record:
-    """Make a record in which all rows have the same samples/s, utilization and memory."""
+    """Make a record whose rows all have equal speed, utilization and memory, or given values."""
 
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
@@ -74,7 +74,7 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Return made-up samples/s of three steps. GPipe is faster with more devices."""
+    """Return made-up emulated samples/s of three steps. GPipe gets faster with each device."""
     speeds = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     other = 10.0 if row.published else 5.0
     speed = speeds.get(row.configuration, other * row.devices)
@@ -82,7 +82,7 @@ def emulated_faster_still(row: Row) -> Sequence[float]:
 
 
 def both(name: str, scale: str, **options: Any) -> list[Result]:
-    """Make emulated results for all rows, and measured results for rows on less than 8 devices."""
+    """Make emulated results for all rows, and measured results for rows on up to 7 devices."""
     measured = ran(name, scale, lambda row: None if row.partitions == 8 else gpipe_is_faster(row))
     emulated = ran(name, scale, emulated_faster_still, emulated=True, **options)
     return measured + emulated
@@ -96,7 +96,7 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 
 
 def busy(made: Record) -> Record:
-    """Return a copy of a record, changed as if other programs had disturbed all of its rows."""
+    """Return a copy of a record that says other programs disturbed all of its rows."""
     results = []
     for result in made.results:
         samples = {**result.samples, "others": [0.2]}
@@ -108,7 +108,7 @@ UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem=
 
 
 def lacking(status: str) -> Record:
-    """Make a record of speeds and memory. Rows on four devices have a status, but no numbers."""
+    """Make a record of speeds and memory. Rows on four devices have the status, but no numbers."""
     results = ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0])
     for result in LIVE.results:
         if result.row == "pipeline-4":
@@ -119,7 +119,7 @@ def lacking(status: str) -> Record:
 
 
 def changed(row: str, emulated: bool = True, **changes: Any) -> Record:
-    """Return a copy of the record `EMULATED`, in which one result of a row has changed fields."""
+    """Return a copy of the record `EMULATED` with new values for fields of one row's result."""
     results = []
     for result in EMULATED.results:
         if result.row == row and result.emulated == emulated:
@@ -158,7 +158,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of an engine. For each row, `speeds` has samples/s, or else the status."""
+    """Make results of an engine: for each row in `speeds`, its samples/s or its status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 
@@ -179,7 +179,7 @@ TRAINED = trained("paper", {"dataparallel-256": [22.0], "pipeline-256": [22.5]})
 
 
 def ended(status: str) -> Record:
-    """Make a record of two trainings that ended with the given status after two epochs."""
+    """Make a record of two trainings that stopped after two epochs, with the given status."""
     errors = {"plain": [3.0], "GPipe n2m2": [3.0]}
     return trained("small", errors, 2, status=status, reason="no luck")
 
@@ -210,8 +210,8 @@ PAGES: list[tuple[Record, list[str]]] = [
         EMULATED,
         [
             "NOT samples/s (quartiles)",
-            # The cells after `except_last`: measured speed-up; emulated and published samples/s;
-            # emulated and published speed-up; emulated over measured samples/s.
+            # The last six cells: the measured speed-up; emulated and published samples/s;
+            # the emulated and published speed-up; emulated divided by measured samples/s.
             "| n4m4 | 360 | except_last | 1.00 | 20.0 | 44.5 | 2.00 | 1.67 | 2.00 |",
             "| speed-up measured | samples/s emulated | published | speed-up emulated |",
             "| m | over naive measured | samples/s emulated | over naive emulated (quartiles) |",

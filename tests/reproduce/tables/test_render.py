@@ -54,9 +54,10 @@ def test_what_is_committed_is_as_its_records_say() -> None:
 
 
 def test_a_short_block_says_over_what_a_ratio_is() -> None:
-    """Check the short tables that `render` writes into the README.
+    """Check that short tables keep the note about the ratio in the column "emul./meas.".
 
-    They must keep the note that explains the heading "emul./meas.", a ratio.
+    The command `render` writes these tables into the README. The note says that the ratio is
+    emulated samples/s divided by measured samples/s.
     """
     text = render(ROOT)[ROOT / "README.md"]
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
@@ -69,10 +70,10 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
 def test_a_block_of_predictions_has_a_column_for_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check the table of predictions that `render` writes into a page.
+    """Check that a table of predictions has a column for the runs on each kind of GPU.
 
-    It has a column of published numbers, one of predictions, and one for the runs on each kind of
-    GPU.
+    The command `render` writes this table into a page. Its other columns are published numbers and
+    predictions.
     """
     page = tmp_path / "README.md"
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/predicted"))

@@ -157,7 +157,7 @@ class Liveness:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
 
     def broken(self, peer: int, error: BaseException) -> None:
-        """Record that the connection to a rank has broken while this rank needed it."""
+        """Record that the connection to the rank `peer` broke while this process was using it."""
         with self._changed:
             self._lost[peer] = gist(error)
         self._check_not_needed(peer)
@@ -181,9 +181,9 @@ class Liveness:
         return threads
 
     def _check_not_needed(self, peer: int) -> None:
-        """Call `fail` if another rank has ended normally, but this rank still needs it.
+        """Call `fail` if the rank `peer` has ended normally, but this process still needed it.
 
-        This is the case if the connection to the other rank broke while this rank was using it.
+        This process needed `peer` if the connection broke while this process was using it.
         """
         with self._changed:
             has_ended = peer not in self._monitor.others

@@ -127,15 +127,18 @@ class Sender(End):
         tensors: Flat,
         before: list[int | None],
     ) -> BaseException | None:
-        """Wait until a message is received; return an error if its tensors were changed meanwhile.
+        """Wait until the other rank has received a message, after sending it if necessary.
 
         Args:
-            leaving: The message to send over gloo.
-            works: The operations of gloo, or `None` if the message is not sent yet.
-            departure: The events of the GPU to wait for.
+            leaving: The message in the form in which it is sent over gloo.
+            works: The running send operations of gloo, or `None` if nothing is sent yet.
+            departure: The GPU events to wait for before and after the message is sent.
             tensors: The tensors that `give` was called with.
             before: How often each of these tensors had been changed in place when `give` was
                 called (PyTorch's version counters).
+
+        Returns:
+            An error if one of the tensors was changed in place before it was sent, or `None`.
         """
         if departure.before is not None:
             departure.before.synchronize()

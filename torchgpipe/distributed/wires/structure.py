@@ -13,9 +13,9 @@ Described = tuple[Hashable, ...]
 
 
 def described(value: Any) -> Described:
-    """Describe a structure, which has slots in place of its tensors, in plain values.
+    """Describe a structure in plain values; it has slots (placeholders) in place of its tensors.
 
-    Each value is described with its class, since 1 and True are equal, but not the same.
+    Each value is described with its class, because 1 and True, for example, count as equal.
 
     Raises:
         TypeError: If the structure has something else than tuples, lists, dictionaries, tensors,
@@ -45,7 +45,7 @@ def structure_of(told: Described) -> Structure:
 
 
 def _undescribed(told: Sequence[Any], slots: list[Slot]) -> Any:
-    """Return the described value, and add its slots to `slots`, in their order."""
+    """Make a value from its description; add its slots (placeholders of tensors) to `slots`."""
     kind, *parts = told
     if kind == "tensor":
         slots.append(Slot(parts[0]))

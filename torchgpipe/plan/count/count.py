@@ -88,7 +88,7 @@ class Counts:
 
     @functools.cached_property
     def on_one_device(self) -> "Counts":
-        """The same counts, but for partitions on one device, which get no copies of inputs."""
+        """These counts without the copies of inputs, for partitions that are all on one device."""
         return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:

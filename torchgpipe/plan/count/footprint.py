@@ -38,7 +38,8 @@ class Stashed(NamedTuple):
 class Footprint(NamedTuple):
     """The memory that one layer takes for one micro-batch.
 
-    Fields such as `inputs` and `saves` are numbers of storages, whose bytes are in `sizes`.
+    Each storage has a number. Fields such as `inputs` and `saves` list storages by their numbers,
+    and `sizes` has the bytes of each storage.
     """
 
     inputs: tuple[int, ...] = ()

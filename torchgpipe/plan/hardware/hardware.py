@@ -122,7 +122,7 @@ class Hardware:
         return (memory - self.workspace) / (1 + headroom)
 
     def _work(self, operator: Operator) -> float:
-        """Return the seconds that one operator computes and moves bytes, without its launch."""
+        """Return the seconds in which an operator computes and moves bytes, without its launch."""
         moving = operator.bytes / (self.memory_bandwidth * self.memory_efficiency[operator.kind])
         if not operator.flops:
             return moving
@@ -208,9 +208,10 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Check one table of a description; return a dictionary from names of figures to values.
+    """Check a table of a hardware description, such as `peak`; return the values in it by name.
 
-    Each figure's source is added to `sources`.
+    In the file, each entry of the table is a JSON object with a `value` and a `source`. The sources
+    are added to `sources`.
     """
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{key} is missing: expected an object of figures")
@@ -219,6 +220,8 @@ def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
 
 def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Iterable[str]) -> Shares:
     """Check a table of efficiencies, and return it with entries for fused attention.
+
+    If the table has no entry for fused attention, the efficiency of `matmul` is used for it.
 
     Args:
         key: The name of the table, for error messages.
@@ -248,13 +251,20 @@ def _figure(key: str, figure: Any, sources: dict[str, str]) -> float:
     """
     if not isinstance(figure, dict) or set(figure) != {"value", "source"}:
         raise ValueError(
-            f"{key} has to be a JSON object with the keys value and source, but got {figure!r}"
+            f"in the hardware description, {key} has to be a JSON object with the keys value and "
+            f"source, but got {figure!r}"
         )
     value, source = figure["value"], figure["source"]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value < float("inf") or (value == 0 and key not in OPTIONAL):
-        raise ValueError(f"{key}: the value has to be a number above 0, but got {value!r}")
+        raise ValueError(
+            f"in the hardware description, the value of {key} has to be a number above 0, but got "
+            f"{value!r}"
+        )
     if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"{key}: the source has to be text that says where the value is from")
+        raise ValueError(
+            f"in the hardware description, the source of {key} has to be text that says where the "
+            "value is from"
+        )
     sources[key] = source
     return float(value)

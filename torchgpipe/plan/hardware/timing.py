@@ -24,7 +24,7 @@ from torchgpipe.trace.parts import as_tensors
 
 
 class Seconds(NamedTuple):
-    """The measured seconds of one micro-batch: a list of every layer's seconds for each pass."""
+    """The measured seconds of one micro-batch: for each pass, a list with each layer's seconds."""
 
     forward: list[float]
     """The seconds of each layer's forward without an autograd graph."""

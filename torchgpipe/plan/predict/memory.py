@@ -59,7 +59,7 @@ class DeviceBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The sum of these bytes: the peak memory of the device, in a step after the first."""
+        """The peak memory of the device in bytes, for all purposes together."""
         return sum(self)
 
 
@@ -238,14 +238,14 @@ class _Device:
         computes the gradient.
 
         Args:
-            skips: The traffic between stages at any moment; only its `source` and `target` are
-                used.
-            routes: The bytes of all skips between two stages, and of their gradients.
+            skips: The traffic (skips and gradients on their way) for each pair of stages. Only the
+                fields `source` and `target` are used, which are the same at any moment.
+            routes: For each pair of stages, the bytes of all skips, and of their gradients.
 
         Returns:
-            A tuple for each traffic that takes memory on this device. The first item is the index
-            of the traffic in `skips`. The other three are the bytes for each of the micro-batches
-            in its fields `away`, `early` and `waiting`.
+            A tuple for each entry of `skips` that takes memory on this device. The first item is
+            the entry's index. The other three are the bytes for each of the micro-batches that the
+            entry counts as `away`, `early` and `waiting`.
         """
         found = []
         for index, traffic in enumerate(skips):

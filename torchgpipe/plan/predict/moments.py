@@ -220,7 +220,7 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add an action to `alike`, unless an action in `alike` needs at least as much memory.
+    """Add an action to the actions `alike` of its kind, unless one of those needs as much memory.
 
     If the new action is added, delete the actions that need no more memory than the new one.
     """

@@ -275,10 +275,11 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 def _in_steps(
     module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
 ) -> list[list[Seconds]]:
-    """Time training steps of the whole model for one size after another, within `PATIENCE` seconds.
+    """Time training steps of the whole model, for one micro-batch size after another.
 
-    Return a list for each size that was timed, with the measured seconds of each run. If the memory
-    is too small for a step, return an empty list.
+    After `PATIENCE` seconds, no further size is timed. Return a list for each size that was timed,
+    with the measured seconds of each step. If the memory is too small for a step, return an empty
+    list.
     """
     start = perf_counter()
     with suppress(torch.OutOfMemoryError):

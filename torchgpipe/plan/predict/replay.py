@@ -117,14 +117,14 @@ def _looked_up(tables: Mapping[Kind, Table], action: Action) -> float:
 
 
 def shared(timeline: Timeline, sharing: float) -> Timeline:
-    """Return a timeline for devices that slow each other down, as CPU devices do.
+    """Stretch a timeline, because devices slow each other down, as CPU devices do.
 
     Each period of time in which k devices work at once takes 1 + sharing * (k - 1) times as long.
 
     Args:
         timeline: The timeline for devices that do not slow each other down.
-        sharing: How much longer a task takes for each other device that works, as a share of its
-            time.
+        sharing: How much longer a task takes for each other device that works meanwhile, as a share
+            of the time that the task takes alone. For example, 0.1 means 10 % longer.
     """
     changes: dict[float, int] = {}
     for task in timeline.tasks:

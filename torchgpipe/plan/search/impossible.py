@@ -68,8 +68,8 @@ def refuse_hopeless(
     room = devices * memory
     if static > room:
         raise Impossible(
-            f"{what} need {amount(static)}, but tensors may take only {amount(room)} on "
-            f"{how_many(devices, 'device')}: "
+            f"the model's {what} need {amount(static)}, but tensors may take only {amount(room)} "
+            f"on {how_many(devices, 'device')}: "
             "use more devices, or an optimizer with less state"
         )
 

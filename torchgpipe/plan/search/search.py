@@ -214,7 +214,7 @@ def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
 
 
 def _finish(found: Found, n: int, work: Work, aim: Aim) -> None:
-    """Search again, from balances with equal memory, because this can find a faster setup.
+    """Search again, from balances that divide the memory evenly: this can find a faster setup.
 
     Args:
         found: The best setup so far, which is replaced by a faster one.

@@ -106,8 +106,8 @@ class Buffers(Guard):
         self._index = index
         self._modules = [m for m in modules if m not in norms and not isinstance(m, ScriptModule)]
         self._parameters = parameters
-        self._slots: dict[Place, _Slot] = {}  # for each buffer, its latest record, with its copy
-        self._unsure: dict[Place, _Slot] = {}  # the buffers to compare when the backward begins
+        self._slots: dict[Place, _Slot] = {}  # the latest record of each buffer, with its copy
+        self._unsure: dict[Place, _Slot] = {}  # the buffers that `backward_begins` compares
 
     def before_first_pass(self, task: GuardedTask) -> None:
         """Record the buffers, and copy each buffer that has changed since its last copy."""

@@ -78,16 +78,17 @@ class Guard:
         """Prepare for the forward of a task that is not checkpointed."""
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
-        """Prepare for the forward of a checkpointed task; record values for its recomputation."""
+        """Prepare for a checkpointed task's forward; record what a recomputation must restore."""
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Check what the layers did in a task's forward; record values for its recomputation.
+        """Look at what the layers did in a checkpointed task's forward, right after it.
 
-        This method is not called if the layers have raised an error.
+        A guard can record what the recomputation has to repeat, and raise an error if something
+        cannot be repeated. This method is not called if the layers have raised an error.
         """
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
-        """Restore the values from the task's forward, or raise an error if that is impossible."""
+        """Restore what was recorded in the task's forward; raise an error if that is impossible."""
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Check that the recomputation did the same as the task's forward.

@@ -24,7 +24,7 @@ from torchgpipe.tensors.microbatch import Flat
 class StatefulModes(Guard):
     """The guard that compares the outputs of a recomputation with those of the task's forward.
 
-    The outputs can differ if a mode around the pipeline has changed its own attributes. A mode is a
+    The outputs can differ if an attribute of a mode around the pipeline has changed. A mode is a
     `TorchFunctionMode` or a `TorchDispatchMode`.
     """
 
@@ -39,8 +39,8 @@ class StatefulModes(Guard):
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Raise `RuntimeError` if the outputs differ from the outputs of the task's forward.
 
-        The outputs are compared only if a `TorchFunctionMode` or a `TorchDispatchMode` around the
-        pipeline has changed its attributes.
+        The outputs are compared only if an attribute of a mode around the pipeline has changed. (A
+        mode is a `TorchFunctionMode` or a `TorchDispatchMode`.)
         """
         if not self._ambient.changed:
             return

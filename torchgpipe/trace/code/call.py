@@ -37,6 +37,8 @@ class Device:
 class Call(NamedTuple):
     """One call of a function or of a submodule that was recorded in a module's forward.
 
+    The inputs of the module, and all tensors that its calls return, are numbered in order.
+
     Attributes:
         target: The function, or the submodule's name.
         args: The positional arguments. Placeholders (`Value`, `Held`, `Device`, `Size`) replace
@@ -50,9 +52,9 @@ class Call(NamedTuple):
         spent: The numbers of the tensors that the layer frees after this call, because none of its
             later calls uses them.
         caller: The name of the module whose forward makes the call.
-        since: If the call changes a tensor in place, the index of the call that made the tensor, or
-            -1 if the tensor is an input. Otherwise the index of this call. The calls from `since`
-            to this call have to be in one layer.
+        since: The first of the calls that have to be in one layer with this call. If this call
+            changes a tensor in place, it is the index of the call that made the tensor, or -1 if
+            the tensor is an input. Otherwise, it is the index of this call itself.
         where: The file and line of the call.
     """
 

@@ -162,9 +162,7 @@ Place = tuple[int, int, Any]
 
 
 def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, list[Place]]:
-    """Return a dictionary from the name of each length that may change to where it occurs.
-
-    It occurs as the size of some dimensions of tensors.
+    """Find the lengths that may change; map the name of each to the dimensions that have it.
 
     A `torch.export.Dim` that is used only for dimension 0 stands for the batch size, and is left
     out.

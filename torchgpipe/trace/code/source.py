@@ -309,7 +309,7 @@ def _identifier(name: str) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return the name of the variable for a length; it ends with "_" if the code uses `name`."""
+    """Return `name` as the variable for a length, or `name_` if the code uses `name` otherwise."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 

@@ -25,8 +25,8 @@ class Functions(TorchFunctionMode):
     """A `TorchFunctionMode` that multiplies each result of tanh by a factor.
 
     Args:
-        by: A function that returns the factor, by default 2. It is given a list with one number, in
-            which it can count its calls.
+        by: A function that returns the factor, by default 2. Its argument is a list with one
+            number, which it can increase to count its calls.
     """
 
     only_watches = False
@@ -72,7 +72,11 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Return tanh times the bits of the default dtype, so that tests see in which modes it ran."""
+    """Return tanh times the number of bits of the default dtype.
+
+    So the result shows which modes were active: one mode changes tanh, and another changes the
+    default dtype.
+    """
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits
 
@@ -116,7 +120,8 @@ def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) ->
     Args:
         run: The model.
         x: The input.
-        by: A function that returns the factor by which the mode multiplies (see `Functions`).
+        by: A function that counts a call, and returns the factor for the result of tanh (see
+            `Functions`). The default factor is 1.
         safe: Whether the mode says that several threads may use it at once.
     """
     mode = Functions(by)

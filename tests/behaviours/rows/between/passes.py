@@ -23,11 +23,11 @@ ON_META = partial(torch.device, "meta")
 
 
 class Loss(Tensor):
-    """A tensor subclass, for which PyTorch runs `backward()` with `__torch_function__` disabled."""
+    """A loss that is a tensor subclass: in its `backward()`, `__torch_function__` is disabled."""
 
 
 def scale_by_subclasses(_: Any, x: Tensor) -> Tensor:
-    """Return `2 * x` if `__torch_function__` is enabled, and `3 * x` if PyTorch has disabled it."""
+    """Return `2 * x`, or `3 * x` while PyTorch has disabled `__torch_function__` of subclasses."""
     return x * (2 if torch._C._is_torch_function_enabled() else 3)
 
 

@@ -29,7 +29,7 @@ class Holds(nn.Module):
 
     Args:
         change: A function that takes the layer and changes one of its buffers.
-        size: The number of elements of `buffer`.
+        size: The number of elements of the buffer named `buffer`.
     """
 
     def __init__(self, change: Callable[[Any], object], size: int = 2) -> None:
@@ -83,7 +83,7 @@ def register_late(layer: Any) -> None:
 
 
 def once(layer: Any) -> None:
-    """Replace a layer's buffer in the first call only, as a layer with a growing cache does."""
+    """Replace the layer's buffer in the first call only, as a layer that allocates a cache does."""
     if "grown" not in vars(layer):
         layer.grown, layer.buffer = True, layer.buffer + 1
 
@@ -159,7 +159,10 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Build a model in which two partitions have buffers that share memory, and both change it."""
+    """Build a model with two layers that change one memory: their buffers are views of it.
+
+    The layers are in different partitions.
+    """
     buffer = torch.ones(WIDTH)
     one = Do(add_and_scale, buffer=buffer)
     other = Do(add_and_scale, buffer=buffer.view(1, -1))

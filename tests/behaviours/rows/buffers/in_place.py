@@ -20,7 +20,7 @@ def relu() -> nn.Module:
 
 
 def relu_within() -> nn.Module:
-    """Return an `nn.Sequential` whose input is changed by an in-place ReLU nested inside."""
+    """Return an `nn.Sequential` whose input is changed in place by a ReLU in an inner module."""
     inner = nn.Sequential(nn.Flatten(), relu())
     return nn.Sequential(nn.Identity(), inner, linear())
 

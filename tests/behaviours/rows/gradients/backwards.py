@@ -77,7 +77,7 @@ def both(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_outputs() -> nn.Module:
-    """Return a layer that computes two outputs with separate parameters."""
+    """Return a layer with two outputs. Each output is computed by a linear layer of its own."""
     return Do(both, one=linear(), other=nn.Linear(WIDTH, 3))
 
 
@@ -109,7 +109,7 @@ def hooked_layers(run: Any, x: Tensor) -> None:
 
 
 def gradients_that_are_views(run: nn.Module, x: Tensor) -> list[bool]:
-    """Set each `.grad` to a view of one tensor, like some optimizers do, and run two steps.
+    """Set each `.grad` to a view of one large tensor, as some optimizers do, and run two steps.
 
     Return for each parameter whether its `.grad` is still this view.
     """

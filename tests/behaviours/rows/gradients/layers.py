@@ -54,7 +54,11 @@ def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
 
 
 def hooked_all(run: nn.Module, x: Tensor) -> None:
-    """Run a step. In forward, but not in backward, a global hook changes the outputs of modules."""
+    """Run a step with a global hook on the forwards of all modules, removed before the backward.
+
+    The hook changes outputs. A recomputation in backward must still do what the hook did in
+    forward.
+    """
     handle = register_module_forward_hook(double_of_linear)
     amid(lambda *_: handle.remove())(run, x)
 
@@ -134,9 +138,9 @@ def thaw(run: nn.Module, _: Tensor) -> None:
 
 
 def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
-    """Run two steps. Before each step, replace a layer's buffer by a function of a parameter.
+    """Run two steps of a layer whose buffer is computed from a parameter before each step.
 
-    So the buffer has a graph, through which the parameter gets a gradient.
+    So the buffer has an autograd graph, through which the parameter gets a gradient.
     """
     found = []
     for _ in range(2):

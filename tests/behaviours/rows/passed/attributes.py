@@ -22,7 +22,7 @@ HERE: Any = type("Here", (Pair,), {})
 def marked(x: Tensor, **attributes: Any) -> Tensor:
     """Return the tanh of a tensor, with Python attributes set on the result.
 
-    Without given attributes, it gets default ones, `scale` and `names`.
+    If no attributes are given, the result gets the default ones, `scale` and `names`.
     """
     if not attributes:
         attributes = {"scale": 3.0, "names": ["a", (1, {"b": None})]}

@@ -43,7 +43,7 @@ def nested(y: Tensor) -> Any:
 
 
 def with_state(y: Tensor) -> Any:
-    """Return a second tensor whose batch is in dimension 1, like the state of an LSTM."""
+    """Return a dictionary of `y` and a state whose batch is in dimension 1, as that of an LSTM."""
     return {"y": y, "state": y[None]}
 
 
@@ -56,7 +56,10 @@ def with_a_number(y: Tensor) -> Any:
 
 
 def with_length(y: Tensor) -> Any:
-    """Return a dictionary with another key for the last micro-batch, which is smaller."""
+    """Return a dictionary whose only key names the number of samples in `y`.
+
+    So the last micro-batch, which is smaller, has another key than the others.
+    """
     return {f"{len(y)} samples": y}
 
 
@@ -69,7 +72,7 @@ def a_list(y: Tensor) -> Any:
 
 
 def values_in(value: Any) -> list[Any]:
-    """Return the names of classes, the keys and the values in a structure, in order."""
+    """Return a nested structure as a flat list of class names, keys and values."""
     parts: list[Any] = [*value] if isinstance(value, list | tuple) else []
     if isinstance(value, dict):
         parts = [*value, *value.values()]
@@ -84,7 +87,10 @@ def values_in(value: Any) -> list[Any]:
 
 
 def step(run: Any, x: Tensor) -> Any:
-    """Run forward and backward; without a pipeline, run the layers on the whole mini-batch."""
+    """Run forward and backward of a model whose output is a nested structure.
+
+    If the model is not a pipeline, its layers run on the whole mini-batch at once.
+    """
     values = values_in(nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x))
     losses = [y.square().sum() for y in values if isinstance(y, Tensor)]
     torch.stack(losses).sum().backward()
@@ -105,7 +111,7 @@ for makes, message in (
     (with_mean, "differ in dimension 0, which has to be the batch"),
     (with_a_number, r"no tensors, for micro-batch 1 than for micro-batch 0; .* or call step\("),
     (with_length, "returns dict with other keys, .* for micro-batch 2 than for"),
-    (like_an_lstm, "returns tuple, .* a tuple of tensors only, without another structure in it"),
+    (like_an_lstm, "returns tuple, .* a tuple of tensors, .* without further nesting"),
     (a_list, r"returns list, but a pipeline concatenates tensors.*, or call step\("),
 ):
     row = Row(f"out, {makes.__name__}", of(linear, linear, makes), refused={"": message})

@@ -238,7 +238,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Return a sum of the inputs that depends on which of them require grad."""
+    """Add two inputs, each as it is or after `exp`, depending on its `requires_grad`."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:
@@ -257,8 +257,8 @@ ask_of_detached = made(
 def undivided(run: Any, x: Tensor) -> Any:
     """Run a step of a model that returns a scalar loss, with a single micro-batch.
 
-    `Plain` (layers without a pipeline) would fail, as it concatenates outputs. So its layers are
-    called directly.
+    The layers without a pipeline (`Plain`) are called directly. The usual call of `Plain` would
+    fail, because it concatenates outputs, which a scalar does not allow.
     """
     y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
     y.backward()
@@ -266,10 +266,9 @@ def undivided(run: Any, x: Tensor) -> Any:
 
 
 def at_last(run: Any, x: Tensor) -> Any:
-    """Run three steps, and return the outputs of the third step.
+    """Run three steps of a model whose second layer detaches its output from the second step on.
 
-    From the second step on, a layer detaches its output. The next partition of a pipeline does not
-    notice this before the third step.
+    Return the outputs of the third step. A pipeline's next partition notices the change only then.
     """
     for number in range(3):
         run[1].detach = number > 0

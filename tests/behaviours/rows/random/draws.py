@@ -141,8 +141,8 @@ def set_back(x: Tensor) -> Tensor:
 def sometimes(x: Tensor) -> Tensor:
     """Draw random numbers, but only in some micro-batches.
 
-    A worker thread learns from the first micro-batch whether its layers draw random numbers. If a
-    later micro-batch differs in this, the worker raises an error.
+    A worker thread learns from the first micro-batch whether its layers draw random numbers. If
+    only a later micro-batch draws any, the worker raises an error.
     """
     if x.detach()[0, 0] > 5:
         return torch.rand_like(x)
@@ -228,7 +228,7 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
 
 
 def takes_nothing(act: Callable[[], object]) -> bool:
-    """Call `act`, and return whether the state of the caller's random generator is unchanged."""
+    """Call `act`, and return whether it took no random numbers from the caller's generator."""
     before = torch.get_rng_state()
     act()
     return torch.equal(torch.get_rng_state(), before)
@@ -249,7 +249,8 @@ def in_and_out_of_training(run: nn.Module, x: Tensor) -> Any:
 def sizes(run: nn.Module, x: Tensor) -> Any:
     """Run steps with different batch sizes, and return their outputs and gradients.
 
-    A batch of one sample has a single micro-batch, so no tasks can run at the same time.
+    Some batches have one sample and so a single micro-batch. Then no tasks can run at the same
+    time.
     """
     found = []
     for size in (1, 8, 1, 1, 8, 8, 3):

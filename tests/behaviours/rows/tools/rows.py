@@ -65,7 +65,10 @@ def batches(rank: int = 0) -> Batches:
 
 
 def then(change: Change) -> Use:
-    """Return a function that trains a model, changes it by `change`, and trains it again."""
+    """Return a function that trains a model, changes it by `change`, and trains it again.
+
+    The function is the `use` of a test case.
+    """
 
     def use(run: Any, batches: Batches) -> Any:
         losses = train(run, batches)
@@ -77,7 +80,14 @@ def then(change: Change) -> Use:
 
 
 def tool(name: str, use: Use = train, note: str = "", **options: Any) -> Row:
-    """Return a test case that uses the model and the mini-batches of this module by default."""
+    """Return a test case for a PyTorch tool, with the model and mini-batches of this module.
+
+    Args:
+        name: The name of the test case.
+        use: A function that uses the tool with a model and mini-batches.
+        note: What users need to know about the tool.
+        options: Fields of the test case that replace the usual ones.
+    """
     given: dict[str, Any] = {"layers": layers, "given": batches, "balance": (2, 2), "chunks": 4}
     return Row(name, use=use, note=note, **given | options)
 

@@ -1,6 +1,6 @@
 """Test cases with pipelines of traced modules.
 
-In some cases, the layers are compiled. In some, the lengths of the texts differ between batches.
+Some cases compile the layers. In others, the lengths of the texts differ between batches.
 """
 
 from typing import Any

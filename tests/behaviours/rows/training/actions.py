@@ -201,7 +201,7 @@ def between_steps(pipe: Pipe) -> Pipe:
 
 
 def heard(pipe: Pipe) -> list[BaseException]:
-    """Run a step that fails. Return its error and all errors that caused it (by `__cause__`)."""
+    """Run a step that fails. Return its error, followed by all errors in its chain of causes."""
     errors: list[BaseException] = []
     try:
         pipe.step()
@@ -216,7 +216,8 @@ def raised(pipe: Pipe) -> Found:
     """Run a step in which a layer raises an error.
 
     Returns:
-        By name, whether this rank raises an error, and whether the layer's error is its cause.
+        A dictionary that says whether this rank raises an error, and whether this error has the
+        layer's error as a cause.
     """
     errors = heard(pipe)
     found = {"every rank raises": bool(errors)}

@@ -15,7 +15,7 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def with_functions(*functions: Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    """Return a function that builds a small model, whose middle layers call the given functions."""
+    """Return a function that builds a small model. Its middle layers call the given functions."""
     return lambda: mlp(*map(layer, functions))
 
 

@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare the dtypes that the count has with the real ones.
+    """Compare the dtypes that the count has for an operator's output with the real dtypes.
 
     For the CPU, the real dtypes come from a run. For a GPU, they are listed in `OPERATORS`.
     """

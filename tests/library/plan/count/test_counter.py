@@ -215,7 +215,8 @@ def test_convolutions(
 ) -> None:
     """Check the counted flops of convolutions, and the sizes of their matrix products.
 
-    Forward, the gradient of the input and the gradient of the weight each have a matrix product.
+    The forward, the gradient of the input, and the gradient of the weight count as one matrix
+    product each.
     """
     layer = kind(C, K, **{"bias": False, **options}, device="meta")
     x = torch.empty(N, C, size, size, device="meta", requires_grad=needs)

@@ -28,7 +28,11 @@ X = torch.empty(4, 6)
 
 
 class Pair(Module):
-    """A module with two parameters of the same shape, which `cut` makes, maybe from one storage."""
+    """A module with two parameters. The test chooses whether they share a storage.
+
+    Args:
+        cut: A function that makes the tensors of both parameters from two random tensors.
+    """
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ def test_layers_that_behave_alike_are_copied_once(
 
 
 class Block(Module):
-    """Three layers with a residual connection around them, of which tracing makes a skip."""
+    """A residual block of three layers. Tracing makes a skip of its residual connection."""
 
     def __init__(self) -> None:
         super().__init__()

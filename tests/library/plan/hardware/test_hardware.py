@@ -1,4 +1,4 @@
-"""Check that hardware descriptions are complete and name their sources, and test their times."""
+"""Check that hardware descriptions are complete, name their sources, and predict right times."""
 
 import json
 from collections.abc import Callable
@@ -59,7 +59,10 @@ def conv(other: tuple[Operator, ...] = (), grid: Grid | None = None) -> Operator
 
 
 def tiled(*grid: Any, **options: Any) -> Operator:
-    """Return a convolution with a matrix product whose sizes are given as for `Grid`."""
+    """Return a convolution that is computed as a matrix product, split into tiles.
+
+    The arguments are those of `Grid`, such as the sizes of the matrix product.
+    """
     return conv((), Grid(*grid, **options))
 
 
@@ -117,8 +120,8 @@ FIGURE = {"value": 1, "source": "x"}
 BROKEN: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({"memory": 3}, "memory has to be a JSON object with the keys value|devices has to be"),
-    ({"memory": {"value": -1, "source": "x"}}, "memory: the value has to be a number above 0"),
-    ({"memory": {"value": 1, "source": " "}}, "memory: the source has to be text"),
+    ({"memory": {"value": -1, "source": "x"}}, "value of memory has to be a number above 0"),
+    ({"memory": {"value": 1, "source": " "}}, "source of memory has to be text"),
     ({"speed": 3}, "'speed' is unknown"),
     ({"peak": {}}, "peak is missing"),
     ({"compute_efficiency": {"conv": FIGURE}}, "compute_efficiency.matmul is missing"),

@@ -38,7 +38,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A dispatch mode that counts a copied tensor for the device to which it is copied."""
+    """A dispatch mode that counts the bytes of each copied tensor for the copy's device."""
 
     counter: OnMeta
 
@@ -70,7 +70,10 @@ def real_peaks(
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Clone tensors where the engine does, but never copy: all tensors are on `meta`."""
+        """Replace `mapped`: apply a function that clones tensors, but skip copies between devices.
+
+        All tensors are on `meta`, where such a copy would be no new tensor.
+        """
         return mapped(change, x) if change is torch.clone else x
 
     n = len(balance)

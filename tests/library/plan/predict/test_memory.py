@@ -62,7 +62,7 @@ def mixed() -> Sequential:
 
 
 def wide() -> Sequential:
-    """Return a model whose parameters have many different sizes."""
+    """Return a model whose layers have parameters of very different sizes."""
     return Sequential(
         Linear(8, 200, bias=False),
         Linear(200, 100),
@@ -97,27 +97,27 @@ def in_place() -> Sequential:
 
 
 def pairs() -> Sequential:
-    """Return a model whose layers pass on pairs of tensors."""
+    """Return a model in which some layers take and return pairs of tensors."""
     kinds = ("linear", "and its input", "swap", "swap", "sum", "linear")
     return Sequential(*[KINDS[kind](None) for kind in kinds])
 
 
 def weighted(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], Sequential]:
-    """Return a function that makes three layers. The middle layer calls `function(layer, input)`.
+    """Return a function that makes three layers. The middle one uses a parameter, `w`.
 
-    The function uses the layer's parameter `w`. Autograd stores the computed gradient itself as
-    `w.grad`, or a copy of it if something else still refers to the gradient.
+    The middle layer calls `function(layer, input)`. Autograd stores the gradient that it computes
+    for `w` as `w.grad`, or a copy of it if something else still refers to the gradient.
     """
     return lambda: Sequential(Linear(8, 8), Do(function, w=Parameter(torch.empty(8))), Linear(8, 8))
 
 
 def by_a_view(it: Any, x: Tensor) -> Tensor:
-    """Use the parameter `w` in such a way that autograd computes its gradient as a view."""
+    """Use the layer's parameter `w` so that autograd computes its gradient as a view."""
     return (x.sum(0).cos() + it.w.view(2, 4).view(8)) * x
 
 
 def by_a_copy(it: Any, x: Tensor) -> Tensor:
-    """Use the parameter `w` in such a way that autograd stores a copy as its gradient."""
+    """Use the layer's parameter `w` so that autograd stores a copy of its gradient."""
     return (x.sin().sum(0) + it.w).cos() + x
 
 

@@ -157,8 +157,8 @@ def test_devices_slow_each_other_down_with_the_first_layers(
 ) -> None:
     """Check which layers are run to measure how much devices slow each other down.
 
-    All devices run the first layers of the model at once: as many layers as take `A_PART` seconds
-    together. In this model, these are two layers.
+    All devices run the first layers of the model at the same time. They run as many layers as take
+    `A_PART` seconds together: in this model, two layers.
     """
     copied: list[int] = []
 
@@ -205,7 +205,7 @@ def test_a_model_that_does_not_fit_is_timed_layer_by_layer(
 ) -> None:
     """Check that each layer is timed alone if a step of the whole model does not fit in memory.
 
-    A step may be predicted not to fit, or it may run out of memory when it is tried.
+    Either the step is predicted not to fit, or it runs out of memory when it is tried.
     """
     layers = [layer(0, 1) for _ in range(4)]
     model = Sequential(*layers)

@@ -90,7 +90,10 @@ class Progress:
         self.there = defaultdict(lambda: begin)
 
     def copy(self, e: Event) -> None:
-        """Copy the outputs of the task `e` to the partitions that need them."""
+        """Let the outputs of the task `e` arrive at the partitions that need them.
+
+        If copies block, each copy also keeps both of its devices busy.
+        """
         for a, b, seconds in self.routes:
             source, target = (b, a) if self.backward else (a, b)
             if source != e.partition:
