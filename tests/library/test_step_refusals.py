@@ -199,9 +199,9 @@ def a_single_stage() -> None:
     GPipe(linears(1), [1], devices=["cpu"], schedule="ZBVZeroBubble")
 
 
-ONE_STAGE = "ZBVZeroBubble needs .* 2, .* 1 partitions for 1 device; give a balance of 2"
-ONE_EACH = "needs .* at least 2, .* 2 partitions for 2 devices; give a balance of 4"
-NOT_ALIKE = "there are 3 partitions for 2 devices; give a balance of 4 partitions"
+ONE_STAGE = "ZBVZeroBubble needs .* 2, .* has 1 for 1 device; give a balance of 2"
+ONE_EACH = "needs .* at least 2, .* has 2 for 2 devices; give a balance of 4"
+NOT_ALIKE = "the balance has 3 for 2 devices; give a balance of 4 partitions"
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a reduction": (
         lambda: Shares("max", None, [1], [X]),

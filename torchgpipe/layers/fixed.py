@@ -28,7 +28,7 @@ class Fixed(nn.Module):
 
     @balance.setter
     def balance(self, balance: object) -> NoReturn:
-        """Refuse a new balance by `AttributeError`: the layers are already on their devices."""
+        """Raise `AttributeError`, because the layers are already on their devices."""
         raise AttributeError(
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
             f"{balance}, make a new pipeline of the layers with this balance, and a new optimizer"
@@ -41,7 +41,7 @@ class Fixed(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: object) -> NoReturn:
-        """Refuse a new schedule by `AttributeError`: the engine was made for the old one."""
+        """Raise `AttributeError`, because the engine was made for the old schedule."""
         raise AttributeError(
             f"a pipeline keeps the schedule that it was made with, {self.schedule.name!r}; to use "
             f"{shortened(schedule)}, make a new pipeline of the layers with this schedule"

@@ -306,7 +306,7 @@ def test_wrong_arguments() -> None:
         ({"timeout": 0}, "timeout must be a positive number of seconds, or None, but got 0"),
         ({"device": device}, "the kind of device is 'cpu' on rank 0 and 'meta' on rank 1"),
         ({"schedule": schedule}, "the schedule is '1f1b' on rank 0 and 'gpipe' on rank 1"),
-        (interleaved, "there are 4 partitions for 3 devices; give a balance of 6"),
+        (interleaved, "the balance has 4 for 3 devices; give a balance of 6"),
         (
             {"module": module},
             "the checksum of its parameters' names and shapes is .* on rank 0",

@@ -215,7 +215,7 @@ def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks() -> None:
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
     saves = Saves(shared_folder())
     value = (lambda: 0) if dist.get_rank() == 1 else 0
-    with pytest.raises((TypeError, RankFailed), match="scheduler cannot be saved, because its"):
+    with pytest.raises((TypeError, RankFailed), match="scheduler cannot be saved, because it"):
         saves.save(0, model, None, scheduler=value)
     model.close()
     assert saves.load(model, None) is None

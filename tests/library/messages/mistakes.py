@@ -172,7 +172,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the class of a criterion": (
         lambda: step(nn.MSELoss),
-        ["got the class MSELoss", "give MSELoss()"],
+        ["got the class MSELoss", "give an object of this class: MSELoss()"],
     ),
     "a loss for each sample": (
         lambda: step(nn.MSELoss(reduction="none")),

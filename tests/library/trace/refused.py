@@ -139,7 +139,7 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a factor of the batch size": (True, ["it passes 0.5, 0.33"]),
     "a loss": (True, ["shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
     "samples in another dimension": (True, ["shape (6, 2) for 2 samples"]),
-    "a size and no call": (False, ["2, 3, 5 samples", "returns (Tensor, 2), (Tensor, 3)"]),
+    "a size and no call": (False, ["2, 3, 5 samples", "that it returns ((Tensor, 2), (Tensor, 3)"]),
     "what compares samples": (False, COMPARES),
     "a position for each sample": (False, COMPARES),
     "a parameter": (False, ["returns a tensor that no call has made"]),
@@ -169,10 +169,10 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a size in a partial": (True, ["it passes functools.partial(<built-in method mul"]),
     "a size that is returned": (
         True,
-        ["returns {'y': Tensor, 'n': 2}, {'y'", "only return tensors"],
+        ["that it returns ({'y': Tensor, 'n': 2}, {'y'", "only return tensors"],
     ),
-    "a shape that is returned": (True, ["or returns (Tensor, [torch.Size([2, 6])])"]),
-    "a closure that is returned": (True, ["or returns (Tensor, <function"]),
+    "a shape that is returned": (True, ["that it returns ((Tensor, [torch.Size([2, 6])])"]),
+    "a closure that is returned": (True, ["that it returns ((Tensor, <function"]),
     "an iterator that cannot be copied": (False, ["TypeError: cannot pickle 'generator' object"]),
     "a draw that is not noted": (True, ["asks for a random state"]),
 }

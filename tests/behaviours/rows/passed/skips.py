@@ -19,7 +19,7 @@ Stashed = Callable[[Tensor, Tensor], Tensor | None]
 
 PATTERN = "[[-][])"
 WHOLE = {"ranks": "skips go straight from rank to rank"}
-SHARES = "changed an input in place that shares memory"
+SHARES = "changed an input in place, but a skip or another input shares its memory"
 # In one partition, both layers see the change. A single autograd graph sees all changes.
 APART = but_graph_never(SHARES)
 ONCE_IS_ENOUGH = {

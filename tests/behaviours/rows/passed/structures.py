@@ -112,7 +112,7 @@ for makes, message in (
     (with_a_number, r"no tensors, for micro-batch 1 than for micro-batch 0; .* or call step\("),
     (with_length, "returns dict with other keys, .* for micro-batch 2 than for"),
     (like_an_lstm, "returns tuple, .* a tuple of tensors, .* without further nesting"),
-    (a_list, r"returns list, but a pipeline concatenates tensors.*, or call step\("),
+    (a_list, r"returns list, but a pipeline can only concatenate a tensor.*, or call step\("),
 ):
     row = Row(f"out, {makes.__name__}", of(linear, linear, makes), refused={"": message})
     ROWS.append(row)
