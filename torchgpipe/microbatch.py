@@ -1,5 +1,6 @@
 """Re-export `check`, `gather` and `scatter`, which torchgpipe 0.0.7 defined here."""
 
-from torchgpipe.tensors.microbatch import check, gather, scatter
+from torchgpipe.tensors.gather import gather
+from torchgpipe.tensors.microbatch import check, scatter
 
 __all__ = ["check", "gather", "scatter"]

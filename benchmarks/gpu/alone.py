@@ -30,8 +30,9 @@ from torchgpipe.skip.layout import Crossing, skip_layout
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors.checkpoint import Mode
+from torchgpipe.tensors.gather import gather
 from torchgpipe.tensors.item import Item
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, gather
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors
 
 META = torch.device("meta")
 

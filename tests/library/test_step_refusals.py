@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "items that wait for each other": (
         lambda: pipeline(schedule=CROSSED).step(crossed, X[:2], T[:2]),
         ValueError,
-        "there is no room between stage 0 and stage 1: .*; let stage 1 take results in the order",
+        "there is no room between stage 0 and stage 1: .*; let stage 1 take each result of stage 0",
     ),
     "other stages": (
         lambda: pipeline(schedule=make("1F1B", 3, 3)),

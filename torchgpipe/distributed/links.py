@@ -205,20 +205,22 @@ class Messages(Links):
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what to send for an item (output or skip) of stage s: a description, and tensors.
 
-        Users can set Python attributes on tensors, such as `x.scale = 2`. The last of the returned
-        tensors encodes the attributes of all others, or is `None` if there are no attributes.
+        Users can set Python attributes on tensors, such as `x.scale = 2`, and return plain values
+        together with tensors. The last of the returned tensors encodes these attributes and values,
+        or is `None` if there are none.
         """
         form: Hashable
+        values: list[Any] = []
         if isinstance(item.form, Structure):
-            form = described(item.form.value)
+            form = described(item.form.value, values)
         else:
             form = f"{item.form.__module__}:{item.form.__qualname__}"
             _form_of(form)  # raises an error here if other ranks cannot find the class
         attributes = [{} if x is None else vars(x) for x in item.flat]
         told = None
-        if any(attributes):
+        if any(attributes) or values:
             try:
-                told = packed(attributes)
+                told = packed((attributes, values))
             except TypeError as error:
                 names = ", ".join(dict.fromkeys(chain(*attributes)))
                 raise TypeError(
@@ -233,12 +235,14 @@ class Messages(Links):
 def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
     """Rebuild an item (an output or a skip) from the description and tensors of `_packed`."""
     name, shared, needs = about
-    form = _form_of(name) if isinstance(name, str) else structure_of(name)
     *flat, told = tensors
+    values: list[Any] = []
     if told is not None:
-        for x, attributes in zip(flat, unpacked(told), strict=True):
+        every, values = unpacked(told)
+        for x, attributes in zip(flat, every, strict=True):
             if x is not None:
                 vars(x).update(attributes)
+    form = _form_of(name) if isinstance(name, str) else structure_of(name, values)
     return Item(leaves(tuple(flat), needs), cast(Form, form), shared)
 
 

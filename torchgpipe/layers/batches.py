@@ -12,14 +12,13 @@ from torchgpipe.caught import shortened
 from torchgpipe.task.guards.memory import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors import accelerator
+from torchgpipe.tensors.gather import ONE_AT_A_TIME, gather
 from torchgpipe.tensors.microbatch import (
-    ONE_AT_A_TIME,
     UNCOUNTED,
     Input,
     MicroBatches,
     Structured,
     TensorOrTensors,
-    gather,
     mapped,
     scatter,
     tensors_of,

@@ -113,7 +113,8 @@ def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], r
             raise ValueError(
                 f"there is no room between stage {action.stage} and stage {other.stage}: the "
                 f"{action} has to wait until the {other} starts, which never happens; let stage "
-                f"{other.stage} take results in the order in which stage {action.stage} sends them"
+                f"{other.stage} take each result of stage {action.stage} before the next one is "
+                "sent, and in the same order"
             )
         action = other
 

@@ -1,5 +1,6 @@
 """Collect and restore the part of a training's state that belongs to one process."""
 
+from collections import OrderedDict
 from collections.abc import Collection
 
 import torch
@@ -129,7 +130,9 @@ class State:
         """
         for p in self._parameters.values():
             p.grad = None
-        layers: Content = {}
+        layers: Content = OrderedDict()
+        # Modules read the version of the state here: the state was saved by modules like these.
+        vars(layers)["_metadata"] = getattr(self._model.state_dict(), "_metadata", {})
         for key, value in content.items():
             if key.startswith("model."):
                 layers[key.removeprefix("model.")] = value

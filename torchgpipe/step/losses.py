@@ -18,7 +18,7 @@ from torchgpipe.step.request import (
     start_scaler,
 )
 from torchgpipe.step.shares import Shares
-from torchgpipe.step.targets import parted, with_tensors
+from torchgpipe.step.targets import parted, sample_counts, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
@@ -70,7 +70,9 @@ class Losses(BatchIO):
         # The keys are the leaves that replace targets with a graph, and the values these targets.
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
-        self._shares = Shares(request.reduction, request.weight, sizes, self.targets)
+        self._shares = Shares(
+            request.reduction, request.weight, sample_counts(request.target, sizes), self.targets
+        )
         self.counted: list[Counted | None] = [None] * len(self.targets)
         # Whether to look at what the criterion counts. A single micro-batch needs no weight.
         several = len(self.targets) > 1
@@ -148,7 +150,10 @@ class Losses(BatchIO):
         here = self._batch.devices[-1]
         for x in tensors_in(self.targets[i]):
             if x.device != here:
-                return f"; the output is on {here}, but a tensor of the target on {x.device}"
+                return (
+                    f"; the output is on {here}, but a tensor of the target on {x.device}: give "
+                    f"target.to({str(here)!r})"
+                )
         return ""
 
     def output_grads(self, i: int) -> Flat:

@@ -52,8 +52,9 @@ class Shares:
         if weight is None and UNCOUNTED in sizes:
             raise ValueError(
                 "the samples of a micro-batch cannot be counted, because its tensors differ in "
-                "dimension 0; give weight=, a function that takes the target of a micro-batch and "
-                "returns the weight of its loss, or give reduction='sum'"
+                "dimension 0, or its target has another length; give weight=, a function that "
+                "takes the target of a micro-batch and returns the weight of its loss, or give "
+                "reduction='sum'"
             )
         self._counts = sizes if weight is None else [_number(weight(target)) for target in targets]
         self._total: Any = sum(self._counts)

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -67,6 +68,34 @@ def whole(target: Any) -> Any:
             "evaluate, which take MicroBatches"
         )
     return with_tensors(lambda x: x, target)
+
+
+def sample_counts(targets: Any, sizes: Sequence[int]) -> Sequence[int]:
+    """Return how many samples each micro-batch has, or `UNCOUNTED` if its target says otherwise.
+
+    If a micro-batch is a tuple of images, dimension 0 of its tensors is not the batch. This shows
+    in the targets: their lengths are not in proportion to these sizes.
+
+    Args:
+        targets: The target that was given to `step`. Only `MicroBatches` are looked at.
+        sizes: The length of dimension 0 of each micro-batch's tensors.
+    """
+    if not isinstance(targets, MicroBatches) or UNCOUNTED in sizes:
+        return sizes
+    ratios: set[Fraction] = set()
+    for target, size in zip(targets, sizes, strict=True):
+        ratios.add(Fraction(_length(target, size), max(size, 1)))
+    return sizes if len(ratios) < 2 else [UNCOUNTED] * len(sizes)
+
+
+def _length(target: Any, size: int) -> int:
+    """Return the length of a tensor, or of a list with an entry for each sample; else `size`."""
+    if isinstance(target, Tensor) and target.dim():
+        return len(target)
+    if not isinstance(target, list):
+        return size
+    tensors = [x for x in target if isinstance(x, Tensor) and x.dim() and len(x) == size]
+    return size if len(tensors) == len(target) else len(target)
 
 
 def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
@@ -176,9 +205,13 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
     """Return whether a target is a list, tuple or array with an entry for each sample.
 
     It has to have as many entries as there are samples. But a list of numbers does not count,
-    because it can be a list of class weights that has this length by chance. A list of tensors does
+    because it can be a list of class weights that has this length by chance. Tensors in a tuple do
     not count either if dimension 0 of all of them is the batch size: each tensor then belongs to
     the whole mini-batch.
+
+    Raises:
+        ValueError: A list has as many tensors as there are samples, and dimension 0 of each of them
+            is as long. So each can belong to a sample, or to the whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:
@@ -190,4 +223,11 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
     if len(target) != samples or any(isinstance(x, bool | int | float) for x in target):
         return False
     tensors = [x for x in target if isinstance(x, Tensor)]
-    return not tensors or any(not x.dim() or len(x) != samples for x in tensors)
+    by_entry = not tensors or any(not x.dim() or len(x) != samples for x in tensors)
+    if not by_entry and isinstance(target, list):
+        raise ValueError(
+            f"the target is a list of {samples} tensors, each with {samples} entries, for "
+            f"{samples} samples, so it can be split in two ways; if each tensor has an entry for "
+            "each sample, give a tuple; if each tensor belongs to a sample, give MicroBatches"
+        )
+    return by_entry

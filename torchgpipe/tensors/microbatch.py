@@ -1,4 +1,4 @@
-"""Check a mini-batch, split it into micro-batches, and concatenate the outputs of micro-batches.
+"""Check a mini-batch, and split it into micro-batches.
 
 Section 2.2 of the GPipe paper describes micro-batches.
 """
@@ -88,12 +88,6 @@ def in_form(value: TensorOrTensors) -> Any:
     """Return a micro-batch as a layer takes it: a mapping, for example, and not its tensors."""
     return value.form(value) if isinstance(value, Structured) else value
 
-
-ONE_AT_A_TIME = (
-    "call step(criterion, input, target) or evaluate(...), which give the criterion one "
-    "micro-batch at a time"
-)
-"""What to do if the outputs of micro-batches cannot be concatenated."""
 
 UNCOUNTED = -1
 """The number of samples of a micro-batch whose tensors differ in dimension 0."""
@@ -231,7 +225,10 @@ def _advice(value: object, what: str) -> str:
     if not isinstance(value, list):
         return ""
     if what == "input":
-        return "; make a tuple of it, or give MicroBatches if its items are your micro-batches"
+        return (
+            "; make a tuple of it; or, if its items are samples of different sizes, such as "
+            "images, give MicroBatches of tuples of samples, and weight=len"
+        )
     return "; make a tuple of it"
 
 
@@ -282,9 +279,15 @@ def scatter(
             )
         sizes.append(x.size(0))
     if len(set(sizes)) > 1:
+        hint = ""
+        if any(x.dim() > 1 and len(x) != sizes[0] == x.size(1) for x in tensors):
+            hint = (
+                "; give the state of an RNN as state.transpose(0, 1), and transpose it in a layer"
+            )
         raise ValueError(
             "all input tensors must have the same batch size (dimension 0), but the sizes are "
             + shortened(sizes)
+            + hint
         )
 
     if chunks == 1 or not sizes:
@@ -293,49 +296,3 @@ def scatter(
     for x, split in zip(tensors, batched, strict=True):
         columns.append(x.chunk(chunks) if split else repeat(x))
     return [like(value, row) for row in zip(*columns, strict=False)]
-
-
-def gather(outputs: list[TensorOrTensors]) -> TensorOrTensors:
-    """Concatenate the outputs of all micro-batches along dimension 0: the inverse of `scatter`.
-
-    Raises:
-        TypeError: If the outputs are neither tensors nor tuples, or if they differ in their number
-            of tensors.
-        ValueError: If an output is a scalar, or if outputs differ in more than the batch size.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    if not is_flat(outputs[0]):
-        raise TypeError(
-            f"the last partition returns {type(outputs[0]).__name__}, but a pipeline can only "
-            "concatenate a tensor, a tuple of tensors, or a mapping or dataclass with tensors, "
-            f"without further nesting; return one of these, or {ONE_AT_A_TIME}"
-        )
-    expected = _structure(outputs[0])
-    for i, y in enumerate(outputs):
-        if _structure(y) != expected:
-            raise TypeError(
-                f"outputs of all micro-batches need the same structure, but micro-batch 0 returned "
-                f"{expected} and micro-batch {i} returned {_structure(y)}; return the same "
-                "structure for every input"
-            )
-    columns = list(zip(*map(tensors_of, outputs), strict=True))
-    for column in columns:
-        if any(y.dim() == 0 for y in column):
-            raise ValueError(
-                "outputs of micro-batches are concatenated along the batch dimension, but the last "
-                "partition returned a scalar; move a loss that reduces the batch out of the "
-                "pipeline"
-            )
-        shapes = {None if y.is_nested else y.shape[1:] for y in column}
-        if None in shapes or len(shapes) > 1:
-            raise ValueError(
-                "outputs of micro-batches are concatenated along the batch dimension, but they "
-                f"differ in other dimensions, too; {ONE_AT_A_TIME}"
-            )
-    gathered = tuple([torch.cat(column) for column in columns])
-    return together(form_of(outputs[0]), gathered)  # type: ignore[no-any-return]
-
-
-def _structure(y: TensorOrTensors) -> str:
-    return "a tensor" if isinstance(y, Tensor) else f"a tuple of {len(y)}"

@@ -1,7 +1,7 @@
 """Check that a module would make the same calls as its layers for other sizes or modes."""
 
 import copy
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from torchgpipe.trace.code.call import Call
 from torchgpipe.trace.code.sizes import Sizes
 from torchgpipe.trace.generalise import OTHER_MODE, generalise
 from torchgpipe.trace.kept import NeedsResults
@@ -41,6 +42,7 @@ class OtherSizes:
         one_mode: Whether the layers can run only in the mode (training or evaluation) that the
             module has now.
         both_modes: Whether some arguments of the layers' calls depend on the mode.
+        masked_encoder: Whether an `nn.TransformerEncoder` with nested tensors gets a padding mask.
 
     Raises:
         Untraceable: If the module cannot be copied.
@@ -58,6 +60,7 @@ class OtherSizes:
         self._results = recorded.results
         self.one_mode = recorded.reads_mode and not recorded.other_mode
         self.both_modes = bool(recorded.other_mode)
+        self.masked_encoder = _has_masked_encoder(module, recorded.recordings[0].calls)
         self._recordings = {
             module.training: recorded.recordings,
             not module.training: recorded.other_mode or recorded.recordings,
@@ -72,6 +75,15 @@ class OtherSizes:
         for recording in recorded.other_mode:
             self._known.add((recording.sizes, not training, cast))
         self._module = self._copied(module, whole)
+        # A submodule can be in another mode than the module.
+        self._modes = {part: part.training for part in self._module.modules()}
+
+    def forget_other_mode(self) -> None:
+        """From now on, refuse to run the layers in another mode than the module's own."""
+        training, _ = self._state
+        self.one_mode, self.both_modes = True, False
+        self._recordings[not training] = self._recordings[training]
+        self._known = {known for known in self._known if known[1] == training}
 
     def _copied(self, module: Module, whole: Container[Module]) -> Module:
         """Copy the module to `meta`, without its hooks. Note the names of submodules in `whole`."""
@@ -135,9 +147,8 @@ class OtherSizes:
         training, cast = state
         notes: Notes = {}
         module, device = self._module, tensors[0].device
-        if module.training != training:
-            module.train(training)
-        for part in module.modules():
+        for part, own in self._modes.items():
+            part.training = own if training == self._state[0] else training
             # A batch norm in training mode refuses a single sample. But in the original module, the
             # batch norms may be in evaluation mode, and then they take it.
             if isinstance(part, nn.modules.batchnorm._NormBase):
@@ -170,3 +181,16 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def _has_masked_encoder(module: Module, calls: Sequence[Call]) -> bool:
+    """Return whether an `nn.TransformerEncoder` that uses nested tensors gets a padding mask."""
+    paths = []
+    for path, part in module.named_modules():
+        if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
+            paths.append(f"{path}.layers.".removeprefix("."))
+    for call in calls:
+        is_within = isinstance(call.target, str) and call.target.startswith(tuple(paths))
+        if is_within and call.kwargs.get("src_key_padding_mask") is not None:
+            return True
+    return False

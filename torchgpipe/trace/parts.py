@@ -97,8 +97,13 @@ class Slots(TorchFunctionMode):
             return type(value)(map(self.taken, value))
         if type(value) is dict:
             return {key: self.taken(x) for key, x in value.items()}
+        # `copy.deepcopy` would clone a parameter in a dataclass, without a call of this mode.
+        memo: dict[int, Any] = {}
+        for x in tensors_in(value):
+            if id(x) not in memo:
+                memo[id(x)] = self._slot(x)
         with self:
-            return copy.deepcopy(value)
+            return copy.deepcopy(value, memo)
 
     def put_back(self, value: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a copy of a structure with tensors in place of its slots: the inverse of `taken`.
@@ -154,9 +159,16 @@ def as_tensors(output: Any) -> Any:
     """Return a layer's output as a tensor, a tuple of tensors, or `Structured` tensors.
 
     An output without tensors is returned as it is.
+
+    Raises:
+        TypeError: If a function is in the output.
     """
     if is_flat(output):
         return output
+    if any(within(output, FunctionType)):
+        raise TypeError(
+            "a layer returned a function, which can hold tensors with a graph; return the tensors"
+        )
     structure, tensors = Structure.of(output)
     return Structured.of(tensors, structure) if tensors else output
 
@@ -180,7 +192,7 @@ def taken_apart(input: Any) -> Any:
     found = as_tensors(input)
     if not isinstance(found, Structured):
         raise TypeError(f"input must have tensors, but got {type(input).__name__} without any")
-    if len(found) != len([*tensors_in(input)]):
+    if set(map(id, found)) != set(map(id, tensors_in(input))):
         raise TypeError(
             "input must be tensors in tuples, mappings and dataclasses, but some are in another "
             "object; a layer that needs another object has to make it of tensors"

@@ -28,7 +28,7 @@ from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.parts import Slots, cache_in, same
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
-from torchgpipe.trace.restore import as_it_was
+from torchgpipe.trace.restore import as_it_was, set_mode
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import Notes, small_modules
@@ -196,7 +196,7 @@ def _in_other_mode(
     """
     recordings = []
     with as_it_was(module):
-        module.train(not module.training)
+        set_mode(module, not module.training)
         try:
             for sizes in signature.points:
                 recorder = Recorder(module, whole, {}, results)

@@ -28,6 +28,16 @@ def as_it_was(root: Module) -> Iterator[None]:
         yield
 
 
+def set_mode(root: Module, training: bool) -> None:
+    """Set the mode of all submodules, without a call of `train`.
+
+    A class may override `train` to change parameters: adapters are merged into weights, for
+    example.
+    """
+    for module in root.modules():
+        module.training = training
+
+
 @contextmanager
 def _same_attributes(root: Module) -> Iterator[None]:
     """Restore the attributes of all submodules at the end of this context.

@@ -102,7 +102,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a list as input": (
         lambda: model()([X, X]),
-        ["a tensor or a tuple of tensors", "got list; make a tuple of it, or give MicroBatches"],
+        [
+            "a tensor or a tuple of tensors",
+            "got list; make a tuple of it; or, if its items",
+        ],
     ),
     "a list as a micro-batch": (
         lambda: step(mse_loss, MicroBatches([[X, X]])),

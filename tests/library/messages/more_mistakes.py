@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from torchgpipe import GPipe, MicroBatches, schedules, sequential
 from torchgpipe.saves import Saves
@@ -73,6 +74,19 @@ def kept_aside() -> object:
     return pipeline.step(lambda y, t: mse_loss(y, t) + aside.aside.mean(), X, X)
 
 
+class WithState(nn.Module):
+    """A layer that returns a second tensor with the batch in dimension 1, as an RNN does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, x.unsqueeze(0)
+
+
+class Packing(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        lengths = torch.ones(len(x), dtype=torch.int64)
+        return pack_padded_sequence(x[:, None], lengths, batch_first=True, enforce_sorted=False)
+
+
 MORE_MISTAKES: dict[str, Mistake] = {
     "a truth value as scaler": (
         lambda: step(mse_loss, scaler=True),
@@ -113,6 +127,26 @@ MORE_MISTAKES: dict[str, Mistake] = {
     "micro-batches as the target of loss": (
         lambda: model().loss(mse_loss, X, MicroBatches([X])),
         ["loss takes the target of a whole mini-batch", "call step or evaluate"],
+    ),
+    "a list of as many tensors as samples, each as long": (
+        lambda: model().step(mse_loss, X, [X[:, 0]] * 4),
+        ["a list of 4 tensors, each with 4 entries, for 4 samples", "give a tuple", "MicroBatches"],
+    ),
+    "a state of an RNN as input": (
+        lambda: model()((X, torch.zeros(1, 4, 2))),
+        ["but the sizes are [4, 1]; give the state of an RNN as state.transpose(0, 1)"],
+    ),
+    "a state of an RNN as output": (
+        lambda: GPipe(nn.Sequential(LAYER, WithState()), [1, 1], devices=["cpu"] * 2, chunks=2)(X),
+        ["shape (1, 2, 2) for 2 samples", "return state.transpose(0, 1)"],
+    ),
+    "a packed sequence as output": (
+        lambda: GPipe(nn.Sequential(Packing()), [1], devices=["cpu"], chunks=2)(X),
+        ["the last partition returns PackedSequence", "call step(criterion, input, target)"],
+    ),
+    "samples that only the targets count": (
+        lambda: step(mse_loss, MicroBatches([X, X]), MicroBatches([X[:1], X])),
+        ["cannot be counted", "or its target has another length; give weight="],
     ),
     "a long balance": (
         lambda: model([1] * 1000),

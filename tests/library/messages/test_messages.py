@@ -315,7 +315,9 @@ def test_a_target_on_another_device_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         step(mse_loss, X, X.to("meta"))
     (note,) = vars(caught.value)["__notes__"]
-    assert note.endswith("the output is on cpu, but a tensor of the target on meta")
+    assert note.endswith(
+        "the output is on cpu, but a tensor of the target on meta: give target.to('cpu')"
+    )
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")

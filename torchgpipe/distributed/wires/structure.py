@@ -1,21 +1,29 @@
 """Describe a structure of tensors, such as a dictionary, so that another rank can make it anew."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
+
+import torch
 
 from torchgpipe.trace.parts import Slot, Slots, Structure
 
-_VALUES = {type(None): "None", bool: "bool", int: "int", float: "float", str: "str"}
-_SEQUENCES: dict[str, type[list[Any] | tuple[Any, ...]]] = {"list": list, "tuple": tuple}
+_SEQUENCES: dict[type[Any], str] = {tuple: "tuple", list: "list", torch.Size: "Size"}
+_MADE_BY = {name: kind for kind, name in _SEQUENCES.items()}
+_VALUES = (type(None), bool, int, float, str)
 
 Described = tuple[Hashable, ...]
 """What a structure consists of: a word for its kind, and then its parts."""
 
 
-def described(value: Any) -> Described:
-    """Describe a structure in plain values; it has slots (placeholders) in place of its tensors.
+def described(value: Any, values: list[Any]) -> Described:
+    """Describe a structure that has slots in place of its tensors.
 
-    Each value is described with its class, because 1 and True, for example, count as equal.
+    Micro-batches usually have structures with the same description: only their plain values, such
+    as numbers, may differ.
+
+    Args:
+        value: The structure, or a part of it.
+        values: Gets the plain values, in their order.
 
     Raises:
         TypeError: If the structure has something else than tuples, lists, dictionaries, tensors,
@@ -24,34 +32,39 @@ def described(value: Any) -> Described:
     kind = type(value)
     if kind is Slot:
         return "tensor", value.number
-    if kind in (list, tuple):
-        return kind.__name__, *map(described, value)
-    if kind is dict:
-        items = [(described(key), described(x)) for key, x in value.items()]
-        return "dict", *items
     if kind in _VALUES:
-        return _VALUES[kind], value
+        values.append(value)
+        return ("value",)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind], *[described(part, values) for part in value]
+    if kind is dict:
+        items = [(described(key, values), described(x, values)) for key, x in value.items()]
+        return "dict", *items
     raise TypeError(
         f"a layer returned a {kind.__name__} in a structure for another rank; return only tuples, "
         "lists, dictionaries, tensors, numbers and strings"
     )
 
 
-def structure_of(told: Described) -> Structure:
-    """Return the structure that `described` has described."""
+def structure_of(told: Described, values: list[Any]) -> Structure:
+    """Return the structure that `described` has described, with these plain values."""
     slots: list[Slot] = []
-    value = _undescribed(told, slots)
+    value = _undescribed(told, iter(values), slots)
     return Structure(value, Slots(slots))
 
 
-def _undescribed(told: Sequence[Any], slots: list[Slot]) -> Any:
-    """Make a value from its description; add its slots (placeholders of tensors) to `slots`."""
+def _undescribed(told: Any, values: Iterator[Any], slots: list[Slot]) -> Any:
+    """Return the described value, and add its slots to `slots`, in their order."""
     kind, *parts = told
     if kind == "tensor":
         slots.append(Slot(parts[0]))
         return slots[-1]
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([_undescribed(part, slots) for part in parts])
-    if kind == "dict":
-        return {_undescribed(key, slots): _undescribed(x, slots) for key, x in parts}
-    return parts[0]
+    if kind == "value":
+        return next(values)
+    if kind in _MADE_BY:
+        return _MADE_BY[kind]([_undescribed(part, values, slots) for part in parts])
+    made = {}
+    for key, x in parts:
+        name = _undescribed(key, values, slots)
+        made[name] = _undescribed(x, values, slots)
+    return made

@@ -94,6 +94,12 @@ def check_attributes(index: int, outputs: Flat) -> None:
         attributes = {} if y is None else y.__dict__
         for name, value in attributes.items():
             if isinstance(value, Tensor) and value.requires_grad:
+                if y is not None and y.is_nested:
+                    raise RuntimeError(
+                        f"partition {index} returns a nested tensor that it has made of another "
+                        "tensor, whose gradient would be lost; return a padded tensor, and make "
+                        "the nested tensor where it is used, such as in the criterion"
+                    )
                 raise RuntimeError(
                     f"attribute {name!r} of an output of partition {index} is a tensor that "
                     "requires grad, but gradients of attributes are lost between partitions; "

@@ -223,7 +223,7 @@ class Source:
 
     def _by_mode(self, value: ByMode) -> str:
         """Return the code of an argument that depends on the training mode."""
-        if (value.training, value.evaluation) == (True, False):
+        if value.training is True and value.evaluation is False:
             return "self.training"
         return (
             f"({self._text(value.training)} if self.training else {self._text(value.evaluation)})"
