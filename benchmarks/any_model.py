@@ -163,9 +163,10 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
 
 
 def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:
-    """Run a forward on each sample, then one backward; return outputs, gradients and buffers.
+    """Run a model on each input in `samples`, then run one backward through all outputs.
 
-    The keys of the returned dictionary name each tensor, for example "gradient of 0.weight".
+    Return a dictionary with the outputs, the parameters' gradients and the buffers. A key says what
+    its tensor is, for example "gradient of 0.weight".
     """
     case.module.zero_grad()
     results = []

@@ -115,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(jobs: Sequence[Job]) -> Found:
     """Measure jobs, and yield for each job a list of two results.
 
-    The first result has the time of an uncompiled step, and the second that of a compiled step.
+    The first result has the seconds of each uncompiled step, and the second those of each compiled
+    step, and the median ratio of both.
     """
     for job in jobs:
         first, *_ = _measured(job)
@@ -131,7 +132,10 @@ def measure(jobs: Sequence[Job]) -> Found:
 
 
 def _measured(job: Job) -> Iterator[Seconds]:
-    """Run a job (a case to measure) in new processes; yield the steps' seconds in each process."""
+    """Run a job (a case to measure) in new processes; yield a dictionary from each process.
+
+    It has the seconds of each step, for the keys "uncompiled" and "compiled".
+    """
     count = WAYS[job.case.way]
     with (
         TemporaryDirectory() as folder,

@@ -139,9 +139,10 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return a dictionary from the names of a record's cases to the results of each case.
+    """Return the results of a record as a dictionary of dictionaries.
 
-    The results of a case are a dictionary, too: from the names of the ways to run it to results.
+    The outer keys are the names of cases. The inner keys are the ways to run a case, such as the
+    name of an engine.
     """
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:

@@ -68,7 +68,10 @@ class Code(NamedTuple):
 
 
 def main() -> int:
-    """Print each name in a page that refers to nothing; return 1 if there are any, else 0."""
+    """Print each file, option, revision and so on that a page names but that does not exist.
+
+    Return 1 if there are any, otherwise 0.
+    """
     sys.excepthook = fail
     revisions, found = recorded_revisions(ROOT)
     for page in pages(ROOT):
@@ -110,7 +113,7 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Check a page; yield a line number and a message for each name that refers to nothing.
+    """Check a page; yield a line number and a message for each name of what does not exist.
 
     Args:
         text: The text of the page.

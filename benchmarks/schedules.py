@@ -144,7 +144,8 @@ def _replay(name: str, m: int, tasks: dict[str, Tasks]) -> float:
 def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
     """Take part as rank `k` in steps of all schedules, and time the steps and this rank's tasks.
 
-    At the end, send the seconds of all steps and the median seconds of each task through `link`.
+    At the end, send the seconds of all steps and the median seconds of each task to the main
+    process, through the pipe `link`.
     """
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -174,8 +175,9 @@ def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # Tasks are measured in a second step, because measuring would slow down the first one.
-            # PyTorch's schedules ignore the observer, so their tasks are not measured.
+            # The step above was timed as a whole. The times of its tasks are measured in a second
+            # step, because a stopwatch makes a step slower. The stopwatch is the pipeline's
+            # observer. PyTorch's schedules have no observer, so their tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch
             way.step()

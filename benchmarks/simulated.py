@@ -105,7 +105,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The current streams of this thread, in the order in which `using` made them current."""
+        """The streams that `using` has made current in this thread, the newest one last."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:
@@ -126,7 +126,7 @@ class Streams:
         return stream
 
     def event(self, device: torch.device) -> Event:
-        """Record an event on the device's current stream."""
+        """Record an event on the device's current stream; return the event, to wait for it."""
         stream = self.of(device)
         assert stream is not None
         return stream.record_event()

@@ -147,8 +147,9 @@ def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
 
     Args:
         case: The case.
-        each: The prediction for data parallel training or for FSDP.
-        room: How many bytes tensors may take on each device.
+        each: The plan's prediction for data parallel training, or that for FSDP.
+        room: How many bytes tensors may take on each device. If the prediction needs more, the
+            result says that the memory is too small.
     """
     config = {
         "micro_batches": each.micro_batches,
@@ -278,9 +279,9 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def by_case_of(record: Record) -> list[tuple[Case, dict[str, Result]]]:
-    """Return a list of all cases, each with its results.
+    """Return a list of pairs: a case, and a dictionary with its results.
 
-    The results of a case are a dictionary from the ways to train, such as FSDP, to results.
+    The keys of the dictionary are the ways to train, such as "FSDP".
     """
     found = by_case(record)
     return [(case, found[case.name]) for case in CASES]
@@ -309,7 +310,11 @@ def recomputed(result: Result) -> bool:
 
 
 def setup_of(result: Result) -> list[str]:
-    """Return the table cells that say how a case is trained, from its memory to its balance."""
+    """Return table cells that say how a case is trained.
+
+    They have the memory in GiB, the micro-batches, whether activations are recomputed, the number
+    of pipelines, and the balance.
+    """
     config = result.config
     (allocated,) = result.values["allocated"]
     return [

@@ -138,7 +138,7 @@ class Everywhere(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, and so gets the target and has the logs."""
+        """Whether this rank has the last stage, which gets the target and the criterion's logs."""
         return self.rank == self._placement[-1]
 
     @property
@@ -319,7 +319,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return the buffers and the recorded random numbers of each module in a layer."""
+    """Return for each module in a layer a pair: its buffers, and its recorded random numbers."""
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}

@@ -17,8 +17,8 @@ OPTIMIZERS: dict[str, Any] = {x.__name__.lower(): x for x in KINDS} | {
 class Fails(nn.Module):
     """An identity layer that a test can make fail, once, in a forward, recomputation or backward.
 
-    A call of `fail` says in which of them the layer raises an error. A call of `at` says in which
-    of them the layer calls a given function.
+    `fail(when, error)` makes the layer raise `error` the next time it runs in `when`, which is
+    "forward", "recompute" or "backward". `at(when, act)` makes it call the function `act` instead.
     """
 
     def __init__(self) -> None:

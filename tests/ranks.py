@@ -50,7 +50,9 @@ LAST = 5000
 
 
 class Ranks:
-    """The ranks that run tests, as pytest's own process uses them.
+    """The processes that run tests over ranks, as seen by pytest's own process.
+
+    Pytest's own process uses this object to start the ranks, to run tests on them, and to end them.
 
     Attributes:
         launched: The processes of the ranks, and the connections to these processes.
@@ -147,7 +149,10 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """A rank, as the test that runs in this process uses it.
+    """One of the processes that run tests over ranks, as seen by this process itself.
+
+    A test calls its methods, for example to make a process group or to exchange values with other
+    ranks.
 
     Attributes:
         file: The file to which this process prints.
@@ -221,7 +226,7 @@ class Rank:
         dist.barrier()
 
     def use(self, pipeline: Any) -> None:
-        """Remember a pipeline, which is closed when the test ends."""
+        """Remember a pipeline, to close it when the test ends."""
         self._used[id(pipeline)] = pipeline
 
     def exchange(self, n: int, value: Any) -> list[Any]:

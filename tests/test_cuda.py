@@ -224,7 +224,7 @@ class Noted(Module):
     """A layer that records a CUDA event after each forward, to show when the GPU has run it.
 
     Args:
-        slow: The index of a forward that takes about a second.
+        slow: The index of a forward that takes about a second, or `None` if there is none.
     """
 
     def __init__(self, slow: int | None = None) -> None:

@@ -37,7 +37,7 @@ EXPECTED = {
 
 
 def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
-    """Return how many of the library's functions run in a step, and how often they are called."""
+    """Return how many functions of the library run in a step, and the number of all their calls."""
     seen = Counter[CodeType]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:

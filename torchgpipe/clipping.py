@@ -20,8 +20,8 @@ def clip_gradients(
 
     Args:
         partitions: The partitions of this rank, by their indices in the model, in order.
-        copies: The parameters of this rank that it shares with another rank which includes their
-            gradients in the norm. So this rank must leave them out.
+        copies: Parameters that this rank shares with another rank. The other rank counts their
+            gradients in the norm, so this rank leaves them out.
         exchange: A function that sends this rank's tensor to all ranks, and returns the tensors of
             all ranks.
         max_norm: The largest allowed norm.

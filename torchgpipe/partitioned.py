@@ -124,7 +124,7 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
         self._look()
 
     def _look(self) -> None:
-        """List the modules inside of the layers again: the user may have replaced some of them."""
+        """List the modules inside of each layer again, as the user may have replaced some."""
         if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
         modules = [*chain.from_iterable(stage.modules for stage in self._stages)]
@@ -138,7 +138,7 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
             stage.connect(crossings)
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Map this process's copies of other processes' parameters to those parameters' names."""
+        """Map this process's copies of other processes' parameters to the parameters' names."""
         return {}
 
     @abstractmethod

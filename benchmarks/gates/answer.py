@@ -10,8 +10,8 @@ from reproduce.tables.output import Number, written
 def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Sequence[str]) -> None:
     """Print what a gate (a program that checks speed) has found.
 
-    In the format "text", this function does not print what has become worse, because the program
-    prints the raised error, whose message says it.
+    If something has become worse, this function raises an error whose message says what. The
+    program prints this message. So in the format "text", this function itself prints nothing then.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".
@@ -32,8 +32,8 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict about a number: "worse" if the gate found a loss, otherwise "~".
+    """Return the verdict about a number: "worse" if `lost` is true, otherwise "~" (no worse).
 
-    The command `regression` uses the same words.
+    The tables of the command `regression` have the same two words.
     """
     return "worse" if lost else "~"

@@ -128,9 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
-    """Yield an entry for each count, for output in CSV and JSON.
+    """Yield an entry for each count in `counted`, for output in CSV and JSON.
 
-    The entry's verdict is "worse" if the count in `file` is another one.
+    The entry's verdict is "worse" if the committed count in `file` differs, or is missing.
     """
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
@@ -143,7 +143,8 @@ def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Ite
 def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
     """Yield an entry with the order of tasks of each configuration, for output in CSV and JSON.
 
-    The order is a list with a text for each device.
+    The order is a list with a text such as "0a 1a B0a B1a" for each device. The verdict is "worse"
+    if the committed order in `file` differs.
     """
     for name, now in noted.items():
         about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
@@ -166,7 +167,7 @@ def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
 
 
 def _write(name: str, rows: Mapping[str, object]) -> None:
-    """Write a JSON file called `name` into this folder, with a line for each configuration."""
+    """Write a JSON file into the folder `benchmarks/gates`: a line for each configuration."""
     lines = [f"{json.dumps(row)}: {json.dumps(found)}" for row, found in rows.items()]
     text = ",\n".join(lines)
     write_atomically(FOLDER / name, f"{{\n{text}\n}}\n")

@@ -45,7 +45,7 @@ def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
 
 
 def _give_up(gate: str, patience: float) -> None:
-    """End this program and its child processes, although its main thread hangs."""
+    """End this program and its child processes at once, because its main thread may hang."""
     line = f"{gate}: the pipeline does not run: it has not ended after {patience:g} seconds"
     print(line, file=sys.stderr, flush=True)
     for process in multiprocessing.active_children():

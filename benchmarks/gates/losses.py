@@ -20,7 +20,7 @@ FOUND, RUNS = "found", "runs"
 def table(record: Record, style: str = "simple") -> str:
     """Render the table: a row for each planted loss of speed, a column for each gate.
 
-    A gate is a program that judges whether a version has become slower.
+    A gate is a check of `regression`, which judges whether a version has become slower.
     """
     columns = (*GATES, CANNOT_TELL)
     rows = []

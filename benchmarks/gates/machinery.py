@@ -223,9 +223,10 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _titles(record: Record) -> dict[str, str]:
-    """Return the titles of the table's columns for the plain loop and for the other version.
+    """Return the titles of columns: a dictionary whose keys are names such as "plain".
 
-    All other columns of times have the name of an engine as their title.
+    It has titles for the plain loop and for the other torchgpipe version. The title of any other
+    column of times is the name of an engine.
     """
     name = ""
     for result in record.results:

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def meet() -> "tuple[list[Met], str]":
     """Run all scenes (training steps) on every engine.
 
-    Return what was found on each engine, and a line that says how many scenes were run.
+    Return a list that says for each engine whether tasks overlapped, and a line for the user that
+    says how many scenes were run.
     """
     from benchmarks.gates import overlap, scenes
     from reproduce.run.engines.ranks import Ranks

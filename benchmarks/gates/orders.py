@@ -24,7 +24,7 @@ _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 
 def orders() -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each configuration, and the order of the tasks of each device."""
+    """Yield the name of each configuration, and a list with each device's order of tasks."""
     for (engine, schedule), mode in product(NOTED, MODES):
         yield f"{schedule} {mode} {engine}", order(engine, schedule, mode)
 

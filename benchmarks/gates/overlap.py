@@ -173,7 +173,7 @@ class Met(NamedTuple):
 
 
 def every(ranks: Ranks) -> list[Met]:
-    """Run all scenes (training steps) on every engine; return what was found on each engine."""
+    """Run all scenes (training steps) on every engine; return a list with a `Met` per engine."""
 
     def on_ranks(scene: Scene, looks: int) -> str | None:
         answers: list[str | None] = ranks.run(on_rank, scene, looks)

@@ -66,9 +66,9 @@ ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Simulate a step, and return when each action begins and ends.
 
-    `copy` is the time of a copy between two stages. If it is not zero, also return when each copy
-    begins and ends. If it is zero, the buffer between two stages has room for one activation or
-    gradient. Otherwise, as on simulated devices, the buffer has no limit.
+    `copy` is the time of a copy between two stages. With zero, as for threads and ranks, the buffer
+    between two stages has room for one activation or gradient. With another time, as on simulated
+    devices, the buffer has no limit, and it is also returned when each copy begins and ends.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()

@@ -96,9 +96,10 @@ def tallied(*, alone: bool = False) -> Iterator[Tally]:
 
 
 class _Operators(TorchDispatchMode):
-    """A dispatch mode that counts operators, also those of the library's worker threads.
+    """A dispatch mode that counts the operators which PyTorch runs.
 
-    The worker threads use the dispatch modes of the thread that calls the pipeline.
+    Operators of the library's worker threads are counted, too, because these threads run under the
+    dispatch modes of the thread that calls the pipeline.
     """
 
     only_watches = True
@@ -196,7 +197,10 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 
 
 class _Noted:
-    """A wrapper of a queue, lock or event, which counts calls that wait or poll."""
+    """A stand-in for a queue, lock or event, which counts each call that may wait or that polls.
+
+    It then makes the same call on the real object, `other`.
+    """
 
     def __init__(self, other: Any, tally: Tally) -> None:
         self._other, self._tally = other, tally

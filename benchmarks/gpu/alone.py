@@ -38,7 +38,7 @@ META = torch.device("meta")
 
 
 class Neighbours(Links):
-    """Stand-ins for the other partitions: they give zeros, and drop what they are given.
+    """Stand-ins for the other partitions: they send zeros, and drop what is sent to them.
 
     Skips are kept for a while, because they take memory in a real pipeline. In GPipe's schedule,
     partition p begins each micro-batch p - s tasks later than partition s. So a skip from s to p
@@ -60,8 +60,10 @@ class Neighbours(Links):
         self.device = device
         self.outputs = outputs
         self.skips = skips
-        self._away: dict[Crossing, deque[Any]] = {}  # skips that wait for their target
-        self._early: dict[Crossing, deque[Any]] = {}  # gradients that wait for the skip's source
+        # For each skip from this partition, its tensors that the target would not have popped yet.
+        self._away: dict[Crossing, deque[Any]] = {}
+        # For each skip from this partition, gradients that have come before they are needed.
+        self._early: dict[Crossing, deque[Any]] = {}
 
     def check(self) -> None:
         """Do nothing: no other program can fail."""

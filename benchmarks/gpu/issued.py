@@ -87,11 +87,12 @@ class Step:
         return host / self.tasks, (done - start) / self.tasks, elapsed
 
     def host_seconds(self) -> float:
-        """Run the step with pauses for the device, and return the host's seconds to issue it.
+        """Return the seconds in which the host issues a step, measured with pauses.
 
-        The result can be too high, but not too low, because the hooks that pause take some time.
-        A measurement without pauses can be too high, too, because the host may have to wait when
-        the queue of kernel launches is full.
+        In a pause, a hook waits until the device has finished all work. So the queue of kernel
+        launches never gets full. Without pauses, a full queue would make the host wait, and the
+        measured time could be too high. With pauses, the time can be a little too high as well,
+        because the hooks themselves take some time. It is never too low.
         """
         self.drop_gradients()
         return host_seconds(self.issue, self.subject.layers, self.wait)

@@ -133,8 +133,9 @@ def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list
 def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
     """Read the line that `benchmarks.gpu.issued` printed about the measurement of a case.
 
-    Return a dictionary from the ways to run the case (a plain loop, or a version of torchgpipe) to
-    the measured values. Times are in microseconds per task.
+    Return a dictionary. A key is a way to run the case: a plain loop, or a version of torchgpipe.
+    Its value has the measured numbers, such as "host" and "step" in microseconds per task, or the
+    reason why there are none.
     """
     found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
     for way, turns in line.get("samples", {}).items():
@@ -198,9 +199,9 @@ def lines(result: Fields) -> list[str]:
 
 
 def _medians(cases: list[dict[str, Fields]], value: str) -> dict[str, float]:
-    """Return the median of a value (such as "host") over all cases.
+    """Return medians of a value (such as "host", in microseconds per task) over all cases.
 
-    The plain loop and each version of torchgpipe have a median of their own.
+    The dictionary has one median for the plain loop, and one for each version of torchgpipe.
     """
     series: dict[str, list[float]] = {}
     for ways in cases:

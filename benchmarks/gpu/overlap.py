@@ -204,7 +204,10 @@ def ahead(step: Timeline) -> float:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line for the host as first device and one for the GPU, each with all numbers."""
+    """Return two lines: one if the host is the first device, and one if the GPU is.
+
+    Each line has the seconds of a step, and the other numbers, for each set of components.
+    """
     by_order: dict[str, list[str]] = defaultdict(list)
     for row, values in result["rows"].items():
         order, _, components = row.partition(": ")

@@ -93,11 +93,12 @@ def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
     """Run a step of a schedule, and return whether the step did what the schedule lists.
 
     Returns:
-        - `gradients` and `order`: whether the gradients and the order of actions are right.
-        - `listed`: the largest number of forwards at a time whose backward has not run, if the
-          actions run as listed.
-        - `kept`: this number as measured: the most memory that was kept, divided by the memory that
-          one forward keeps. `None` on a CPU.
+        - `gradients`: whether the gradients are those of the layers without a pipeline.
+        - `order`: whether the actions ran in the order of the schedule's lists.
+        - `listed`: how many forwards keep activations at the same time, at most, if the actions
+          run in the order of the lists.
+        - `kept`: the same number as measured: the largest memory of activations, divided by the
+          memory of one forward's activations. On a CPU, it is `None`.
     """
     torch.manual_seed(0)
     count = N * stages
@@ -157,7 +158,10 @@ class Watch:
             self._allocated.append(accelerator.allocated(self._device))
 
     def most_kept(self) -> float | None:
-        """Return the most memory that was kept, divided by the memory of the first forward."""
+        """Return the largest memory of activations, divided by that of one forward.
+
+        On a CPU, where no memory is noted, return `None`.
+        """
         if not self._allocated:
             return None
         begin, first, *_ = self._allocated
@@ -165,7 +169,10 @@ class Watch:
 
 
 def most_kept(actions: Sequence[Action]) -> int:
-    """Return the largest number of forwards at a time whose whole backward has not run yet."""
+    """Return how many forwards wait for their backward at the same time, at most.
+
+    Until then, the activations of a forward are kept. A split backward has to run both halves.
+    """
     split = any(action.kind == "backward_weights" for action in actions)
     last = "backward_weights" if split else "backward"
     kept = most = 0

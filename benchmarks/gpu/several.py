@@ -99,7 +99,11 @@ def run(context: Context) -> Fields:
 
 
 def ways_of(devices: Sequence[torch.device]) -> dict[str, list[torch.device]]:
-    """Return the ways to connect ranks, such as "NCCL", each with the devices of all ranks."""
+    """Return a dictionary from the ways to connect ranks to a list with each rank's device.
+
+    With "NCCL", each rank has a GPU of its own. With "staging", all ranks share one GPU, and send
+    tensors through host memory. On CPUs, the only way is "gloo".
+    """
     if devices[0].type == "cpu":
         return {"gloo": [*devices]}
     return {"NCCL": [*devices], "staging": [devices[0]] * len(devices)}

@@ -70,7 +70,7 @@ def predicted_row(table: str, row: Result) -> Result:
 
 @functools.cache
 def counted(sizes: Sizes, dtype: str) -> Counts:
-    """Count the operations and bytes of a transformer's layers.
+    """Count the operations of each layer of a transformer, and the bytes that they read and write.
 
     Args:
         sizes: The sizes of the transformer.

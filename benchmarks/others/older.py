@@ -37,4 +37,4 @@ class Older(Pipe):
         return self.pipeline(x)
 
     def load_model(self, whole: dict[str, Tensor]) -> None:
-        raise NotOffered("names in its state dict depend on the balance, so it fits no other")
+        raise NotOffered("its state dict cannot be loaded with another balance: its names differ")

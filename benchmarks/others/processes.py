@@ -96,9 +96,9 @@ class Outcome(NamedTuple):
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a check (a short training), and compare its result with that of the layers alone.
+    """Run a check (a short training) with a pipeline library, for which there is an adapter.
 
-    The adapter runs the check with a pipeline library.
+    Return how its result compares with that of the same layers without a pipeline.
     """
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
@@ -110,7 +110,10 @@ def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
 
 
 def compared(ranks: list[Found], plain: Found) -> Outcome:
-    """Compare the combined results of all ranks with the result of layers without a pipeline."""
+    """Compare the results of all ranks with those of the layers without a pipeline (`plain`).
+
+    The outcome is "equal", or "differs" with a message about the first difference.
+    """
     missing = dict.fromkeys(plain)
     for found in ranks:
         for name, y in found.items():
@@ -131,7 +134,8 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
     If the adapter has no ranks, the check runs in a single process.
 
-    Return the results of all ranks, or the outcome if the check failed.
+    Return a list of each rank's results (losses, gradients and parameters by name) or, if the check
+    failed, an outcome that says how.
     """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
@@ -184,7 +188,7 @@ def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
 
 
 def _after_another(outcome: Outcome) -> bool:
-    """Return whether a rank failed only because another rank had failed."""
+    """Return whether a rank has failed only because it was told that another rank had failed."""
     return outcome.said.startswith("RankFailed")
 
 

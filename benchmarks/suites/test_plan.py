@@ -24,10 +24,10 @@ MICRO_BATCHES = math.ceil(TASKS / TASKS_OF_A_MICRO_BATCH)
 
 
 class Model(NamedTuple):
-    """A model to plan: a function from i to the width of linear layer i, and a limit in seconds.
+    """A model of linear layers to plan, and how many seconds (`limit`) the plan may take.
 
-    A plan counts the operations of equal layers only once. So planning a model with many different
-    layers takes longer.
+    The function `width` returns the width of layer i. A plan counts the operations of equal layers
+    only once. So planning a model with many different layers takes longer.
     """
 
     width: Callable[[int], int]

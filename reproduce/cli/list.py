@@ -88,7 +88,7 @@ class Overview(NamedTuple):
     minutes: Minutes | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the texts of the experiment's cells in the table, from left to right."""
+        """Return the texts of this line's cells in the list, from left to right."""
         title = textwrap.fill(self.title, SHOWS)
         if self.scale is None:
             return self.name, title, "none", "-", "-"
@@ -195,7 +195,7 @@ def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
 
 
 def _numbers(name: str, scale: Scale) -> Iterator[Number]:
-    """Yield each setting of each row of a scale (a set of sizes), for output as CSV or JSON."""
+    """Yield each setting of each row of a scale (set of sizes), as an entry for CSV or JSON."""
     for row in scale.rows:
         about: Number = {"experiment": name, "scale": scale.name, "row": row.name}
         settings = {

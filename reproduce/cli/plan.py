@@ -202,7 +202,7 @@ class Options:
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield each option that does not fit the model or another option, and the reason."""
+    """Yield pairs of a wrong option and a reason: it does not fit the model or another option."""
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
@@ -220,7 +220,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option that cannot be used together with `--largest`, and the reason.
+    """Yield pairs of an option that cannot be used together with `--largest`, and the reason.
 
     Args:
         asked: The values of the options.

@@ -256,9 +256,10 @@ def history(
 ) -> None:
     """Add a revision's numbers to a history file.
 
-    The file has a line for each git revision, and the command report draws it. SOURCES are records,
-    folders of records, or files of counts, such as benchmarks/gates/counts.json. All sources must
-    come from one revision and one machine. Numbers that other programs disturbed are left out.
+    The file has a line for each git revision and machine. The command report draws its numbers as
+    curves. SOURCES are records (files of results), folders of records, or files of counts, such as
+    benchmarks/gates/counts.json. All sources must come from one revision and one machine. Numbers
+    that other programs disturbed are left out.
     """
     from reproduce.tables.history import added, for_github, line_of, line_table
     from reproduce.tables.output import written

@@ -212,8 +212,8 @@ def how_long(progress: Progress, sessions: Sequence[Any]) -> str:
 def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[..., Any]:
     """Return a function that creates a `Session`, the object that runs one experiment.
 
-    All sessions share the recorder, the profiled balances, the estimated times of steps, and the
-    measurement of the machine's load.
+    All sessions share the recorder (which writes the results), the balances (how layers are divided
+    among partitions), the estimated times of steps, and the measurement of the machine's load.
     """
     from reproduce.run.estimate import StepTimes, earlier_runs
     from reproduce.run.session import Session

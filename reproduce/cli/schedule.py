@@ -114,7 +114,11 @@ def _facts(schedule: "Schedule") -> Iterator[str]:
 
 
 def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":
-    """Yield the step's time, the bubble and the number of kept tasks, for output as CSV or JSON."""
+    """Yield the numbers of the output, for CSV or JSON, each as a dictionary of fields.
+
+    They are the step's time, two measures of the bubble, and how many tasks' activations each
+    device keeps at most.
+    """
     played = schedule.replay()
     about: Number = {"experiment": title, "row": schedule.name}
     unit = f"forwards of a micro-batch through 1/{len(schedule.lists)} of the model"

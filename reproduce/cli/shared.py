@@ -151,10 +151,10 @@ def alpha(where: str) -> Option:
 def hardware(here: str) -> Option:
     """Return the click option `--hardware`, which names a hardware description.
 
-    The option's value can also be "here", which means this machine.
+    The option's value can also be "here". Then the command times the layers on this machine.
 
     Args:
-        here: How the help text of the option writes the value "here".
+        here: The text that stands for this value in the option's help text.
     """
     return click.option(
         "--hardware",
@@ -211,7 +211,7 @@ def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Return the path relative to the current folder if it is inside that folder, else absolute."""
+    """Return a path for output: relative if the file is in the current folder, else absolute."""
     path = path.absolute()
     here = Path.cwd()
     if path.is_relative_to(here):

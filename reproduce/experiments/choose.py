@@ -107,7 +107,7 @@ def _common_scales(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _why_not_any(experiments: Sequence[Experiment], scale: str, devices: Devices) -> str | None:
-    """Return why one of the experiments does not fit on the devices, or None if all fit.
+    """Return why an experiment does not fit on the devices, or None if all experiments fit.
 
     `scale` is the name of the scale (the set of sizes) at which the experiments would run.
     """

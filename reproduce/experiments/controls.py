@@ -49,7 +49,7 @@ Sizes = Sequence[tuple[str, Size, Size, int | None, Balance | None]]
 
 
 def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Scale:
-    """Return the scale (set of sizes) `paper`: the published rows, and controls for them.
+    """Return the scale (set of sizes) `paper`: published rows, and additional rows (controls).
 
     Args:
         base: The settings that all controls have in common.
@@ -69,7 +69,7 @@ def paper_speed(base: Row, published: Sequence[Row], *, micro_batch: int) -> Sca
 def small_speed(
     base: Row, published: Sequence[Row], *, batch_sizes: Sequence[int], seconds: float
 ) -> Scale:
-    """Return the scale `small`: smaller variants of the published rows, and controls.
+    """Return the scale `small`: smaller variants of published rows, and further rows (controls).
 
     Args:
         base: The settings that all controls have in common. All rows use the model of `base`.
@@ -185,7 +185,7 @@ def memory_rows(base: Row, table: Sizes, *, small: bool = False) -> Rows:
 
 
 def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
-    """Return a copy of a row that trains by a pipeline with the partitions of `balance`.
+    """Return a copy of a row, but with a pipeline whose partitions have the layers of `balance`.
 
     If `balance` is None, return the row unchanged. A pipeline checkpoints all micro-batches but the
     last. If there is only one micro-batch, it is checkpointed, too, as in the paper.
@@ -201,7 +201,9 @@ def _pipelined(row: Row, chunks: int | None, balance: Balance | None) -> Row:
 def controls(
     base: Row, micro_batch: int, ms: Sequence[int], balances: Mapping[int, Balance] | None
 ) -> Rows:
-    """Return the controls at equal batch size, followed by the controls at equal micro-batch size.
+    """Return rows called controls: first those at equal batch size, then at equal micro-batch size.
+
+    Controls separate the effect of pipelining from that of larger batches.
 
     Args:
         base: The settings that all controls have in common. Controls at equal batch size also have
@@ -209,8 +211,8 @@ def controls(
         micro_batch: The samples per micro-batch of controls at equal micro-batch size. The names of
             these controls end in `/mb`.
         ms: The numbers of micro-batches.
-        balances: The balance for each number of partitions. If it is None, each balance is found by
-            profiling before the run.
+        balances: Maps each number of partitions to a balance (the layers of each partition). If it
+            is None, each balance is found by profiling before the run.
     """
     equal_batch = []
     equal_micro_batch = []

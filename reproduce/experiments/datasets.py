@@ -237,7 +237,7 @@ def ignore_interrupts(worker: int) -> None:
 def find_images(folder: Path, part: str, classes: int, transform: Any) -> Any:
     """Return the images in `folder/part` as a torchvision `ImageFolder`.
 
-    Raise `Error` if the folder cannot be read, or does not have as many classes as `classes` says.
+    Raise `Error` if the folder cannot be read, or if the number of its classes is not `classes`.
     """
     datasets = import_torchvision("datasets", "ImageNet")
     try:

@@ -94,7 +94,7 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """A scale of an accuracy experiment: its rows in one of several sizes, and their data.
+    """One of the sizes in which an accuracy experiment runs: its trainings, and their data.
 
     Attributes:
         rows: The settings of each training.
@@ -109,5 +109,5 @@ class AccuracyScale(Scale):
     made: Mapping[str, Json] | None
 
     def settings(self) -> dict[str, Json]:
-        """Return settings for the file of results: the number of seeds and the generated data."""
+        """Return the number of seeds and the arguments of the generated data, for the results."""
         return {"seeds": self.seeds, "made": self.made and dict(self.made)}

@@ -119,7 +119,7 @@ def _clock(known: ctypes.c_void_p, kind: int) -> float | None:
 
 
 def _reasons(known: ctypes.c_void_p) -> int | None:
-    """Return the reasons why a GPU's clock rates are below their highest, as bits of a number."""
+    """Return why a GPU's clock rates are below their highest: a number with a bit per reason."""
     for name in REASONS:
         bits: int | None = ask(name, known, kind=ctypes.c_ulonglong)
         if bits is not None:

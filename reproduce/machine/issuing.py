@@ -22,7 +22,9 @@ microseconds or more, so the queue then has at most half of the launches that fi
 class Pauses:
     """Within a `with` block, let the host pause before the forward and the backward of layers.
 
-    A pause lasts until the device has finished all work, so that CUDA's queue never becomes full.
+    Otherwise, CUDA's queue of launched kernels could become full. A launch would then wait for the
+    device, and this wait would count as time of the host. A pause lasts until the device has
+    finished all work, so the queue is empty after it.
 
     Args:
         layers: The layers. Each has to launch fewer kernels than half of CUDA's queue can hold.
@@ -66,7 +68,7 @@ class Pauses:
             self.pause()
 
     def _pause_before_backward(self, layer: nn.Module, inputs: object, output: object) -> None:
-        """Let the host pause in backward, when the gradient of the layer's output is known."""
+        """Let the host pause before the layer's backward, by hooks on the tensors of `output`."""
         for x in tree_leaves(output):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(self._pause_if_due)

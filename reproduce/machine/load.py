@@ -53,9 +53,10 @@ class Load:
     """A measurement of how much CPU time other programs use in each round.
 
     Attributes:
-        begun: The counts of CPU time (see `_count`) at the end of the last round that was not
-            short.
-        earlier: The counts of CPU time at the beginning of that round.
+        begun: The counts of CPU time (see `_count`) from which the next round is measured. They
+            are those at the end of the last round that lasted `LEAST_SECONDS` or more.
+        earlier: The counts at the beginning of that last round. If the next round is shorter than
+            `LEAST_SECONDS`, it is measured from here, together with that last round.
         told: The commands of other runs of this program that were already reported to the user.
     """
 
@@ -70,10 +71,10 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """End a round, and return which shares of the machine other programs used during it.
+        """End a round, and return a dictionary of the shares of the machine that others used in it.
 
-        `UNITS` (in `reproduce.run.session`) explains each share. If the shares are not known, the
-        result is empty.
+        The keys are the names of the shares, such as "others", which `UNITS` (in
+        `reproduce.run.session`) explains. If the shares are not known, the dictionary is empty.
         """
         now = _count()
         if not now:
@@ -88,7 +89,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares of the cores that other programs used between two results of `_count`."""
+    """Return the shares of the cores that others used between two results of `_count`, by name."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()

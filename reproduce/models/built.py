@@ -60,7 +60,7 @@ def masked_image(shape: Shape, classes: int, generator: Generator) -> tuple[Tens
     """Draw a random image and, as its target, a random mask of zeros and ones.
 
     The image has the shape `shape`, and the mask has the shape (1, *shape[1:]). `classes` is not
-    used.
+    used, but all functions that draw samples take it.
     """
     mask_shape = (1, *shape[1:])
     mask = torch.randint(2, mask_shape, generator=generator).float()

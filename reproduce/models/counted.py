@@ -34,8 +34,8 @@ def counted(model: SizedModel) -> Counts:
 def _counted(model: SizedModel, *settings: object) -> Counts:
     """Count the operations and bytes of a model's layers, or return them from the cache.
 
-    `settings` has all settings of PyTorch that change the result. It is only a part of the cache's
-    key.
+    `settings` has all settings of PyTorch that change the result. The function does not use them,
+    but the cache has a separate result for each combination of settings.
     """
     with torch.device("meta"):
         module = model.layers()

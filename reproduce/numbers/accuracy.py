@@ -19,9 +19,9 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return the largest difference between two means that still counts as the same error.
+        """Return how far the means of two errors may be apart and still count as the same error.
 
-        This is the sum of both standard deviations, or None if one of them is not known.
+        This is the sum of both errors' standard deviations, or None if one of them is not known.
         """
         ours = self.deviation
         theirs = other.deviation
@@ -43,7 +43,7 @@ class FinalError(NamedTuple):
 
 
 def final_errors(result: Result) -> list[float]:
-    """Return the top-1 error after the last epoch, for every seed that was trained to the end."""
+    """Return a list of top-1 errors after the last epoch, one for each seed that got there."""
     samples = result.samples
     epochs = samples.get("epoch", [])
     errors = samples.get("top1_error", [])

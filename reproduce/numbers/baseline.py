@@ -58,7 +58,8 @@ def differing_baseline(
     Args:
         base: The baseline, and its values on each side.
         side: The number of the side that is compared with the first side.
-        rows: For each row that is divided by the baseline, the result of comparing its ratio.
+        rows: For each row whose numbers are divided by the baseline's, the result of comparing
+            this ratio on both sides.
         rule: What counts as a difference.
     """
     line, readings = base
@@ -75,10 +76,10 @@ def differing_baseline(
 
 
 def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
-    """Compare the value `head` with the value `base`, or return None if they have no ratio.
+    """Compare the value `head` with the value `base`; return whether they differ, and their ratio.
 
-    Two values have no ratio if one of them is missing or not positive, or if their units differ.
-    `rule` says which differences count.
+    Return None if they have no ratio: if one of them is missing or not positive, or if their units
+    differ. `rule` says which differences count.
     """
     if base is None or head is None or base.unit != head.unit:
         return None

@@ -40,7 +40,7 @@ class ComparedRow:
         readings: The value of each side. It is None for a side without a value.
         decisions: The result of comparing each side with the first side. It is None for the first
             side, and for a side that cannot be compared.
-        is_base: Whether the numbers of each side were divided by this row, so that it is 1.
+        is_base: Whether this is a baseline, by whose numbers those of other rows were divided.
     """
 
     line: Line
@@ -165,9 +165,10 @@ def _experiment(line: Line) -> str:
 
 
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
-    """Return each line of a comparison with the values that its sides (such as runs) have.
+    """Return a list of pairs: a line of a comparison, and a dictionary with the line's values.
 
-    `metric` is the metric of the values. A side without a value is left out.
+    The keys of the dictionary are the numbers of the sides (such as runs). The values are those of
+    the metric `metric`. A side without a value is left out.
     """
     measured: list[Measured] = []
     for line in lines:
@@ -186,7 +187,7 @@ def _compare(
     """Compare the rows of an experiment in one metric, between sides such as runs.
 
     If the rows did different work or ran on different machines, ratios are compared: each side's
-    numbers are first divided by the side's number on a line of `bases`.
+    numbers are first divided by the side's number for a baseline row, which is one of `bases`.
     """
     shared = [(line, readings) for line, readings in measured if len(readings) > 1]
     unfair = notes.unfair([line for line, _ in shared], metric)
@@ -218,7 +219,7 @@ def _relative_rows(
 
     Args:
         asked: The sides, and the options of the comparison.
-        shared: The rows that two sides have.
+        shared: The rows that at least two sides have, with the values of these sides.
         bases: The rows that can be baselines.
         metric: The metric to compare.
 
@@ -299,7 +300,7 @@ def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]
 
 
 def _summary(rows: Sequence[ComparedRow]) -> tuple[bool, str]:
-    """Return whether other programs disturbed a measurement of the rows, and the values' units."""
+    """Return whether other programs disturbed any of the rows, and the units of the values."""
     disturbed = False
     units = set()
     for row in rows:

@@ -128,10 +128,10 @@ def gate(
 
 
 def _is_judged(decision: Decision, threshold: float) -> bool:
-    """Return whether a decision shows if there is a regression or none.
+    """Return whether a decision is clear: it shows a regression, or that there is none.
 
-    Numbers without samples, such as counted bytes, cannot be tested for significance. If they
-    differ by no more than the threshold, this shows that there is no regression.
+    Numbers without samples, such as counted bytes, cannot be tested for significance. They show
+    that there is no regression if they differ by no more than the threshold.
     """
     if decision.outcome == "untested":
         return abs(decision.ratio - 1) <= threshold

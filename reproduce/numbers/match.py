@@ -7,7 +7,7 @@ Two rows match if all of these conditions are met:
 - Every field that both rows have has the same value. Fields that a run may choose itself, such as a
   profiled balance, do not count.
 - Both rows are emulated, or neither is.
-- The same engine ran both rows.
+- The same engine (what runs partitions in parallel, such as threads or processes) ran both rows.
 
 A published row also matches the rows that reproduce it, which name the published row in their field
 `published`. If some of these rows have the same configuration as the published row, only those
@@ -252,9 +252,9 @@ def _same(one: Entry, other: Entry) -> bool:
 def _label(lines: Sequence[Line]) -> None:
     """Set the label of each line, such as `GPipe n2m4 (emulated) (small)`.
 
-    A label is the name of the row. "emulated", or an engine other than "threads", is added in
-    brackets. Where several lines still have the same label, the scale, the device or the hardware
-    is added if it differs.
+    A label is the name of the row. It is followed by "(emulated)" or, if other means than threads
+    ran the partitions, by the name of this engine. Where several lines still have the same label,
+    the scale, the device or the hardware is added if it differs.
     """
     for line in lines:
         result = line.first.result

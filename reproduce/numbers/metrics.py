@@ -42,10 +42,10 @@ class Reading:
         measurement: The exact number or the samples.
         unit: The unit of the value.
         rounds: The round in which each sample was measured. (In a round, each row runs one step.)
-        mean: Whether `middle` is the mean of the samples instead of their median.
+        mean: Whether the property `middle` is the mean of the samples instead of their median.
         disturbed: Whether other programs or virtual machines kept the machine too busy.
-        typical: The value of `middle` if it is neither the median nor the mean of the samples, as
-            for samples that are compared in pairs. Otherwise None.
+        typical: A number that `middle` returns instead of the mean or the median, if another
+            estimate suits the samples better. Otherwise None.
     """
 
     measurement: Measurement
@@ -69,7 +69,7 @@ class Reading:
 
     @property
     def middle(self) -> float:
-        """Return the exact number, or the middle of the samples: median, mean or `typical`."""
+        """Return one number for tables: `typical` if it is set, or else the mean or the median."""
         if self.typical is not None:
             return self.typical
         average = statistics.mean if self.mean else statistics.median
@@ -102,7 +102,7 @@ def throughput(result: Result, run: str = "") -> Reading | None:
 
 
 def _speeds(result: Result, times: str, run: str) -> Reading | None:
-    """Return a row's samples/s in each step, or None if it has no step times called `times`."""
+    """Return samples/s in each step, from a row's list of seconds called `times`, if it has one."""
     steps = result.samples.get(times)
     if not steps:
         return None
@@ -113,7 +113,7 @@ def _speeds(result: Result, times: str, run: str) -> Reading | None:
 
 
 def throughputs(results: Iterable[Result]) -> dict[str, float]:
-    """Return the throughput, in samples per second, of each row that has one, by the row's name."""
+    """Return a dictionary from the name of each row with a throughput to its samples per second."""
     found = {}
     for result in results:
         speed = throughput(result)
@@ -151,7 +151,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
     """Return a dictionary from the names of timed rows to their speed-ups over the row `first`.
 
-    In these names, a slash and everything after it is left out.
+    In the keys, the end of a row's name from a slash on, such as `/mb`, is left out.
     """
     readings = {}
     for result in results:
@@ -161,7 +161,7 @@ def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
 
 
 def errors(ours: Numbers, theirs: Numbers) -> dict[str, float]:
-    """Return the relative errors of `ours`: 0.1 for a number 10 % above that in `theirs`."""
+    """Return the relative error of each number in `ours`: 0.1 if it is 10 % above `theirs`."""
     return {name: value / theirs[name] - 1 for name, value in ours.items()}
 
 
@@ -169,7 +169,7 @@ def over(reading: Reading, base: Reading) -> Reading:
     """Divide the value of one row by the value of another row.
 
     If the rows have rounds in common, samples of the same round are divided by each other.
-    Otherwise the first sample is divided by the first sample, the second by the second, and so on.
+    Otherwise the samples are paired in order: the first ones, the second ones, and so on.
     If one value is an exact number, a ratio is computed with each sample of the other value.
     """
     disturbed = reading.disturbed or base.disturbed
@@ -275,7 +275,7 @@ def available(entries: Sequence[Entry]) -> list[str]:
 
 
 def _run_of(entry: Entry) -> str:
-    """Return a name for the run that a row comes from, which no other run has."""
+    """Return a unique name for the run from which a row comes: the record's name and the start."""
     record = entry.record
     if record.run is None:
         return record.name
@@ -288,7 +288,7 @@ def _memory(peaks: Json, published: float | None) -> Reading | None:
 
 
 def _sampled(entry: Entry, metric: str) -> Reading | None:
-    """Return the samples of a metric that a row has, or None if the row has no such samples."""
+    """Return the samples of a metric from a row's results, or None if there are no such samples."""
     result = entry.result
     names = ("step_time", "time") if metric == "time" else (metric,)
     for name in names:
@@ -307,7 +307,7 @@ def _sampled(entry: Entry, metric: str) -> Reading | None:
 
 
 def _valued(entry: Entry, metric: str) -> Reading | None:
-    """Return a row's value of a metric (the mean of a list), or None if there is no such value."""
+    """Return a row's value of a metric, or None. If the value is a list, return its mean."""
     values = entry.result.values
     unit = entry.record.unit.get(metric, "")
     if metric == "time":

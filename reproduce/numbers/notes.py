@@ -71,9 +71,9 @@ def other_differences(lines: Lines) -> list[str]:
 
 
 def other_times(sides: Sides, lines: Lines) -> list[str]:
-    """Return a note if the compared runs took place at different times, otherwise no note.
+    """Return a list with a note if the compared runs took place at different times, else [].
 
-    The note says that the comparison cannot show why the runs differ.
+    The note says that the comparison cannot show why the runs differ: it may be the time.
     """
     if not _at_other_times(lines):
         return []

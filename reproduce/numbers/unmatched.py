@@ -81,7 +81,8 @@ def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
 def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
     """Return the line in `others` that is most similar to `line`, or None if none is similar.
 
-    A similar line has a row of the same name that was run in the same way.
+    Only lines with a row of the same name count. It must have run in the same way as the row of
+    `line`: emulated or not, and with the same engine.
     """
     ours = line.entries[0]
 
@@ -94,6 +95,6 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return a key for a row. Rows that a user would take for the same row have equal keys."""
+    """Return a key that is equal for rows of the same experiment and name that ran the same way."""
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

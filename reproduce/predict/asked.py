@@ -69,7 +69,7 @@ PAPERS = {  # by the name on the command line
 
 @dataclass(frozen=True)
 class Given:
-    """A model that the user named, with its default batch size and optimizer."""
+    """A model that the user named, with the default batch size and optimizer of its training."""
 
     title: str
     build: Callable[[], tuple[nn.Module, Any]]
@@ -83,8 +83,8 @@ class Given:
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
         """Return the model as a sequence of layers, and an input with `samples` samples.
 
-        The model is on `meta`, and the input is on `device`. Raise `ValueError` if the model cannot
-        be split into layers.
+        The model is on the device `meta`, without data for its parameters, and the input is on
+        `device`. Raise `ValueError` if the model cannot be split into layers.
         """
         with torch.device("meta"):
             module, sample = self.build()
@@ -138,14 +138,14 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
 
 
 def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
-    """Return the models of all sizes that a user's function can build, for `--largest`.
+    """Return a `Family`: the models that a user's function builds, for a search for the largest.
 
     Raise `ValueError` if there is no such function, or if the function has no such argument.
 
     Args:
         name: The function, such as "package.module:function".
-        grows: The name of the function's argument that determines the model's size. The search
-            starts with the default of this argument.
+        grows: The name of an argument of the function. The model grows with this argument, such as
+            a number of layers. The search starts with the argument's default.
         shape: The shape of a sample. If it is empty, the function returns an example input.
     """
     where, _, what = name.partition(":")
@@ -201,9 +201,9 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """Return the model and the example input that the user's function returned as `found`.
+    """Return a model and an example input, taken from what the user's function returned (`found`).
 
-    If `shape` is given, an example input of this shape is used instead.
+    If `shape` is given, return an example input of this shape instead of the function's own.
     """
     module = found
     sample: Any = None

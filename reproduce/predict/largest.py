@@ -154,7 +154,7 @@ def title_of(asked: Asked) -> str:
 
 
 def line_of(asked: Asked, found: Largest) -> str:
-    """Return a line with the largest model that was found for one way of training."""
+    """Return a line of text about the largest model that was found (naive or pipelined)."""
     name = asked.family.name
     if found.sizes is None:
         return f"{found.how}: none: not even {titled(name, found.beyond or ())} fits"

@@ -22,10 +22,10 @@ class Link:
 
     Args:
         hardware: The hardware description.
-        papers: None to leave the times unscaled. Otherwise, a dictionary from names to published
-            rows of the experiment. The times are scaled so that the ratio of copy time to forward
-            time is as the description predicts for the published row. If `papers` is empty, the
-            ratio is as predicted for the emulated row itself.
+        papers: The published rows of the experiment, by their names. The times are scaled so that
+            copy time / forward time of a row is the ratio that the description predicts for the
+            published row. If there are no published rows, it is the ratio that the description
+            predicts for the emulated row itself. If `papers` is None, times are not scaled.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:

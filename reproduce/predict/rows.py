@@ -186,8 +186,8 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    The result is empty for a pipeline that copies skips from stage to stage, without portals,
-    because its memory cannot be predicted.
+    The result is empty for a pipeline without portals, because its memory cannot be predicted. Such
+    a pipeline copies a skip through every partition on its way.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:

@@ -153,7 +153,8 @@ MODES: tuple[Mode, ...] = ("never", "always")
 def machinery(**options: Any) -> Training:
     """Return a training step whose layers compute next to nothing.
 
-    `options` are fields of `Training`, such as `checkpoint`.
+    So its time is the pipeline's own overhead. `options` are fields of `Training`, such as
+    `checkpoint`.
     """
     return Training("linear", (1, 1), 8, batch=8, **options)
 

@@ -86,7 +86,10 @@ def interleave(
         sampling: How many samples to take, and in which order.
 
     Yields:
-        Dictionaries that can be written as JSON: one for each case of each restart.
+        Dictionaries that can be written as JSON. For each case of each restart, there is one with
+        the keys "case", "restart", "samples" (a list for each way), and "busy" (whether other
+        programs used the cores). For a case that some ways cannot run, there is one with the keys
+        "case" and "unable" (the reason for each of these ways).
 
     Raises:
         Error: A way fails in a case that it has run before.

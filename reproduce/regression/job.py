@@ -63,7 +63,7 @@ class Samples:
         base: The samples of the old version: a list for each restart of the timed processes.
         head: The samples of the new version. In each restart, the first samples of `base` and
             `head` are a pair, which was taken one after another, and so are the second ones etc.
-        also: The samples of a second, older version. It is empty if only `base` is compared.
+        also: The samples of a second old version, from before `base`. Empty if there is none.
         unable: For each version that cannot run the case, the reason. The keys are among "base",
             "head" and "also".
         clock: The clock that times the case.

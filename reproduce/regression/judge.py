@@ -64,8 +64,9 @@ class Limits:
         alpha: The accepted risk of a false alarm in all statistical tests together.
         threshold: The smallest slow-down that matters, as a fraction, in a comparison with the old
             version that is called `base`. It applies to cases that are timed by CPU time. For cases
-            that are timed by wall clock, which is noisier, the threshold is higher.
-        also: The same, in a comparison with the other old version, which is called `also`.
+            that are timed by wall clock, which is noisier, it is multiplied by `WALL`.
+        also: The smallest slow-down that matters in a comparison with the other old version, which
+            is called `also`.
     """
 
     alpha: float = 0.01
@@ -177,7 +178,7 @@ def _ratios(samples: Samples, old: Old) -> list[float]:
 
 
 def _busy(samples: Samples) -> bool:
-    """Return whether other programs used the cores in too many restarts (a share above `BUSY`)."""
+    """Return whether other programs used the cores in more than the share `BUSY` of restarts."""
     return sum(samples.busy) > BUSY * len(samples.busy)
 
 

@@ -29,7 +29,8 @@ class Asked(NamedTuple):
     Attributes:
         base: The git revision of the old version.
         head: The git revision of the new version, or None for the working tree.
-        also: The git revision of a second, older version to compare with, or None.
+        also: The git revision of a second old version, from before `base`, to compare the new
+            version with. None to compare only with `base`.
     """
 
     base: str

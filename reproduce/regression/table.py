@@ -94,7 +94,7 @@ class Report:
         return Table(title, headings, rows, list(self._notes()))
 
     def _line(self, case: str, samples: Samples) -> list[str]:
-        """Return the cells of a case in the table: its times, their ratio, and the verdict."""
+        """Return the table's cells for a case (timed work): times, their ratio, and the verdict."""
         decision = self.judged.decisions["base"].get(case)
         unable = samples.unable
         numbers = ["missing" if which in unable else "" for which in ("base", "head")]
@@ -159,9 +159,9 @@ class Report:
         )
 
     def _exceptions(self) -> Iterator[str]:
-        """Yield notes about cases that other programs disturbed, or that a version cannot run."""
+        """Yield notes about cases (timed work) that were disturbed or that a version cannot run."""
         if any(self.judged.called("disturbed", old) for old in OLDS):
-            yield "disturbed: other programs used the cores, which may have hidden a loss"
+            yield "disturbed: other programs used the cores, which may have hidden a slow-down"
         for which, letter in LETTERS.items():
             reasons = {}
             for case, samples in self.judged.samples.items():
@@ -208,8 +208,8 @@ def nearest(
 ) -> tuple[float, float]:
     """Return the pair of samples whose ratio (head / base) is nearest to the given ratio.
 
-    If several pairs are equally near, return the pair whose sample of base is nearest to the
-    median of base.
+    The table shows the times of this pair, so that they fit the ratio beside them. If several pairs
+    are equally near, return the pair whose sample of base is nearest to the median of base.
 
     Args:
         base: The samples of the old version: a list for each restart of the timed processes.
@@ -244,7 +244,7 @@ def _decided(decision: Decision | None) -> Number:
 
 
 def _milliseconds(restarts: Sequence[Sequence[float]]) -> list[float]:
-    """Return the samples of all restarts in one list, converted from seconds to milliseconds."""
+    """Return one list of all samples in milliseconds, from a list of seconds for each restart."""
     return [1000 * seconds for seconds in chain.from_iterable(restarts)]
 
 

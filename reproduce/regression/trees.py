@@ -92,7 +92,7 @@ def trees(
         base: The git revision of the old version.
         head: The git revision of the new version, or None for the working tree.
         project: The package.
-        also: The git revision of a second, older version to compare with, or None.
+        also: The git revision of a second old version, from before `base`, or None.
     """
     with tempfile.TemporaryDirectory(prefix="regression-") as name:
         folder = Path(name)

@@ -104,7 +104,7 @@ def _is_disturbed(readings: Readings) -> bool:
 
 
 def _measured(source: Source, value: str) -> Stacks:
-    """Return the peak bytes of each device in each row. The devices are the parts of a row's bar.
+    """Return the parts of each row's bar: a dictionary from devices to their peak bytes.
 
     Args:
         source: The measured, emulated or predicted results.
@@ -119,10 +119,10 @@ def _measured(source: Source, value: str) -> Stacks:
 
 
 def _published(source: Source) -> Stacks:
-    """Return the published bytes of each row, such as those of the model and of activations.
+    """Return the parts of each row's bar: published bytes, such as of the model and activations.
 
-    Each of these sizes is a part of the row's bar. If only some sizes were published, the others
-    are None. A row without any published size is left out.
+    In each row's dictionary, the keys are the parts. If only some parts of a row were published,
+    the others are None. A row of which no part was published is left out.
     """
     units = {}
     for name, unit in source.record.unit.items():
@@ -150,7 +150,7 @@ def _ablated(subject: Subject) -> bool:
 
 
 def _over_first(subject: Subject, source: Source, metric: str) -> Readings:
-    """Return the value of a metric in each row, relative to its value in the first row.
+    """Return a dictionary from rows to their values of a metric, divided by the first row's value.
 
     Utilization is not divided by that of the first row, because it is already a share.
     """

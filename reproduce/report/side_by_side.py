@@ -147,9 +147,13 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
-    """Yield a note for each source of numbers in `run` that has no column in any table.
+    """Yield a note for each source of numbers that has none of the tables' rows.
 
-    `run` has the sources that are measured or emulated.
+    Such a source has no column in these tables, but a table of its own below them.
+
+    Args:
+        run: The measured and emulated sources of the experiment.
+        metrics: The columns of the tables.
     """
     shown: set[Source] = set()
     for columns in metrics.values():

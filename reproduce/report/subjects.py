@@ -261,9 +261,9 @@ def _run(
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources of numbers with labels that differ from each other.
+    """Return copies of sources of numbers whose labels differ from each other.
 
-    If several sources have the same label, the names of their GPUs are added to their labels.
+    If several of the given sources have the same label, their GPUs' names are added to it.
     """
     count = Counter(source.label for source in sources)
     found = []

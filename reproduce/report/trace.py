@@ -26,7 +26,7 @@ class _Name(Struct, tag_field="ph", tag="M"):
 
 
 class _Start(Struct, tag_field="ph", tag="s"):
-    """The start of an arrow between two tasks in a trace file. `read_trace` ignores arrows."""
+    """The start of an arrow in a trace file, from one task to another. `read_trace` ignores it."""
 
 
 class _End(Struct, tag_field="ph", tag="f"):

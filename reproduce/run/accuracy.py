@@ -47,8 +47,9 @@ def plan_accuracy(session: Session) -> None:
 def run_accuracy(session: Session) -> Iterator[GroupDone]:
     """Train all rows (configurations) with the first seed, then all with the next seed, and so on.
 
-    In this order, rows can be compared as soon as possible. At the end, yield ("", True): the name
-    of the only group of rows, and that this group is finished.
+    In this order, rows can be compared as soon as possible. At the end, yield ("", True), which
+    means that the table of all rows is complete. The first item is the name of a group of rows, and
+    is empty because there is only one group.
     """
     failures: dict[str, str] = {}  # maps names of failed rows to their status
     paths = []
@@ -318,7 +319,7 @@ class AccuracyTraining:
         return output
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which `load` can resume the training."""
+        """Return a dictionary of the model's, the optimizer's and the random generators' states."""
         gpus = [device for device in self.devices if device.type == "cuda"]
         return {
             "steps": self.steps,

@@ -80,9 +80,10 @@ class EmulatedStep(NamedTuple):
     """An emulated training step on n devices.
 
     Attributes:
-        seconds: The emulated time of the step. With a `Link`, it includes the times of copies.
-        here: The emulated time of the step if copies between devices take no time.
-        work: The seconds of the whole step on the one real device.
+        seconds: The emulated seconds of the step. If the emulation has a `link`, which says how
+            long copies between devices take, these seconds include the copies.
+        here: The emulated seconds of the step if copies between devices take no time.
+        work: The seconds that the whole step took on the one real device (the median).
         timeline: The emulated tasks, with their times.
     """
 
@@ -93,11 +94,11 @@ class EmulatedStep(NamedTuple):
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row (configuration) with only `most` micro-batches of the same sizes as before.
+    """Return the row with only `most` micro-batches, so that a step of it takes less time to run.
 
-    The last micro-batch can be smaller than the others, and stays so. If no batch size splits into
-    `most` micro-batches of these sizes, the row gets the next larger number that is possible. A row
-    that has at most `most` micro-batches does not change.
+    The micro-batches keep their sizes. The last one can be smaller than the others, and stays so.
+    If no batch size splits into `most` micro-batches of these sizes, the row gets the next larger
+    number that is possible. A row that has at most `most` micro-batches does not change.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -182,13 +183,12 @@ class Emulation:
         """Compute the emulated step on n devices, in which each task takes its typical time.
 
         In each step that was run (`runs`), a task took a fraction of the step's time. The typical
-        time of the task is the median of these fractions, multiplied by the median time of a step.
-        A single step is not enough: the slowest partition determines the time of a step, and this
-        can be a partition that another program disturbed.
+        time of the task is the median fraction, multiplied by the median time of a step. With the
+        times of a single step, one disturbed task could make the whole emulated step too slow.
 
         Args:
-            issue: For how many seconds the host issues each task, if one thread of the host issues
-                the tasks of all devices. If None, each device has a thread of its own.
+            issue: For each task, the seconds in which the host launches its kernels, if one thread
+                launches the kernels of all devices. If None, each device has its own thread.
         """
         work = median([run.work for run in self.runs])
         loss = self._typical([run.loss for run in self.runs])
@@ -205,7 +205,7 @@ class Emulation:
         return EmulatedStep(seconds_there, here.seconds + longest_update, work, timeline)
 
     def _typical(self, seconds: Iterable[float]) -> float:
-        """Return the typical seconds of a task, given its seconds in each step that was run."""
+        """Return the typical seconds of a task (see `step`), given its seconds in each step."""
         shares = [each / run.work for each, run in zip(seconds, self.runs, strict=True)]
         return median([run.work for run in self.runs]) * median(shares)
 
@@ -297,7 +297,7 @@ class Emulation:
         return samples
 
     def _run_table(self, kind: Kind, seconds: Seconds) -> Table:
-        """Return the seconds of one kind of task: a list for each micro-batch that was run.
+        """Return the seconds of one kind of task in each micro-batch that was run, by partition.
 
         A task that does not exist, such as the recomputation of a micro-batch without a checkpoint,
         takes 0 seconds.
@@ -309,7 +309,7 @@ class Emulation:
         return table
 
     def _table(self, kind: Kind, seconds: Seconds) -> Table:
-        """Return the seconds of one kind of task: a list for each micro-batch of the step.
+        """Return the seconds of one kind of task in each micro-batch of the step, by partition.
 
         Only the first micro-batches and the last one were run. The tasks of the others get the
         times of the first micro-batches, in rotation.

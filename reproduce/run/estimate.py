@@ -66,9 +66,9 @@ class StepTimes:
         return None if unit is None else unit * work
 
     def _recorded(self, result: Result, row: Row) -> float | None:
-        """Return the median seconds of a step of the row in the newest earlier run of this row.
+        """Return the median seconds of a step in the newest earlier run that trained the same row.
 
-        Return None if no earlier run has the row.
+        Return None if there is no such run.
         """
         for record in self.earlier:
             for before in record.results:
@@ -111,10 +111,15 @@ class StepTimes:
 
 
 def _is_same(before: Result, result: Result, row: Row) -> bool:
-    """Return whether the steps of an earlier result should take as long as those of the row.
+    """Return whether an earlier run's step times can serve as an estimate for the row.
 
-    They should if both have the same configuration, apart from settings that a run chooses itself,
-    and if no other program disturbed the earlier steps.
+    They can if the earlier row had the same configuration, and if no other program disturbed its
+    steps. Settings that a run finds by itself, such as a profiled balance, may differ.
+
+    Args:
+        before: The result of the earlier run.
+        result: The result that the record will have for the row, with its configuration.
+        row: The row.
     """
     if not before.samples.get("step_time") or before.disturbed:
         return False

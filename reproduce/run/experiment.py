@@ -35,8 +35,8 @@ def plan(session: Session) -> None:
 def run_experiment(session: Session) -> Iterator[GroupDone]:
     """Run every row (configuration) of an experiment, even if some rows fail.
 
-    Rows that are compared with each other form a group. When a table of a group can be shown, yield
-    the name of the group, and whether the group is finished.
+    Rows that are compared with each other form a group, and share a table. When a group's table can
+    be shown, yield a pair: the name of the group, and whether all of its rows are finished.
     """
     way = WAYS[session.experiment.measures]
     with session.devices.in_use():

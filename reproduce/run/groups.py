@@ -41,7 +41,8 @@ class PlannedTask:
     def continued(self, found: Result) -> "PlannedTask":
         """Return a copy of this task that continues an interrupted run.
 
-        The copy has the samples and the balance of `found`, the row's result in that run.
+        `found` is the row's result in that run. The copy has its samples, and its balance (the
+        number of layers of each partition).
         """
         balance = found.config.get("balance")
         row = replace(self.row, balance=balance and tuple(balance))
@@ -72,7 +73,7 @@ class PlannedTask:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """Return how the row runs, as the keyword arguments `emulated` and `engine`.
+        """Return how the row runs: a dictionary with the keyword arguments `emulated` and `engine`.
 
         Methods of `Session` take these arguments.
         """
@@ -137,8 +138,8 @@ def _seconds_per_work(session: Session, tasks_of: Mapping[str, list[PlannedTask]
     """Return the seconds that a group may run for each unit of its estimated cost.
 
     The scale of the run (a set of sizes, such as `small`) has a time limit. The groups without
-    extra rows share this time in proportion to their costs. A group with extra rows gets additional
-    time, at the same rate.
+    extra rows share this time in proportion to their costs. (An extra row runs only with the option
+    --all or --row.) A group with extra rows gets additional time, at the same rate.
 
     Args:
         session: The running experiment.
@@ -166,8 +167,8 @@ def _work(tasks: list[PlannedTask]) -> float:
 def _counted(tasks: list[PlannedTask]) -> list[PlannedTask]:
     """Return the tasks of a group whose estimated cost determines the time limit of the group.
 
-    If the group has emulated tasks, only these count. The measured tasks do not count then, because
-    the run may leave them out if they take too long.
+    If a row of the group is emulated, these are only the emulated tasks, because the run may leave
+    out measured tasks that take too long. Otherwise, these are all tasks.
     """
     emulated = [task for task in tasks if task.emulated]
     return emulated or tasks
@@ -193,7 +194,7 @@ def plan_speed(session: Session) -> None:
 
 
 def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
-    """Record that a row will be measured with an engine, or why this is not possible."""
+    """Record that a row will be measured with an engine (such as `threads`), or why it is not."""
     reason = why_not(engine, row, session.devices)
     status = "not run"
     if row.devices > session.devices.count:
@@ -320,7 +321,7 @@ def _is_done(task: PlannedTask, found: Result) -> bool:
 
 
 def warmup_steps(session: Session, task: PlannedTask) -> int:
-    """Return how many warm-up steps of a task run before the first step that is timed."""
+    """Return how many steps of a task (a row, and how it runs) run before the first timed one."""
     if task.emulated:
         return session.scale.warmup
     # The publication does not time the first epochs of the row either.

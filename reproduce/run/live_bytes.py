@@ -29,7 +29,8 @@ class LiveBytes:
     Attributes:
         live: The bytes that are in memory now, on each device.
         peak: The most bytes that were in memory at any time, on each device.
-        inner: In each thread, `inner.device` is the device of the innermost `LiveBytesMode`.
+        inner: In each thread, `inner.device` is the device on which new tensors count: that of the
+            innermost active `LiveBytesMode`.
     """
 
     def __init__(self, devices: int) -> None:
@@ -41,9 +42,9 @@ class LiveBytes:
         self.inner = threading.local()
 
     def device_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the device on which the first of some tensors counts.
+        """Return the number of the device on which the first of some tensors counts.
 
-        Skip tensors that are not counted. If none is counted, return 0, the first device.
+        Tensors that are not counted are skipped. If all are skipped, return 0, the first device.
         """
         for tensor in tensors:
             key = id(tensor.untyped_storage())

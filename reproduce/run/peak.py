@@ -120,8 +120,8 @@ def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
 def run_memory(session: Session) -> Iterator[GroupDone]:
     """Record the model size and the peak memory of every row, even if some rows fail.
 
-    At the end, yield ("", True): the name of the only group of rows, and that this group is
-    finished.
+    At the end, yield ("", True), which means that the table of all rows can be shown. The first
+    item is the name of a group of rows, and is empty because there is only one group.
     """
     experiment = session.experiment
     # On `meta`, rows with models of the published sizes run anyway.
@@ -168,8 +168,8 @@ def measure_memory(
         which: A text for the progress display that says which row runs.
 
     Returns:
-        The row with the balance that it got, and values for the record: the size of the model and
-        the peak memory.
+        The row with its balance (the layers of each partition), which may have been found by
+        profiling, and values for the record: the size of the model and the peak memory.
     """
     session.free()
     session.start(f"building, {which}", session.job(job), typical=False)

@@ -19,8 +19,8 @@ class Rounds:
     """The rounds of a group of rows. In a round, every row of the group runs one step.
 
     Attributes:
-        of_steps: The number of the round in which each step of a row ran.
-        shares: How much of the machine other programs used in each round, by its number.
+        of_steps: For each row, a list with the number of the round in which each of its steps ran.
+        shares: Maps the number of each round to the shares of the machine that other programs used.
         left_out: How many rounds were removed because other programs disturbed them.
     """
 

@@ -232,7 +232,7 @@ class Session:
             told.add(command)
 
     def free(self) -> None:
-        """Free the memory of objects that nothing uses any more, and the caches of the GPUs."""
+        """Free the memory of unused objects, and what PyTorch's allocator caches on the GPUs."""
         gc.collect()
         if self.devices.kind == "cuda":
             torch.accelerator.empty_cache()

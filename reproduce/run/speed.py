@@ -52,9 +52,9 @@ PREVIEW_AFTER = 10.0
 def run_speed(session: Session) -> Iterator[GroupDone]:
     """Run the groups of rows (configurations) one after another.
 
-    At the end of a group, yield its name and True. If the first round of a group takes long, also
-    yield the name and False after this round. Rows that ran out of memory run again at the end of
-    their group, one at a time.
+    At the end of a group, yield its name and True, so that the caller shows its table. If the first
+    round of a group takes long, also yield the name and False after it, for a preview of the table.
+    Rows that ran out of memory run again at the end of their group, one at a time.
 
     If an interrupted run is continued, finished groups are kept. The group that was interrupted
     continues with the same balances. But it starts again if one of its rows has no result, or a
@@ -181,7 +181,7 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run a step of a row; raise `Error` if another engine computed other losses for it."""
+        """Run a step of a row; raise `Error` if its losses differ from those of another engine."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))
@@ -275,8 +275,8 @@ class _GroupRun:
     def _judge_round(self, least: int) -> int:
         """Decide whether other programs disturbed the round that ends now.
 
-        Return the number of undisturbed rounds so far. If it is at least `least`, remove the
-        disturbed rounds.
+        Return the number of undisturbed rounds so far. If it is at least `least`, these rounds are
+        enough, so remove the disturbed ones.
         """
         session = self.session
         session.tell_others()

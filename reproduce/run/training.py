@@ -143,7 +143,7 @@ def _profiled_samples(row: Row) -> int:
 
 
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
-    """Return the balance that `torchgpipe.plan` finds for each number of partitions.
+    """Return a dictionary from numbers of partitions to balances that `torchgpipe.plan` finds.
 
     The plan is made from a profile of the model on the device of `sample`, a mini-batch.
     """

@@ -11,7 +11,9 @@ Way = TypeVar("Way")
 def turns(
     steps: Mapping[Way, Callable[[], T]], rounds: int, draw: random.Random
 ) -> Iterator[dict[Way, list[T]]]:
-    """Call the functions in rounds. After each round, yield all results of each function so far.
+    """Call functions in rounds. After each round, yield a dictionary of all results so far.
+
+    Its keys are the names of the functions, and its values are lists of results.
 
     In a round, each function is called once. Rounds come in pairs: the first round of a pair has a
     random order, and the second round has the reverse order. So the order favours no function.

@@ -125,7 +125,7 @@ def _error_or_progress(result: Result) -> object:
 
 
 def _trainings(configs: Iterable[Mapping[str, Json]]) -> str:
-    """Return the names of the trained models and of their datasets: `resnet101 on ImageNet`."""
+    """Return a text with each trained model and its dataset, such as `resnet101 on ImageNet`."""
     trainings = set()
     for each in configs:
         if "dataset" in each:

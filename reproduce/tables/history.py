@@ -100,9 +100,10 @@ def _described(machine: Machine) -> str:
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield the numbers of the records that belong into a history file.
+    """Yield those numbers of the records that a history file keeps: undisturbed ones.
 
-    Each number is a dictionary, from which the fields whose value is None are left out.
+    Only counts and the metrics in `KEPT`, such as the time, are kept. Each number is a dictionary
+    of fields. A field whose value is None is left out.
     """
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
@@ -137,7 +138,7 @@ def read_history(
 
 
 def _check(line: Line, where: str) -> None:
-    """Raise `Error` if a number in a line of a history file lacks a field that it needs."""
+    """Raise `Error` if a number in a line of a history file lacks one of the fields `NEEDED`."""
     for number in line.numbers:
         if not number.keys() >= NEEDED or not isinstance(number["value"], float):
             raise Error(f"{where}: a number lacks one of {', '.join(sorted(NEEDED))}")

@@ -114,7 +114,7 @@ class Column(Generic[Row]):
         return form(value)
 
     def of(self, find: Callable[[Other], Row | None]) -> "Column[Other]":
-        """Return a copy of this column for a table whose rows have another type.
+        """Return a copy of this column for a table whose rows are objects of another type.
 
         Args:
             find: A function that takes a row of that table, and returns the row for which this
@@ -264,9 +264,9 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Invert a dictionary: return, for each value, the names that have this value.
+    """Invert a dictionary from names to values, for a table that lists names with equal values.
 
-    The names of a value are joined to a text such as `a, b`.
+    In the result, the keys are the values. Each is mapped to a text with its names, such as `a, b`.
     """
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():

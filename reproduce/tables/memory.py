@@ -177,5 +177,5 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return a row's peak bytes of one kind on each device. The list is empty if not known."""
+    """Return a row's peak bytes of one kind: a list with a number for each device, or []."""
     return result.values.get(kind.value) or []

@@ -86,7 +86,7 @@ def written(style: str, numbers: Iterable[Number], text: str, markdown: str, **m
 
 
 def of_reading(reading: Reading | None, result: Result | None) -> Number:
-    """Return the fields with which CSV and JSON describe a value and the row that has it.
+    """Return a dictionary of the fields with which CSV and JSON describe a value of a row.
 
     Args:
         reading: The value, or None if there is none.

@@ -85,9 +85,9 @@ def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[C
 
 
 def _differ(results: Results, name: str) -> bool:
-    """Return whether rows have different values of a field of the configuration.
+    """Return whether rows differ in the field `name` of their configuration.
 
-    Return False if the values are lists.
+    Return False if the values are lists, which do not count here.
     """
     found = []
     for result in results:
@@ -160,7 +160,7 @@ def _with_spread(middle: float, spread: Sequence[float]) -> str:
 
 
 def _status(result: Result) -> str | None:
-    """Return the status of a row, or None if the row has values or samples, which say enough."""
+    """Return a row's status, such as "failed", or None if the row has numbers to show instead."""
     return None if result.values or result.samples else result.status
 
 

@@ -150,7 +150,7 @@ def _measured_speeds(run: Measured) -> Iterator[Column[Result]]:
 
 
 def _ways_of(rows: Iterable[MeasuredRow]) -> list[str]:
-    """Return a list that says how some rows were run: "measured", "emulated", both or neither."""
+    """Return in which ways at least one of the rows ran: "measured", "emulated", or both."""
     return sorted({row.how for row in rows}, reverse=True)
 
 
@@ -270,7 +270,7 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return the bytes that PyTorch's allocator reserved in each published row (name to bytes)."""
+    """Return a dictionary from published rows to the bytes that PyTorch's allocator reserved."""
     publication = _published(record)
     reserved = {}
     for paper in publication.results:

@@ -74,8 +74,8 @@ BUSY = Column("busy", utilization, "{:.0%}")
 class Rows:
     """The rows of a table, with methods that make the columns and the notes of the table.
 
-    Usually, each result in `every` is a row. But if some results are emulated, only these are rows,
-    and the measured results are shown in additional columns.
+    If no result in `every` is emulated, each result is a row. Otherwise, only the emulated results
+    are rows, and the measured results are shown beside them in additional columns.
     """
 
     def __init__(self, experiment: Experiment, every: Sequence[Result]) -> None:
@@ -165,7 +165,7 @@ class Rows:
         return over_measured(result, self.measured(result.row))
 
     def published(self, heading: str, value: str, form: str, unit: float = 1) -> Cells:
-        """Return the column that shows the published `value` of each row, divided by `unit`."""
+        """Return the column of the published value named `value` of each row, divided by `unit`."""
 
         def cell(result: Result) -> object:
             paper = self.paper(result)
@@ -236,7 +236,7 @@ class Rows:
             )
 
     def _measured_speeds(self) -> Iterator[str]:
-        """Yield the measured samples/s of each emulated row that was also measured, as a text."""
+        """Yield a text like `n4m8 12.3` (measured samples/s) for rows that were measured, too."""
         for result in self:
             found = self.measured(result.row)
             if found is not None and (reading := throughput(found)):
@@ -307,7 +307,7 @@ class Rows:
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:
-        """Yield notes that say which rows have no numbers, or no utilization or memory, and why."""
+        """Yield notes about rows without numbers, or without utilization or memory, and why."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
         failed = {}
         for result in self:

@@ -59,13 +59,13 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of a row's group. Rows of a group are compared with each other."""
+    """Return the name of a row's group. Each group (rows that are compared) has its own table."""
     group = result.config.get("group")
     if group is not None:
         return str(group)
-    # Older versions of this program did not record the group. In their records, the group of a row
-    # that reproduces a published row is in the field `configuration`, and that of any other row in
-    # the field `equal`. If this field is missing, the group is "batch": the batch size was equal.
+    # The record comes from a version of this program that did not record the group. If the row
+    # reproduces a published row, its field `configuration` names the group. For any other row, the
+    # field `equal` does. Without this field, the rows had equal batch sizes: the group "batch".
     if is_published(result):
         return str(result.config["configuration"])
     return str(result.config.get("equal") or "batch")
@@ -310,7 +310,7 @@ def zoo_table(experiment: Experiment, results: Results) -> Table:
 
 
 def _gains(rows: Rows, n: int) -> Iterator[Column[Result]]:
-    """Yield the columns that show the speed-up of each model on n devices."""
+    """Yield the columns of speed-ups on n devices, with planned and with equal balances."""
     found = {}
     for result in rows:
         if result.config["partitions"] == n:

@@ -77,8 +77,8 @@ def loss_of(run: nn.Module, x: Tensor | None = None) -> Tensor:
 def amid(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], list[Tensor | None]]:
     """Return a function that runs a model, and calls `change` between forward and backward.
 
-    The returned function takes a model and its input. It returns the gradients of the parameters
-    that the model had before the change.
+    The returned function takes a model and its input. `change` gets the same two arguments. The
+    function returns the gradients of the parameters that the model had before the change.
     """
 
     def use(run: Any, x: Tensor) -> list[Tensor | None]:
@@ -105,7 +105,8 @@ class Row:
             equal results, and leave equal inputs, parameters, gradients and buffers.
         refused: Patterns of the errors that pipelines must raise instead. The keys say which
             pipelines: an engine, a mode of checkpointing, both ("graph always"), or `""` for all.
-        without: Engines, modes and variations that are not tested, and the reasons.
+        without: Maps what is not tested to the reason. A key is an engine, a mode of checkpointing,
+            or a variation such as "one partition" (a key of `VARIATIONS`).
         tolerance: The tolerance, as in compare.py, with a reason beside the row.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
@@ -134,8 +135,9 @@ class Row:
     def left_out(self, variation: str, engine: str, checkpoint: str) -> bool:
         """Return whether this combination of variation, engine and mode is not tested.
 
-        A test case that expects an error has no variations. In a variation, such as a single
-        partition, there may be no boundary between partitions where the error occurs.
+        A test case that expects an error is tested without variations (changes such as a single
+        partition). With a single partition, there may be no error, because there is no boundary
+        between partitions.
         """
         if variation and self.refused:
             return True
@@ -165,7 +167,10 @@ def but_graph_never(message: str) -> dict[str, str]:
 
 
 class Case(NamedTuple):
-    """A test case in one variation, on one engine, in one mode of checkpointing."""
+    """A test case (`Row`) with one engine, one mode of checkpointing, and one variation.
+
+    A variation changes the pipeline, for example to a single partition (see `VARIATIONS`).
+    """
 
     row: Row
     variation: str
@@ -176,9 +181,10 @@ class Case(NamedTuple):
 def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
     """Choose for each test case a few combinations of variation, engine and mode of checkpointing.
 
-    To run all combinations would take too long. Each variation, each engine and each mode occurs in
-    at least one chosen combination. With `pairs`, each pair of an engine and a mode also occurs in
-    one. Each test case gets another choice of combinations.
+    A variation changes the pipeline, for example to a single partition. To run all combinations
+    would take too long. Each variation, each engine and each mode occurs in at least one chosen
+    combination. With `pairs`, each pair of an engine and a mode also occurs in one. Different test
+    cases get different combinations.
     """
     found = []
     for r, row in enumerate(rows):
@@ -205,13 +211,14 @@ def made(row: Row) -> tuple[nn.Sequential, Any]:
 def unlike(
     row: Row, variation: str, engine: str, checkpoint: str, devices: Sequence[str] = ("cpu",)
 ) -> list[str]:
-    """Run a test case with a pipeline and with plain layers. Return the differences.
+    """Run a test case with a pipeline and with plain layers. Return a list of the differences.
 
-    If the pipeline must raise an error, return the names of gradients that exist after the error.
+    If the pipeline must raise an error, the list names the gradients that exist after the error.
+    There should be none.
 
     Args:
         row: The test case.
-        variation: The variation, as in `VARIATIONS`.
+        variation: The change to the pipeline, a key of `VARIATIONS`, or "" for no change.
         engine: The engine.
         checkpoint: The mode of checkpointing.
         devices: The devices, used for the partitions in turn. The plain layers are on the first.

@@ -86,7 +86,10 @@ STRUCTURES: dict[str, Structure] = {
 
 
 class Beside(nn.Module):
-    """A module beside the pipeline, whose parameters are trained by the pipeline's loss."""
+    """A module that is not in the pipeline, but is trained by the pipeline's loss.
+
+    Targets and criteria use its parameters, so that the loss has gradients for them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,10 +112,11 @@ class Use:
     """The target, the criterion (loss function) and the options for a call of `step`.
 
     Attributes:
-        target: A function that makes the target. It takes a `Beside` (a module that is not in the
-            pipeline), the inputs, and a tensor of targets.
-        criterion: A function that makes the criterion from a `Beside`, before each step.
-        options: Further arguments of `step`.
+        target: A function that makes the target from three arguments: a `Beside` (a module outside
+            of the pipeline that is trained, too), the pipeline's input, and an ordinary target.
+        criterion: A function that makes the criterion. Its argument is a `Beside`, whose parameters
+            the criterion may use. It is called before each step.
+        options: Further arguments of `step`, such as `reduction`.
     """
 
     target: Callable[[Beside, Tensor, Tensor], Any] = of_input_or_plain
@@ -160,7 +164,11 @@ USES |= {
 
 
 def plain_step(plain: nn.Module, beside: Beside, use: Use) -> tuple[Tensor, list[Any]]:
-    """Do what `step` does, without a pipeline. Return the loss and what the criterion logged."""
+    """Do what `step` does, without a pipeline.
+
+    Returns:
+        The loss, and a list of the logs that the criterion has returned beside its losses.
+    """
     criterion = use.criterion(beside)
     losses, logged = [], []
     for x, t in zip(X.chunk(CHUNKS), TARGET.chunk(CHUNKS), strict=True):

@@ -38,7 +38,7 @@ Way = dict[str, Any]
 
 
 class Log:
-    """An observer that records when tasks start and end, and which layers run in them."""
+    """An observer, called for each task: it records when tasks start and end, and their layers."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
@@ -121,12 +121,15 @@ def assert_in_order(ended: list[Task], m: int, partitions: Sequence[int]) -> Non
 
 
 def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any]:
-    """Return what the layers of a pipeline must record in a `Log`.
+    """Return the set of all records that the layers (`Witness`) must make in a `Log`.
+
+    A record has the number of a layer, the task in which the layer runs, and two flags: whether the
+    layer will be recomputed, and whether this is the recomputation.
 
     Args:
         balance: The number of layers in each partition.
         tasks: The tasks of the pipeline.
-        count: The number of micro-batches that are recomputed.
+        count: The number of micro-batches that are recomputed. They are the first ones.
     """
     expected = set()
     for task in tasks:

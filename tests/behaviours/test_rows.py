@@ -90,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def always(rows: Sequence[Row], engine: str) -> list[Case]:
     """Return the given test cases with one engine and the checkpointing mode "always".
 
-    Test cases that leave out this engine or this mode are not returned.
+    Test cases that must not run with this engine or in this mode are left out.
     """
     found = [Case(row, "", engine, "always") for row in rows]
     return [case for case in found if not case.row.left_out(*case[1:])]

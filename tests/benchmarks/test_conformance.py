@@ -30,9 +30,9 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the server from which all tests fork processes, before the tested program does.
+    """Start the server from which tests fork processes, before the tested program can start it.
 
-    A server that the program starts would not have imported modules that later tests need.
+    If the program started the server, the server would lack some modules that later tests need.
     """
     forking()
 
@@ -151,7 +151,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def record(**outcomes: str) -> Record:
-    """Make a record of one check (test case), with the given outcome for each engine."""
+    """Make a record of one check (test case). Each engine has a given outcome, such as "equal"."""
     results = []
     for engine, outcome in outcomes.items():
         values = {"outcome": outcome}

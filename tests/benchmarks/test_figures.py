@@ -37,8 +37,8 @@ def default(command: str, option: str) -> float:
     return value
 
 
-# For each page: the numbers in its text, and the value that each must equal. The value is None for
-# a number that is not in the code.
+# For each page: the numbers with units in its text, and the value in the code that each number
+# must equal. The value is None if the number is not in the code.
 SETTINGS: dict[str, list[tuple[str, float | None]]] = {
     "accuracy.md": [("0.1 times", None)],
     "league.md": [  # the targets that predictions have, and the heading of a column

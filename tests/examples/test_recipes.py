@@ -43,7 +43,10 @@ ROUNDED_TO_BFLOAT16 = 2e-2
 
 
 class WithoutPipeline(nn.Module):
-    """A stand-in for `GPipe` that has its methods, but trains the module without a pipeline."""
+    """A stand-in for `GPipe` that trains its module without a pipeline.
+
+    It has the methods of `GPipe` that the recipes call.
+    """
 
     rank = 0
 

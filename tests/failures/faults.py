@@ -169,7 +169,10 @@ def fills_memory() -> None:
 
 
 def cuts_links(where: Path) -> None:
-    """Cut all connections of this rank, and write their local port numbers to a file."""
+    """Cut all connections of this rank, and write their local port numbers to the file `where`.
+
+    The other ranks read this file to cut their ends of the connections (see `cut_off`).
+    """
     ports = []
     for each in [*_sockets()]:
         _cut(each)
@@ -180,9 +183,10 @@ def cuts_links(where: Path) -> None:
 
 
 def cut_off(where: Path) -> None:
-    """Cut this rank's connections to the rank that has called `cuts_links`.
+    """Cut this rank's ends of the connections that another rank has cut by `cuts_links`.
 
-    That rank has written its port numbers to the file `where`. Wait until this file exists.
+    The other rank writes the port numbers of its ends to the file `where`. Wait for this file, and
+    cut each connection that leads to one of these ports.
     """
     while not where.exists():
         time.sleep(0.01)

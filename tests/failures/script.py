@@ -31,7 +31,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `called` that also calls `act` before its call number `when`."""
+    """Return a function that calls `called`, but calls `act` first in its call number `when`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:

@@ -102,7 +102,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Make a journal that is told when the engine has stopped its workers because of an error."""
+    """Make a `Journal`, which records tasks. It is told when an error has stopped the workers."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 

@@ -27,7 +27,7 @@ X = torch.rand(8, 2)
 
 
 class Inner(nn.Module):
-    """A layer that raises an error in its call number `at`, or with `backward`, in its backward."""
+    """A layer that raises an error in its `at`-th forward, or in backward if `backward` is true."""
 
     def __init__(self, at: int, backward: bool = False) -> None:
         super().__init__()

@@ -15,7 +15,10 @@ from torchgpipe.trace.parts import tensors_in
 
 
 class Ledger(LiveBytes):
-    """Counts the live bytes of tensors that a task creates; what it receives does not count."""
+    """An observer of a pipeline that counts the live bytes of tensors that its tasks create.
+
+    Tensors that a task receives do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__(2)

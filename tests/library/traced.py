@@ -230,7 +230,7 @@ def in_blocks(net: Any, x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A test case: a function that makes a module, one that makes its arguments, and options."""
+    """A test case: functions that make a module and its arguments, and options of `sequential`."""
 
     make: Callable[[], Module]
     sample: Callable[[], Any]

@@ -47,7 +47,10 @@ TITLE = "Losses of speed that were planted, and the gates of regression that fin
 
 @dataclass
 class Loss(Row):
-    """A change that makes the library slower, and the gates of `regression` that must find it."""
+    """A change that makes the library slower, and the gates that must find it.
+
+    A gate is a check of the command `regression`.
+    """
 
     gates: list[str] = field(default_factory=list)
 
@@ -60,9 +63,10 @@ def read() -> list[Loss]:
 
 
 def chosen(asked: Namespace) -> list[Loss]:
-    """Return the losses of speed to plant, according to the command line.
+    """Return the changes to plant, which make the library slower, as the command line says.
 
-    The name of such a loss contains the text of `--only`, and one of the chosen gates must find it.
+    The name of such a change contains the text of `--only`, and one of the chosen gates (checks of
+    `regression`) must find it.
     """
     if asked.unchanged:
         return [NOTHING]
@@ -70,18 +74,18 @@ def chosen(asked: Namespace) -> list[Loss]:
     losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
     if not losses:
         raise Error(
-            f"--only {asked.only}: none of the losses that the chosen gates find has this text in "
-            "its kind; tests/planted/losses.json lists the kinds"
+            f"--only {asked.only}: no planted change that the chosen gates must find has this text "
+            "in its kind; tests/planted/losses.json lists the kinds"
         )
     return losses
 
 
 class Tally:
-    """Counts how often each gate has run, and how often it has found one planted loss.
+    """Counts how often each gate has run, and how often it has found one planted loss of speed.
 
     Args:
-        loss: The planted loss of speed.
-        arguments: Further arguments of the command `regression`.
+        loss: The change that makes the library slower.
+        arguments: Further arguments of the command `regression`, whose checks are the gates.
         before: Maps the name of each gate to its results in earlier runs.
     """
 
@@ -93,7 +97,10 @@ class Tally:
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
-        """Return how often a gate has run. For `CANNOT_TELL`, return the runs of `regression`."""
+        """Return how often a gate has run.
+
+        For the name `CANNOT_TELL`, return how often `regression` has run.
+        """
         result = self.results.get(name)
         return 0 if result is None else int(result.values[RUNS])
 
@@ -129,11 +136,11 @@ class Tally:
 
 
 def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
-    """Return whether `regression` has found a loss of speed reliably.
+    """Return whether `regression` has found a planted loss of speed reliably.
 
-    It has done so if at least one gate that should find the loss has found it in each of its runs,
-    and no run has ended without a verdict. If nothing was planted (`NOTHING`), no gate may find
-    anything.
+    This is so if at least one gate (check of `regression`) that should find the loss has found it
+    in each of its runs, and no run has ended without a verdict. If nothing was planted (`NOTHING`),
+    no gate may find anything.
 
     Args:
         tally: The counted results for the loss.
@@ -178,7 +185,7 @@ def planted(loss: Loss, tree: Path) -> Iterator[None]:
 
 
 def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[str]:
-    """Run `regression` in a working tree, and return the gates that find a loss of speed.
+    """Run `regression` in a working tree. Return the names of the gates that find a loss of speed.
 
     If the exit code says that `regression` could not judge, the result contains `CANNOT_TELL`.
     """
@@ -248,7 +255,10 @@ def begun(asked: Namespace) -> Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count how often planted losses of speed are found. Return 0 if all are, reliably, else 1."""
+    """Count how often planted losses of speed are found. Return the exit code.
+
+    It is 0 if all of them are found reliably, and otherwise 1.
+    """
     parser = command("losses", __doc__, package="tests.planted")
     parser.add_argument(
         "--runs", type=positive, default=10, metavar="N", help="runs of each loss (default 10)"

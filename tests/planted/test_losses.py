@@ -19,11 +19,12 @@ SPINS = "each backward spins for about a tenth of a millisecond"
 
 
 class Runs:
-    """Replaces runs of `regression` by made-up results.
+    """Replaces runs of the command `regression` by made-up results.
 
     Attributes:
-        answers: For each run to come, the gates that find a loss, or an exception to raise.
-        asked: For each run so far, the gates that it was asked to run.
+        answers: For each run to come, the gates (checks of `regression`) that find the planted loss
+            of speed, or an exception to raise.
+        asked: For each run so far, the gates that were to run.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
         main(asked)
     with pytest.raises(Error, match="give --gate before the --"):
         main(["--", "--gate", "times"])
-    with pytest.raises(Error, match="--only no such: none of the losses that the chosen gates"):
+    with pytest.raises(Error, match="--only no such: no planted change that the chosen gates"):
         main(["--only", "no such"])
 
 

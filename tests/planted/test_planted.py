@@ -1,4 +1,8 @@
-"""Test the tables of planted faults, and the program that plants them."""
+"""Test rows.json and losses.json, which list faults, and the program that plants these faults.
+
+To plant a fault is to make a copy of the code wrong or slower, and then to see whether a test, or a
+check of speed, finds this.
+"""
 
 import ast
 import re
@@ -23,7 +27,7 @@ ROWS = read()
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{k} {row.file}" for k, row in enumerate(ROWS)])
 def test_rows(row: Row) -> None:
-    """Check that each planted fault changes the code, and that the test for it exists."""
+    """Check that each fault of rows.json changes the code, and that the test to find it exists."""
     program, changed = (ROOT / row.file).read_text(), row.planted()
     assert changed != program
     if row.file.endswith(".py"):
@@ -36,7 +40,10 @@ def test_rows(row: Row) -> None:
 
 @pytest.mark.parametrize("loss", losses.read(), ids=lambda loss: loss.kind)
 def test_losses(loss: losses.Loss) -> None:
-    """Check that each planted loss of speed changes the code, and names gates that exist."""
+    """Check that each fault of losses.json, which makes the library slower, changes the code.
+
+    The gates (checks of the command `regression`) that must find this fault must exist.
+    """
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
     assert loss.gates

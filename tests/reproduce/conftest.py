@@ -59,7 +59,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Make `Processes`, which runs a pipeline over ranks, fork its ranks from a server.
+    """Make the class `Processes`, which runs a pipeline over ranks, fork its ranks from a server.
 
     The server has imported torch, which takes a new process seconds.
     """

@@ -85,11 +85,12 @@ def ran(
     Args:
         name: The name of the experiment.
         scale: The scale (set of sizes).
-        speeds: A function that takes a row and returns its samples/s, its status, or `None` for no
-            result.
+        speeds: A function that takes a row, and returns the samples/s of each of its steps, a
+            status instead of numbers, or `None` for no result.
         device: The kind of device.
         emulated: Whether the results are emulated.
-        values: Values of the results. Each is a value for all rows, or a function that takes a row.
+        values: Values of the results. Each is the value for all rows, or a function that returns
+            the value for a given row.
     """
     experiment = EXPERIMENTS[name]
     made = []

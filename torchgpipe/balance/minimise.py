@@ -102,7 +102,7 @@ def _least_bound(prefix: Sequence[int], heaviest_layer: int, partitions: int) ->
 
 
 def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return the first layer of each partition, followed by the number of layers.
+    """Return the index of each partition's first layer, followed by the number of layers.
 
     Partitions are filled from first to last. While k partitions are still empty, the next one gets
     about 1/k of the remaining cost, so that all cost about the same. No partition costs more than
@@ -126,9 +126,9 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
 def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
     """Move the borders between partitions, so that neighbouring partitions cost about the same.
 
-    `starts` has the first layer of each partition, and is changed in place. No move makes the more
-    expensive one of two neighbours still more expensive. All borders are moved in turn, again and
-    again until no border moves any more, but at most `len(starts)` times.
+    `starts` has the index of each partition's first layer, and is changed in place. Each border is
+    moved to the place that divides the cost of its two partitions most evenly. All borders are
+    moved in turn, until no border moves any more, but at most `len(starts)` times.
     """
     for _ in starts:
         before = list(starts)
@@ -142,11 +142,11 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the border between `first` and `last` at which the prefix sum is nearest to `share`.
+    """Return the border, from `first` to `last`, before which all layers cost about `share`.
 
-    A border is the index of the first layer behind it. The prefix sum there is the cost of all
-    layers before the border. If layers that cost nothing make several borders equally good, the
-    function returns the one nearest to the index `count`.
+    A border is the index of the first layer after it. The prefix sum at this index is the cost of
+    all layers before the border. If several borders are equally good, because layers between them
+    cost nothing, the function returns the border nearest to the index `count`.
     """
 
     def distance(cut: int) -> tuple[int, int, int]:

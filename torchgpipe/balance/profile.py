@@ -141,7 +141,7 @@ class Rehearsal:
         check(self.output, f"the output of layer {self.index}")
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Call `forward`; return the storages that autograd saves for backward, by their ids."""
+        """Run the layer's copy; return the storages that autograd has saved, by their ids."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def time_forward(rehearsal: Rehearsal, device: torch.device) -> float:
 
 
 def time_run(rehearsal: Rehearsal, device: torch.device) -> tuple[float, float]:
-    """Run forward and backward once; return the seconds of the forward and of the backward."""
+    """Run a layer's forward and backward once; return the seconds of each of the two."""
     forward = time_forward(rehearsal, device)
     roots = [x for x in rehearsal.results() if x.requires_grad]
     gradients = list(map(torch.ones_like, roots))

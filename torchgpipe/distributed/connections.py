@@ -320,7 +320,7 @@ class Connections(Wires):
         self.abort()
 
     def abort(self) -> None:
-        """End the connections and their threads, without a final message to other ranks.
+        """Disconnect from all other ranks and end the threads; send no final message to the ranks.
 
         If a rank has failed, first wait (for at most two seconds) until other ranks know of this.
         """
@@ -336,7 +336,7 @@ class Connections(Wires):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def disconnect(self) -> None:
-        """Make all threads of this process stop waiting for other ranks."""
+        """Break all connections, so that no thread of this process waits for other ranks."""
         # This uses a side effect: when a wait times out, gloo closes all connections of the group.
         # So wait for 1 ms for a message that never comes, and ignore the error. This also works
         # after `destroy_process_group()`. (`abort()` of the group would not wake waiting threads.)

@@ -23,6 +23,8 @@ from torchgpipe.tensors.leaves import leaves_of
 class OtherRanksParameters(Guard):
     """A guard that raises an error if a stage uses a parameter of another rank's layers.
 
+    The stage would use a copy of the parameter that is never trained.
+
     Args:
         index: The index of the stage, for the error message.
         elsewhere: Maps each parameter of other ranks' layers to its name.
@@ -48,6 +50,6 @@ class OtherRanksParameters(Guard):
                 raise RuntimeError(
                     f"a layer of partition {self._index} uses the parameter "
                     f"{self._elsewhere[leaf]!r}, which only layers of another rank have as an "
-                    "attribute; assign the parameter to this layer, too, as in self.weight = "
-                    "embedding.weight, so that the ranks add up its gradients"
+                    "attribute, so the gradient from this layer would be lost; make it an "
+                    "attribute of this layer, too, as in self.weight = embedding.weight"
                 )

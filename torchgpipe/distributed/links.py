@@ -170,7 +170,10 @@ class Messages(Links):
         return self._kept.pop(wanted)
 
     def _begin(self, forward: bool, what: str, pair: Stages) -> None:
-        """Prepare the wire (message channel) between two stages if only one is on this rank."""
+        """Begin a mini-batch on a wire (message channel), if this rank has exactly one end of it.
+
+        Also note the order in which messages for micro-batches will go through the wire.
+        """
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
         if own not in ranks or self._stays(pair):

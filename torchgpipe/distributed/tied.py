@@ -265,7 +265,10 @@ def _put(tied: TiedParameter, total: Tensor | None, guards: Sequence[StageGuards
 
 
 def _check_alike(tied: TiedParameter, heard: Mapping[int, Flat]) -> None:
-    """Raise `RuntimeError` if only some ranks say that a tied parameter requires grad."""
+    """Raise `RuntimeError` if a tied parameter requires grad on some of its ranks only.
+
+    A tied parameter is one that layers on several ranks share, each with a copy.
+    """
     needs = {bool(each[0]) for each in heard.values()}
     if len(needs) > 1:
         raise RuntimeError(

@@ -92,7 +92,9 @@ def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arr
 
 @lru_cache(maxsize=64)
 def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
-    """Return the actions (forwards, recomputations and backwards) of each program.
+    """Return the actions (forwards, recomputations and backwards) of each program, in order.
+
+    A program runs the actions of one device, or of all devices.
 
     Args:
         arrangement: The schedule, and the device of each stage.
@@ -159,7 +161,10 @@ def _by_start(schedule: Schedule) -> list[Action]:
 
 
 def overlaps(m: int, n: int) -> bool:
-    """Return whether tasks can run at once, which takes m > 1 micro-batches and n > 1 devices."""
+    """Return whether several tasks can run at the same time.
+
+    This needs several micro-batches (m > 1) and several devices (n > 1).
+    """
     return m > 1 and n > 1
 
 

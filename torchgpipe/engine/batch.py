@@ -68,7 +68,7 @@ class WorkersEngine:
         Args:
             micro_batches: The micro-batches, on the device of the first stage.
             mode: Which micro-batches are checkpointed.
-            observer: A function that is called with each task.
+            observer: A function that returns a context in which a task runs, such as a timer.
         """
         return run_forward(Batch(self, len(micro_batches), mode, observer), micro_batches)
 
@@ -110,15 +110,16 @@ class Batch:
         engine: The engine. It has all stages of the pipeline, or only those of this rank.
         m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
-        observer: A function that is called with each task.
-        base: The number from which random seeds are made, if another process has drawn it.
+        observer: A function that returns a context in which a task runs, such as a timer.
+        base: The number from which random seeds are made, if another rank has drawn one for all
+            ranks. With `None`, this process draws it.
 
     Attributes:
         last: Whether the last stage is in this process.
         loss: The loss of the mini-batch, without its graph. It is set when the loss is known.
-        guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
-            empty if gradients are off.
-        elsewhere: The names of parameters of other ranks' layers.
+        guards: For each stage, the guards that make its recomputations equal to its forwards
+            (`StageGuards`); empty if gradients are off.
+        elsewhere: Maps the parameters of other ranks' layers to their names.
         seeding: The context in which to call `forward`: `Seeds`, or a context that does nothing.
     """
 
@@ -178,10 +179,10 @@ class Batch:
         self.loss = loss
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run each program of this process with its list of actions, each in a thread.
+        """Run each list of actions in a thread; if there is only one, run it in this thread.
 
         Args:
-            lists: The actions of each program.
+            lists: For each program, its actions: those of one device, or of all devices.
             io: The inputs and outputs of the pipeline, and the gradients of both.
             modes: Returns a context manager that sets the caller's modes (autocast) in a thread.
             keep: Whether to keep the graphs, so that another backward is possible later.
@@ -225,10 +226,10 @@ class Batch:
             self._engine.in_place = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
-        """Run each program's list of actions, in the caller's modes (such as autocast).
+        """Run all lists of actions (see `run`), in the modes of the calling thread.
 
-        In a `step`, the lists have all actions, and otherwise the forwards only. The caller must
-        have entered the context `seeding`.
+        In a `step`, the lists have all actions, and otherwise the forwards only. A mode is, for
+        example, autocast. The caller must have entered the context `seeding`.
         """
         self._run_noted(lists, io, self._ambient.entered)
         # Check that layers have not replaced parameters, and that modes have not changed.
@@ -298,7 +299,7 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make one node of the caller's autograd graph, with micro-batches and parameters as inputs.
+    """Make a node of the caller's graph, whose backward runs that of the whole mini-batch.
 
     Args:
         stages: The guards of the stages, which have the parameters and the sums of their gradients.
@@ -306,7 +307,7 @@ def one_node(
             each micro-batch. It returns the gradients of `inputs`.
         widths: The number of output tensors of each micro-batch.
         outputs: The output tensors of all micro-batches in one sequence, without graphs.
-        inputs: The micro-batches.
+        inputs: The micro-batches. They and the parameters become inputs of the node.
 
     Returns:
         The outputs of the node, which have the data of `outputs`.

@@ -86,7 +86,7 @@ class GraphEngine:
         Args:
             micro_batches: The micro-batches, on the first device.
             mode: Which micro-batches are checkpointed.
-            observer: A function that is called with each task.
+            observer: A function that returns a context in which a task runs, such as a timer.
         """
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:

@@ -31,8 +31,9 @@ needs the thread of that GPU, which waits here.
 class InPartitions:
     """A context that a thread enters while it runs a partition in a backward of a mini-batch.
 
-    If another thread has failed in the same backward, entering the context raises an error with the
-    same text.
+    A thread that fails leaves the context only when no other thread is in it. So when the caller
+    gets the error, no thread changes the layers any more. A thread that enters after this failure,
+    in the same backward, gets an error with the same text.
     """
 
     def __init__(self) -> None:

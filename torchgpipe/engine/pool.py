@@ -50,9 +50,9 @@ class Workers:
     def run(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
         """Run each program in a thread, the last one in the calling thread; wait for all of them.
 
-        If a program raises an exception, all programs stop, and the first exception is raised
-        again. After an interrupt, each program stops after its current task. After a second
-        interrupt, the caller does not wait for the programs.
+        A program runs the tasks of one device. If a program raises an exception, all programs stop,
+        and the first exception is raised again. After Ctrl-C, each program stops after its current
+        task. After a second Ctrl-C, the caller does not wait for the programs.
         """
         if os.getpid() != self._process:
             Workers.__init__(
@@ -80,7 +80,7 @@ class Workers:
                     self._end()
 
     def _run_all(self, relay: Relay, programs: Sequence[Callable[[], None]]) -> None:
-        """Run all programs to their end; an interrupt stops each one after its current task."""
+        """Run the programs of all devices; Ctrl-C stops each of them after its current task."""
         *others, own = programs
         ends: list[threading.Lock] = []
         try:
@@ -99,11 +99,11 @@ class Workers:
             _wait(relay.running)
 
     def is_over(self) -> bool:
-        """Return whether all programs of an interrupted run have ended."""
+        """Return whether no thread runs tasks any more, after the user pressed Ctrl-C in a run."""
         return self._relay is None or not any(end.locked() for end in self._relay.running)
 
     def wait(self) -> None:
-        """Wait until all programs of an interrupted run have ended."""
+        """Wait until no thread runs tasks any more, after the user pressed Ctrl-C in a run."""
         # After a fork, there are no threads to wait for. Another thread's run is not interrupted.
         own = self._by == threading.get_ident() and os.getpid() == self._process
         if self._relay is not None and own:
@@ -112,7 +112,7 @@ class Workers:
             self._relay = None
 
     def close(self) -> None:
-        """End the threads after their current programs.
+        """End the threads, each when it has run the tasks that it was given.
 
         The user can keep an output for longer than the pipeline. If the output's backward runs
         later, it starts the threads again, and ends them afterwards.
@@ -150,7 +150,10 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.Lock:
-    """Give a program to a worker thread; return a lock that is released when the program ends."""
+    """Let a worker thread run a program: the tasks of one device.
+
+    Return a lock that is released when the program has ended.
+    """
     end = threading.Lock()
     end.acquire(blocking=False)
 
@@ -166,10 +169,10 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 
 
 def _wait(ends: list[threading.Lock]) -> None:
-    """Wait until all locks in `ends` are released, which means that their programs have ended.
+    """Wait until all locks in `ends` are released: one when the tasks of each device have ended.
 
-    Each released lock is removed from `ends`. So after an interrupt, another call waits for the
-    remaining locks.
+    Each released lock is removed from `ends`. So if Ctrl-C ends this wait, another call can wait
+    for the remaining locks.
     """
     while ends:
         with ends[-1]:
@@ -177,7 +180,7 @@ def _wait(ends: list[threading.Lock]) -> None:
 
 
 def _serve(inbox: Inbox) -> None:
-    """Run the programs that are put into a worker thread's inbox, until `None` is put into it.
+    """Call the functions that are put into a worker thread's inbox, until `None` is put into it.
 
     A waiting thread refers only to its inbox, so that it keeps no other object alive.
     """

@@ -38,15 +38,15 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class Links(Protocol):
-    """The links between a program's stages and the stages of other programs.
+    """The links by which a program exchanges tensors with the programs of other devices.
 
-    Every method that waits raises `Stopped` if another program has failed. In the methods `give`
-    and `leave`, the argument `action` is the action that sends. In `take` and `fetch`, it is the
-    action that receives.
+    A program runs the tasks of one device. Every method that waits raises `Stopped` if another
+    program has failed. In the methods `give` and `leave`, the argument `action` is the action that
+    sends. In `take` and `fetch`, it is the action that receives.
     """
 
     def check(self) -> None:
-        """Raise `Stopped` if a program has failed. Programs call this before each action."""
+        """Raise `Stopped` if another device or rank has failed; called before each action."""
 
     def take(self, action: Action) -> Any:
         """Wait for the tensors that the action needs, and return them.
@@ -107,14 +107,14 @@ _ALONE = "recompute", "backward_weights"
 
 
 class Common(NamedTuple):
-    """The values that all programs of a mini-batch share.
+    """The values that the programs of all devices share in a mini-batch.
 
     Attributes:
         n: The number of stages of the pipeline.
         recomputed: The number of checkpointed micro-batches; these are the first ones.
         ambient: The caller's modes, such as autocast.
-        draws: A function that decides how a task draws random numbers.
-        observer: A function that is called with each task; `None` for no calls.
+        draws: A function that returns the guard of a task's random numbers.
+        observer: A function that returns a context in which a task runs, such as a timer.
     """
 
     n: int
@@ -129,8 +129,8 @@ class Program:
 
     Attributes:
         stages: The stages, by their indices.
-        guards: For each stage, what its forwards and backwards have to agree on (`StageGuards`);
-            empty if gradients are off.
+        guards: For each stage, the guards that make its recomputations equal to its forwards
+            (`StageGuards`); empty if gradients are off.
         doing: The current or the last action, as text for error messages.
         computing: The text of `doing` while the program computes; `None` while it waits.
     """

@@ -17,13 +17,13 @@ _STOP = object()
 
 
 class Stopped(Exception):
-    """The exception that ends a program because another program has failed."""
+    """The exception that ends the work of a device or rank because another one has failed."""
 
 
 class Relay(Links):
-    """The queues that connect the devices' programs, and the first exception of any program.
+    """The queues by which devices exchange tensors, and the first exception of any device.
 
-    A program is the list of tasks that one device runs for a mini-batch.
+    Each device has a program, which runs the tasks of the device in a mini-batch.
 
     Args:
         placement: For each stage, the index of the program that runs it.
@@ -50,7 +50,7 @@ class Relay(Links):
         self.error: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
-        """Let every program stop after its current task; keep only the first error."""
+        """Let all devices stop after their current tasks; keep `error` if it is the first one."""
         with self._lock:
             if not self.stopped:
                 self.stopped, self.error = True, error
@@ -59,9 +59,9 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Record that a program starts; return `False` if, after an error, it must not start.
+        """Record that a device begins its tasks; return `False` if it must not, after an error.
 
-        `end` is a lock that will be released when the program has ended.
+        `end` is a lock that will be released when the device has ended its tasks.
         """
         with self._lock:
             if not self.stopped:
@@ -69,7 +69,7 @@ class Relay(Links):
             return not self.stopped
 
     def attempt(self, program: Callable[[], None]) -> None:
-        """Run a program; if it raises an exception, stop all other programs."""
+        """Run the tasks of a device; if they raise an exception, stop all other devices."""
         try:
             program()
         except Stopped:

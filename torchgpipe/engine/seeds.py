@@ -67,9 +67,10 @@ _AS_THEY_ARE = Randomness()
 
 
 def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
-    """Return how a task draws random numbers, if tasks run one after another.
+    """Return the guard of a task's random numbers, if tasks run one after another.
 
-    The task draws from the same generators as without a pipeline.
+    With this guard, the task draws from the same generators as without a pipeline, and its
+    recomputation draws the same numbers as its forward.
 
     Args:
         i: The index of the task's micro-batch. Only `Seeds.of`, which has the same arguments,
@@ -102,7 +103,7 @@ class Seeds:
         n: The number of partitions.
         recomputed: Whether forwards of some tasks will run again in backward.
         grad: Whether gradients are on.
-        distributed: Whether this process is a rank, which runs one task at a time.
+        distributed: Whether this process is one of several ranks. A rank runs one task at a time.
         base: The number from which the seeds of tasks are made. By default, it is drawn from a copy
             of the default generator when the context is entered.
 
@@ -132,7 +133,10 @@ class Seeds:
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
     def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
-        """Return how a task draws random numbers, if tasks run at the same time.
+        """Return the guard of a task's random numbers, if tasks run at the same time.
+
+        With this guard, the task draws from a generator with a seed of its own, if it draws at all,
+        and its recomputation draws the same numbers as its forward.
 
         Args:
             i: The index of the task's micro-batch.

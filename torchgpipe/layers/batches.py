@@ -107,7 +107,8 @@ def joined(outputs: list[Any]) -> Any:
             shapes = shortened([tuple(x.shape) for x in tensors])
             raise ValueError(
                 f"{returns} of tensors that differ in dimension 0, which has to be the batch: "
-                f"their shapes are {shapes}; return only tensors of samples, or {ONE_AT_A_TIME}"
+                f"their shapes are {shapes}; return only tensors with the batch as dimension 0, "
+                f"or {ONE_AT_A_TIME}"
             )
     return gather([Structured.of(tensors, structure) for _, tensors in found])
 

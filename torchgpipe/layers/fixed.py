@@ -13,7 +13,10 @@ from torchgpipe.tensors.checkpoint import Mode
 
 
 class Fixed(nn.Module):
-    """A base class of pipelines: setting `balance`, `schedule` or a layer raises an error."""
+    """A base class of pipelines: setting `balance`, `schedule` or a layer raises an error.
+
+    The pipeline has already moved its layers to the devices, and prepared them for its schedule.
+    """
 
     chunks: int
     checkpoint: Mode
@@ -28,7 +31,10 @@ class Fixed(nn.Module):
 
     @balance.setter
     def balance(self, balance: object) -> NoReturn:
-        """Raise `AttributeError`, because the layers are already on their devices."""
+        """Refuse a new balance by an `AttributeError`: the layers are already on their devices.
+
+        This setter always raises.
+        """
         raise AttributeError(
             f"a pipeline keeps the balance that it was made with, {self._balance}; to use "
             f"{balance}, make a new pipeline of the layers with this balance, and a new optimizer"
@@ -41,7 +47,10 @@ class Fixed(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: object) -> NoReturn:
-        """Raise `AttributeError`, because the engine was made for the old schedule."""
+        """Refuse a new schedule by an `AttributeError`: the engine was made for the old one.
+
+        This setter always raises.
+        """
         raise AttributeError(
             f"a pipeline keeps the schedule that it was made with, {self.schedule.name!r}; to use "
             f"{shortened(schedule)}, make a new pipeline of the layers with this schedule"

@@ -129,10 +129,10 @@ def about_bubble(
     candidates: Iterable[Candidate],
     room: float,
 ) -> str:
-    """Return a sentence about the bubble, and the gain of a larger batch or one more device.
+    """Return a sentence about the bubble, and about what a larger batch and the last device bring.
 
-    The sentence says what share of the time the bubble takes. It compares how many more samples per
-    second twice the batch and the last device bring.
+    The sentence says what share of the time the bubble takes. It says by how much twice the batch
+    size would raise the samples per second, and by how much the last device raises them.
 
     Args:
         predictor: The predictor of the model.

@@ -46,8 +46,8 @@ HIGHER_ORDER = (
 class SeededDefault:
     """A context in which the default generator has the seed of one task.
 
-    The task's forward and its recomputation enter the same object. When the context ends, the
-    default generator gets back the state that it had before.
+    The task's forward and its recomputation enter the same object, so that both draw the same
+    random numbers. At the end, the default generator gets back the state that it had before.
 
     Args:
         seed: The seed of the task.
@@ -87,6 +87,8 @@ _thread = _Thread()
 
 class PrivateGenerator(TorchDispatchMode):
     """A context in which operators draw random numbers from a private generator with a given seed.
+
+    So the numbers of a task do not depend on what other threads draw at the same time.
 
     An operator that has an argument `generator` gets the private generator, unless a layer passes
     another generator. A few random operators have no such argument. While such an operator runs,
@@ -130,6 +132,7 @@ class PrivateGenerator(TorchDispatchMode):
     def back_to(outer: PrivateGenerator | None) -> None:
         """Make `outer` the innermost private generator of the current thread again.
 
+        This is needed after Ctrl-C, which can skip the end of an inner generator's context.
         The caller must also restore the thread's dispatch modes.
         """
         _thread.private = outer

@@ -89,9 +89,10 @@ class Schedule:
 
     @property
     def in_flight(self) -> list[int]:
-        """For each device, the largest number of tasks that are between forward and backward.
+        """For each device, the largest number of tasks that wait for their backward at once.
 
-        If backwards are split into halves, a task ends with its backward of weights.
+        A task waits from its forward until its backward, and keeps its activations so long. If
+        backwards are split into halves, it waits until its backward of weights.
         """
         change = {"forward": 1, "backward": -1, "backward_weights": -1}
         most = []
@@ -198,7 +199,11 @@ class Schedule:
         return Timeline(events, max(free), len(self.lists), at)
 
     def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
-        """Return where each stage sends its outputs, and where it sends its inputs' gradients."""
+        """Return where each stage sends its outputs, and where it sends its inputs' gradients.
+
+        Each is a dictionary from a stage to a list with the stages that receive, their devices, and
+        the seconds of a copy.
+        """
         at = self.placement
         later: Targets = defaultdict(list)
         earlier: Targets = defaultdict(list)

@@ -38,8 +38,8 @@ _BLOCK = 2**20
 def marked(path: Path) -> bool:
     """Return whether a folder holds a state that this library has saved.
 
-    Such a folder has the file `MARK`. Older versions of this library did not write this file. The
-    folders of these versions are recognized by the content of their file `.metadata`.
+    Such a folder has the file `MARK`. States that were saved before this library wrote such a file
+    are recognized by the content of their file `.metadata`.
 
     A broken link (for example, to a disk that is not mounted) counts as a state, so that loading it
     fails with an error. If it did not count, an older state would be loaded without notice.
@@ -64,8 +64,8 @@ def remove(path: Path) -> None:
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
     """Check that a state's files are as they were written; return the checksums of all files.
 
-    Each rank compares a different part of the files with their saved checksums. A state of an older
-    version of this library has no checksums. Then nothing is compared, and the result is empty.
+    Each rank compares a different part of the files with their saved checksums. A state that was
+    saved before this library saved checksums has none. Then the result is empty.
 
     Raises:
         ValueError: If the checksum of a file differs from the saved one.

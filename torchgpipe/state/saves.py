@@ -244,7 +244,7 @@ class Saves:
         return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return the folder names of all complete states, by the number in each name."""
+        """Return a dictionary of all complete states: the number and the name of each folder."""
         whole: dict[int, str] = {}
         if not self.folder.is_dir():
             return whole

@@ -49,7 +49,7 @@ class State:
         return [optimizer.kind for optimizer in self._optimizers]
 
     def kind_of(self) -> dict[str, str]:
-        """Return for the name of each optimized parameter the class name of its optimizer."""
+        """Return a dictionary from names of parameters to the class names of their optimizers."""
         kind_of: dict[str, str] = {}
         for optimizer in self._optimizers:
             kind_of |= dict.fromkeys(optimizer.names, optimizer.kind)

@@ -84,7 +84,10 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return the target; its tensors that have an autograd graph become detached leaves."""
+        """Return the target; its tensors that have an autograd graph become detached leaves.
+
+        So the backward of each loss ends at these leaves, where the gradients are added up.
+        """
 
         def cut(x: Tensor) -> Tensor:
             if x.grad_fn is None or not torch.is_grad_enabled():
@@ -234,7 +237,10 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Return a dictionary from leaves to the tensors that they replace in the criterion."""
+        """Return a dictionary from the leaves that a criterion uses to the original tensors.
+
+        Detached leaves replace targets that have a graph, and parameters of layers.
+        """
         meant = {**self._cut}
         for guards in self._batch.guards:
             by_parameter = guards.parameters.by_parameter

@@ -117,9 +117,8 @@ def used(
     """Return the edges at which a backward begins, and the gradients for these edges.
 
     Args:
-        edges: For each output of a task, its gradient edge, or `None` if it has no graph. It is
-            empty if the task has no graph at all: a checkpointed task that gets no gradients is
-            not recomputed.
+        edges: For each output of a task, its gradient edge, or `None` if the output has no graph.
+            The sequence is empty if the task was not recomputed, because it gets no gradients.
         grads: For each output, its gradient, or `None`.
     """
     found, given = [], []

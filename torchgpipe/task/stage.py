@@ -115,11 +115,10 @@ class Stage:
         )
 
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return what earlier tasks have shown about the outputs that require grad.
+        """Return a dictionary that says whether the outputs of earlier tasks required grad.
 
-        The result is a dictionary, which `OutputGradients` fills. A key says for each input of a
-        task whether it requires grad. The value says whether then all floating-point outputs of the
-        task require grad.
+        `OutputGradients` fills it. A key says for each input of a task whether the input requires
+        grad. The value says whether then all floating-point outputs of the task require grad.
 
         Args:
             kind: The training modes of the layers, and the `requires_grad` of the parameters.

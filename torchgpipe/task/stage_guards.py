@@ -35,10 +35,11 @@ from torchgpipe.tensors.observe import NOTHING
 
 
 class StageGuards:
-    """The guards that a stage needs in one mini-batch.
+    """The guards of a stage in one mini-batch, which keep its tasks' recomputations correct.
 
-    If no task is recomputed, the guard of the parameters is enough. The guard of the random numbers
-    is not among them, because each task has its own.
+    Each guard keeps one thing, such as the buffers, equal in a task's forward and recomputation.
+    Without recomputations, only the guard of the parameters is needed. The guard of the random
+    numbers is not in this object, because each task has such a guard of its own.
 
     Args:
         stage: The stage.
@@ -53,7 +54,8 @@ class StageGuards:
         memory: The guard of the tasks' inputs; only if some tasks are recomputed.
         gradients: The guard that finds out which outputs require grad; only if some tasks are
             recomputed.
-        held: Numbers that identify the storages of the parameters and buffers.
+        held: Numbers that identify the storages of the stage's parameters and buffers, to find
+            outputs that share memory with them.
     """
 
     memory: KeptInputs
@@ -121,7 +123,7 @@ class StageGuards:
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
-        """Call one method of all guards; return a context in which the layers have to run.
+        """Call the same method of all guards; return a context in which the layers have to run.
 
         Args:
             moment: The name of the method, such as "before_first_pass". It says whether a forward,
@@ -156,7 +158,10 @@ class StageGuards:
             after(task, outputs)
 
     def after_all_forwards(self) -> None:
-        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter."""
+        """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward.
+
+        Tasks use stand-ins for parameters, so a pipeline does not support such changes.
+        """
         with self.lock:
             for check in self._at["after_all_forwards"]:
                 check()

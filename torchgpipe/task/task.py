@@ -44,9 +44,10 @@ class TaskGraph(GuardedTask):
     _later: Callable[[], None] | None = None  # the second half of a backward, after the first
 
     def forward(self, item: Item) -> tuple[Flat, Form]:
-        """Run the layers on a micro-batch; return the outputs, detached, and their form.
+        """Run the layers on a micro-batch; return the detached outputs and the output's form.
 
-        A detached output requires grad if the real output does.
+        A detached output requires grad if the real output does. The form is the output's class, or
+        a function that makes the output of its tensors.
 
         Args:
             item: The tensors from the previous task.
@@ -111,7 +112,8 @@ class TaskGraph(GuardedTask):
             around: The context in which the layers run.
 
         Returns:
-            The inputs that the layers got, the outputs, and the form of the output.
+            The inputs that the layers got, the outputs, and the form of the output: its class, or a
+            function that makes it of its tensors.
         """
         given = entered(inputs, self.needs, self._input_grads)
         with around:

@@ -36,7 +36,7 @@ def note(error: BaseException, place: str) -> None:
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Add a note with this rank to an error, if the error already has a note of its place."""
+    """Add a note to an error that names this rank, if another note says where it was raised."""
     if hasattr(error, "add_note") and place_of(error):
         error.add_note(f"torchgpipe: on rank {rank}")
 

@@ -33,7 +33,8 @@ from torchgpipe.tensors.observe import Observer, observed
 class StreamFence:
     """The synchronization of a task's stream with copy streams: for its inputs, or its outputs.
 
-    A task has two fences:
+    Streams run independently. So a fence makes a copy wait until a task has computed the tensors to
+    copy, and makes the next task wait until the copy has ended. A task has two fences:
 
     - At the fence of the inputs, inputs arrive in forward, and their gradients leave in backward.
     - At the fence of the outputs, outputs leave in forward, and their gradients arrive in backward.
@@ -52,7 +53,7 @@ class StreamFence:
         self._expected: list[Event] = []
 
     def leave(self) -> None:
-        """Record an event at the end of a task: once it has occurred, its outputs can be copied."""
+        """Record an event at the end of a task; copies of the task's outputs will wait for it."""
         if self._compute is not None:
             self._left = self._compute.record_event()
 
@@ -80,7 +81,7 @@ class StreamFence:
             _keep(tensors, stream)
 
     def expect(self, stream: Stream | None) -> None:
-        """Record an event on a copy stream: once it has occurred, the copies have arrived."""
+        """Record an event at the end of copies on a copy stream; the next task will wait for it."""
         if stream is not None and self._compute is not None:
             self._expected.append(stream.record_event())
 

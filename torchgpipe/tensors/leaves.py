@@ -64,7 +64,10 @@ def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]
 
 @contextmanager
 def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Disable the hooks of `leaves` that `Tensor.register_hook` has set, within this context."""
+    """Disable the hooks of `leaves` that `Tensor.register_hook` has set, within this context.
+
+    This lets a hook run only once, for the sum of gradients, and not for each gradient in it.
+    """
     hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
     try:
         for x, _ in hooked:

@@ -71,7 +71,7 @@ class Structured(tuple[Tensor, ...]):
     """The tensors of a micro-batch that is neither a tensor nor a tuple, such as a dictionary.
 
     Attributes:
-        form: A function that makes the micro-batch, such as the dictionary, of such tensors.
+        form: A function that takes such tensors, and makes a micro-batch (a dictionary) of them.
     """
 
     form: Callable[[Sequence[Tensor]], Any]
@@ -166,9 +166,10 @@ def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) ->
 
 
 def is_flat(value: object) -> bool:
-    """Return whether a value can be sent from rank to rank: a tensor, or a tuple of tensors.
+    """Return whether a value is a tensor or a tuple of tensors, and so needs no conversion.
 
-    A `PackedSequence` counts, too, so that it is refused: it is a tuple, but not of tensors.
+    The result is also true for a `PackedSequence`, which is a tuple, but not of tensors. So it is
+    not converted either, and a later check raises an error.
     """
     if isinstance(value, Tensor | PackedSequence):
         return True

@@ -10,9 +10,9 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    An observer gets such an object before the work begins. A copy moves all tensors, or all
-    gradients, that one task sends to another device. The `partition` of a copy is the partition
-    that sends.
+    An observer, such as a timer, gets such an object before the work begins. A copy moves all
+    tensors, or all gradients, that one task sends to another device. The `partition` of a copy is
+    the partition that sends.
     """
 
     kind: Kind

@@ -138,7 +138,7 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
         outputs: The numbers of the tensors that the module returns.
 
     Returns:
-        For each tensor, by its number, the indices of these layers, in order.
+        A dictionary from the number of each tensor to a list of the indices of these layers.
     """
     stops: Stops = {number: [0] for number in range(inputs)}
     for k, layer in enumerate(layers):

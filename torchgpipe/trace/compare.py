@@ -109,8 +109,8 @@ def check_other_lengths(
 def check_other_mode(module: Module, layers: Layers, signature: Signature, inputs: Tensors) -> None:
     """Compare the layers with the module in the other mode, too: in evaluation, or in training.
 
-    This is done if a module that is cut into layers reads the mode. If the module makes other
-    calls in the other mode, which the layers do not have, there is a warning.
+    This is done if the recorded code of the module reads the mode (`training`). If the module makes
+    other calls in the other mode, which the layers do not have, there is only a warning.
 
     Args:
         module: The module.

@@ -106,7 +106,9 @@ def generalise(
 
 
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
-    """Raise `Differs` if a module's constant tensors, or the structures that it returns, differ.
+    """Check that recordings agree in the module's constant tensors and the result's structure.
+
+    Raise `Differs` if they do not.
 
     Args:
         recordings: The recordings of the module for several sizes.
@@ -246,7 +248,11 @@ def refuse_concatenated(outputs: Sequence[Tensor], compared: Mapping[int, int]) 
 
 
 class Differs(Exception):
-    """An internal error: recordings of a module differ. Its message says how."""
+    """An internal error: a module's recordings for several sizes cannot be merged into one.
+
+    The message says how they differ. The function `generalise` catches this error, and raises
+    `Untraceable` for the user.
+    """
 
 
 def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
@@ -285,7 +291,10 @@ def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
 
 
 class _Unlike(Exception):
-    """An internal error: the calls differ in more than plain arguments."""
+    """An internal error: a call in training cannot be merged with the call in evaluation.
+
+    The two calls differ in more than plain arguments, such as numbers. `by_mode` catches the error.
+    """
 
 
 def by_mode(training: Sequence[Call], evaluation: Sequence[Call]) -> list[Call] | None:

@@ -92,7 +92,7 @@ class KeptResults:
         return path in self._slots
 
     def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
-        """Return what a submodule returns for some sizes, but with uninitialized tensors in it.
+        """Return a result like that of a submodule for some sizes, with uninitialized tensors.
 
         Args:
             path: The path of the submodule in the module.

@@ -326,7 +326,10 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
 
 class _Around(Module):
-    """An empty module in place of a submodule of which a layer has only some parts."""
+    """A module that a layer has in place of a submodule of which it has only some parts.
+
+    If a layer has `layer1.0.conv2`, for example, its `layer1` and `layer1.0` are such modules.
+    """
 
 
 def _submodule(module: Module, path: str) -> Any:

@@ -133,11 +133,13 @@ class Slots(TorchFunctionMode):
 
 
 class Structure:
-    """A structure of tensors without its tensors: with tensors, it makes a copy of the structure.
+    """A structure, such as a dictionary, from which the tensors were taken out.
+
+    It is a function that takes other tensors, and returns a copy of the structure with these.
 
     Args:
-        value: The structure, with slots in place of its tensors.
-        slots: The slots.
+        value: The structure, with slots (placeholders) in place of its tensors.
+        slots: The object that puts tensors into these slots.
     """
 
     def __init__(self, value: Any, slots: Slots) -> None:
@@ -146,7 +148,7 @@ class Structure:
 
     @classmethod
     def of(cls, value: Any) -> tuple[Structure, list[Tensor]]:
-        """Take a structure apart. Return it without its tensors, and the tensors."""
+        """Take the tensors out of a structure; return a `Structure`, and a list of the tensors."""
         slots = Slots()
         return cls(slots.taken(value), slots.again()), slots.tensors
 

@@ -118,15 +118,18 @@ def record(
 
 
 class Recorded(NamedTuple):
-    """The recordings of a module for several sizes of its inputs.
+    """The calls that were recorded in a module's forward, for inputs of several sizes.
+
+    A forward that reads the mode (`training`) may make other calls in training than in evaluation.
+    So its calls are recorded in both modes.
 
     Attributes:
-        recordings: A recording for each of the sizes, in the module's own mode: training or
-            evaluation.
+        recordings: A recording for each of the sizes, in the mode that the module is in.
         results: The results of submodules that cannot run on fake tensors, if there are any.
-        other_mode: The recordings in the other mode. Empty if no module that is cut reads the mode,
-            or if the module cannot be recorded in the other mode.
-        reads_mode: Whether a module that is cut reads the mode.
+        other_mode: A recording for each of the sizes, in the other mode. It is empty if
+            `reads_mode` is false, or if recording the module in the other mode fails.
+        reads_mode: Whether the recorded code reads the mode. Submodules that are kept whole
+            (recorded as one call) may read it.
     """
 
     recordings: list[RecordedCalls]
@@ -140,15 +143,16 @@ def record_all(
 ) -> Recorded:
     """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
-    If the calls in small submodules cannot be recorded, for example because they read the mode,
-    these submodules are added to `whole`, so that they are not cut, and all is recorded again. If a
-    module that is cut reads the mode, the calls are recorded in the other mode, too.
+    If the calls in small submodules cannot be recorded, for example because they read the mode
+    (`training`), these submodules are added to `whole`, and all is recorded again. If other code
+    reads the mode, the calls are recorded in the other mode, too.
 
     Args:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that are not cut. This function adds more of them.
+        whole: The submodules that are kept whole, which means that each is recorded as one call.
+            This function adds more of them.
     """
     results: KeptResults | None = None
     while True:
@@ -188,11 +192,11 @@ def _in_other_mode(
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        whole: The submodules that are not cut.
+        whole: The submodules that are kept whole: each is recorded as one call.
         results: The results of submodules that cannot run on fake tensors, if there are any.
 
     Returns:
-        A recording for each of the sizes. Empty if the module cannot be recorded in this mode.
+        A list with a recording for each of the sizes. It is empty if recording fails in this mode.
     """
     recordings = []
     with as_it_was(module):
@@ -209,8 +213,8 @@ def _in_other_mode(
 def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Call]]:
     """Merge the recordings for all sizes, and for both modes, into the calls of the layers.
 
-    If the module makes other calls in the other mode, the layers only have the calls for its own
-    mode. Then the result is without the recordings in the other mode.
+    If the module makes other calls in evaluation than in training, the layers only have the calls
+    for the mode that the module is in. The result is the recordings that were used, and the calls.
     """
     calls = generalise(module, recorded.recordings)
     if recorded.other_mode:
@@ -221,7 +225,10 @@ def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Ca
 
 
 def _merged(module: Module, calls: list[Call], recorded: Recorded) -> list[Call] | None:
-    """Merge calls with those of the other mode; `None` if more than plain arguments differ."""
+    """Merge `calls` with the module's calls in the other mode (training or evaluation).
+
+    Return `None` if they differ in more than plain arguments, such as numbers.
+    """
     own, other = recorded.recordings[0], recorded.other_mode[0]
     ends = (own.outputs, own.result[0], own.extra), (other.outputs, other.result[0], other.extra)
     if not same(*ends):

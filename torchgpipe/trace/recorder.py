@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether calls are not recorded now: within a recorded call, or another thread."""
+        """Return whether to skip a call: it is inside of a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:

@@ -150,11 +150,11 @@ def sequential(
 def _choices(
     signature: Signature, inputs: Tensors, shared: Iterable[str] | None
 ) -> Iterator[Iterable[Batched]]:
-    """Yield groups of guesses about which input tensors have a batch dimension.
+    """Yield lists of guesses about which input tensors have a batch dimension.
 
-    A guess has `True` for each tensor that it takes as batched. There is a group for each length of
-    dimension 0, as all batched tensors must have the same length there. In a group, guesses with
-    more batched tensors come first.
+    A guess has a bool for each tensor: whether the tensor has a batch dimension, which is dimension
+    0. All tensors that have one must be equally long in it. So there is one list of guesses for
+    each length of dimension 0. In a list, guesses with more such tensors come first.
 
     Args:
         signature: The signature of the module.
@@ -185,7 +185,10 @@ def _choices(
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:
-    """Yield each non-empty subset of the numbers `members` as `n` bools, with the largest first."""
+    """Yield each non-empty subset of `members` (numbers below `n`), the largest subset first.
+
+    A subset is a tuple of `n` bools: whether the subset has the number 0, the number 1, and so on.
+    """
     for count in range(len(members), 0, -1):
         for chosen in combinations(members, count):
             yield tuple([k in chosen for k in range(n)])
@@ -198,7 +201,7 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
         module: The module.
         signature: Its signature, which says which inputs have a batch dimension.
         inputs: The tensors of the sample.
-        whole: The submodules that are not cut. This function adds more of them.
+        whole: The submodules that are kept whole (recorded as one call). This function adds more.
     """
     recorded = record_all(module, signature, inputs, whole)
     recordings = recorded.recordings
@@ -222,9 +225,10 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return for each call the name of the layer that can begin with this call, or "".
+    """Return a name for each call: the name of the layer, if a layer begins with this call.
 
-    A layer can begin only with a call that uses parameters. Its name is that of a submodule.
+    A layer can begin only with a call that uses parameters. The name for all other calls is "". A
+    layer gets the path of the submodule that is called, or that makes the call: `layer1/0/conv2`.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []

@@ -76,7 +76,10 @@ def _runs(pid: int) -> bool:
 
 
 def _started_by(family: Sequence[int], session: int) -> list[int]:
-    """Return processes that `family` has started or that are of `session`, but not in `family`."""
+    """Return the numbers of further processes that belong to the processes in `family`.
+
+    One of `family` has started such a process, or the process is in the session `session`.
+    """
     found = []
     for pid, (parent, own_session) in _processes().items():
         belongs = parent in family or own_session == session
@@ -86,7 +89,10 @@ def _started_by(family: Sequence[int], session: int) -> list[int]:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Map the number of each process that has not ended to those of its parent and session."""
+    """Return, for each process that has not ended, the numbers of its parent and its session.
+
+    The key of the dictionary is the number of the process.
+    """
     found = {}
     for pid, (state, parent, _, session, *_) in process_fields():
         if state not in ENDED:

@@ -181,7 +181,7 @@ def check_same(losses: Losses, others: Losses, what: str) -> None:
 
 
 def why_not(engine: Engine, row: Row, devices: Devices) -> str | None:
-    """Return why an engine cannot run a row (configuration), or `None` if it can."""
+    """Return why an engine (such as `ranks`) cannot run a row; `None` if it can run the row."""
     if row.configuration == PUBLISHED_BALANCE:
         return ONLY_EMULATED
     if engine == "threads":

@@ -35,7 +35,7 @@ Make = Callable[[Any], nn.Module]
 
 
 def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
-    """Return a function that builds a layer of its own, which the model shares with no other place.
+    """Return a function that builds a layer which shares no module with other layers.
 
     The returned function calls `make(*args, **options)`. Like all functions in `KINDS`, it takes
     one argument, the modules that several layers can share, but it does not use them.
@@ -242,7 +242,7 @@ def frozen_weight(_: Any) -> nn.Module:
 
 
 def on_linear(change: Callable[..., nn.Module], *args: Any) -> Make:
-    """Return a function that makes a linear layer and applies `change` to it."""
+    """Return a function that makes a linear layer and applies `change` to it, e.g. weight norm."""
     return lambda parts: change(linear(), *args)
 
 

@@ -98,10 +98,11 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 
 
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
-    """Train two models at the same time, each in its own thread: `run` and `also(run)`.
+    """Train two models at the same time, each in its own thread.
 
-    If `run` is not a pipeline but plain layers, the models are trained one after the other. Their
-    results are those that the pipelines must have.
+    The first model is `run`. The function `also` makes the second model from the first. If `run` is
+    not a pipeline but plain layers, the models are trained one after the other. Their results are
+    those that the pipelines must have.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)

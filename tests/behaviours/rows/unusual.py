@@ -181,8 +181,8 @@ def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
     Args:
         run: The model.
         x: The input.
-        observed: Whether to give the pipeline an observer, so that each task has a graph of its
-            own, and to keep the graph after backward.
+        observed: Whether the pipeline has an observer, which makes it use a graph of its own for
+            each task. Then the graph is also kept after backward.
     """
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own

@@ -44,9 +44,10 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """Simulate a recorded step from the times of its tasks and copies, and compare three results.
+    """Simulate a recorded step three times, with the recorded times of its tasks and copies.
 
-    The first simulation has two components of the library. Each of the others leaves out one:
+    The first simulation has two features of the library that save time. Each of the others leaves
+    out one, and so must take longer:
 
     - Without "dependency", a recomputation cannot start before its gradient arrives.
     - Without "streams", copies do not run at the same time as tasks.

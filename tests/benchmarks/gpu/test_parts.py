@@ -127,9 +127,10 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kineto:
-    """A stand-in for PyTorch's profiler.
+    """A stand-in for PyTorch's profiler, which reports made-up calls of CUDA.
 
-    It returns the made-up calls of CUDA in `STEP` if a step has run, and else only the call `SYNC`.
+    If a step has run, these are the calls in `STEP`. Otherwise, it is only `SYNC`, a call that the
+    profiler itself makes.
     """
 
     issued = False

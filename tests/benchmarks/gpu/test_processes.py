@@ -46,9 +46,10 @@ def hangs(context: Context) -> Fields:
 
 
 def interrupts(context: Context) -> Fields:
-    """Interrupt the command. As soon as the command has listed its processes, start one more.
+    """Interrupt `python -m benchmarks.gpu`, and start a process that its list of processes lacks.
 
-    The command must also end this new process, although its list does not have it.
+    After an interrupt, the command lists its processes to end them. As soon as the list is made,
+    this function starts one more process. The command must end this process, too.
     """
     context.write({"before": 3})
     os.kill(os.getppid(), signal.SIGTERM)
@@ -62,7 +63,7 @@ LISTED = "listed"
 
 @pytest.fixture
 def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the command's first list of processes outdated.
+    """Delay the list of processes that the command makes first, so that it is outdated.
 
     The list is returned only when a process that is not in it has started.
     """

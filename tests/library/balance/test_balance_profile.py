@@ -106,8 +106,9 @@ def test_balance_by_size(
 
 
 LINEAR_AND_NORM = Sequential(Linear(8, 8), BatchNorm1d(8))
-# Each value has a layer whose input has the shape (4, 8), whether this input requires grad, and the
-# bytes that the layer's forward keeps for backward, as a multiple of the input's bytes.
+# Each value has three parts: a layer; whether the layer's input, of shape (4, 8), requires grad;
+# and how many bytes the layer's forward keeps for backward. These bytes are given as a multiple of
+# the bytes of the input.
 KEPT: dict[str, tuple[Module, bool, float]] = {
     "nothing made": (Identity(), True, 0),
     "a view": (Flatten(), True, 0),
@@ -218,9 +219,9 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost is 1.5. The best cut is after the second layer: the cost before this
-    # cut is 2, which is nearest to 1.5. With a half that was rounded down to 1, a cut after the
-    # first layer (a cost of 0 before it) would be as near.
+    # Half of the total cost is 1.5. If the second partition begins after the second layer, the
+    # cost before it is 2, which is nearest to 1.5. If the half were rounded down to 1, a beginning
+    # after the first layer, with a cost of 0 before it, would be as near.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),

@@ -63,7 +63,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Mix the calls of two pipelines: evaluations, and losses with no, one or two backwards."""
+    """Mix the calls of two pipelines: evaluations, and losses followed by zero to two backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):

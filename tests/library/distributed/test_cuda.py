@@ -161,8 +161,8 @@ def test_a_failure_ends_all_that_streams_wait_for(
 
     assert world.run(program) == [None] * 4
     assert len(world.pairs) == (2 * 2 * 8 if way == "NCCL" else 0)
-    # The program above must keep no reference to the error. The error's traceback refers to the
-    # loss, and the loss's graph refers to all tensors that were sent or awaited.
+    # The function `program` must keep no reference to the error. The error's traceback refers to
+    # the loss, and the loss's graph refers to all tensors that were sent or awaited.
     assert_gone(lost)
 
 

@@ -50,7 +50,7 @@ def trained(world: World) -> list[Any]:
 
 
 def with_broken_pair(world: World, fails: Callable[[], None], streams: Any) -> None:
-    """Make the first transfer from rank 1 to rank 2 fail: both ranks call `fails` instead of it."""
+    """Replace transfers from rank 1 to rank 2 by calls of `fails`, on both ranks."""
 
     def made(store: str, own: int, *more: Any) -> Pair:
         pair: Any = world.pair(store, own, *more)
@@ -153,7 +153,7 @@ def test_pytorch_takes_these_arguments_and_has_these_methods() -> None:
 
 
 def test_all_pairs_are_aborted_at_the_same_time() -> None:
-    """Abort the groups of all pairs of ranks in parallel.
+    """Check that a rank aborts all of its NCCL groups, each of which has two ranks, in parallel.
 
     In NCCL, the abort of one group ends only when the transfers of all groups have ended. Aborts
     that follow each other would hang.

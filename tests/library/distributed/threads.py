@@ -86,9 +86,10 @@ class Group:
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
     def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
-        """Add a send or a receive to its queue.
+        """Add a send or a receive to its queue, and copy the tensors that can now be received.
 
-        Then pair the oldest sends with the oldest receives, and copy the tensors.
+        Each connection (`wire`) has a queue of sends and a queue of receives. The oldest send
+        belongs to the oldest receive.
         """
         parcel = Parcel(tensor)
         with self.world.changed:
@@ -239,7 +240,7 @@ class World:
         return pair
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on all ranks at once. Return the result or the exception of each rank."""
+        """Call a function in one thread for each rank. Return each rank's result or exception."""
 
         def rank(index: int) -> Any:
             self.here.rank = index

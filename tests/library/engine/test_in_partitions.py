@@ -22,7 +22,7 @@ PATIENCE = 30.0
 
 
 class Custom(Exception):
-    """An error that cannot be copied, because its class takes more arguments than `args` has."""
+    """An error that cannot be copied: its class takes two arguments, but `args` has only one."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"{number}: {text}")

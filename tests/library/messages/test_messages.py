@@ -94,7 +94,7 @@ class Positions(nn.Module):
 
 
 class Packs(nn.Module):
-    """A layer that packs its input to sequences that all have length 3."""
+    """A layer that packs its input into sequences that all have length 3."""
 
     def forward(self, x: Tensor) -> Any:
         return pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True)

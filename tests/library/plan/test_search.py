@@ -88,7 +88,7 @@ def even(predictor: Predictor, setup: Setup) -> tuple[int, ...]:
 
 
 def assert_not_below_its_bound(found: Candidate, work: Work, n: int) -> None:
-    """Assert that no computed lower bound is above the time or the memory of a setup."""
+    """Assert that the time and the memory of a setup are not below their computed lower bounds."""
     assert work.bound(n) <= work.bound_of(found.setup.balance) <= found.seconds
     lightest = work.balance(n, 1.0)
     assert heaviest(work.held, lightest) <= found.peak

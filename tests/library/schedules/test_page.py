@@ -10,7 +10,10 @@ from torchgpipe.schedules.named import NAMED
 
 
 def seconds(name: str, n: int, m: int) -> float:
-    """Return the seconds of a step if 1 s is the forward of all stages of a device together."""
+    """Return the seconds of a step of a schedule.
+
+    The forward of one micro-batch through all stages of a device takes 1 s.
+    """
     made = make(name, n, m)
     stages_on_each = len(made.placement) / n
     return made.replay().seconds / stages_on_each

@@ -54,7 +54,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """Isolate two skips of a layer in different namespaces. A pickled copy must keep both."""
+    """Isolate two skips of a layer in two namespaces. A pickled copy must keep both namespaces."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]

@@ -168,8 +168,9 @@ def adam_with_another_parameter(model: GPipe) -> torch.optim.Optimizer:
 
 ANOTHER_SHAPE = r"model.0.weight \(float32 \[4, 5\], here float32 \[5, 5\]\)"
 ANOTHER_DTYPE = r"model.0.weight \(float32 .*, here float64 .*\) .* more"
-# Each row has a function that makes the optimizer to save, a function that makes the model and one
-# that makes the optimizer to load into, and a pattern of the error that this load must raise.
+# Each row has four parts: a function that makes the optimizer to save, a function that makes the
+# model to load into, a function that makes the optimizer to load into, and a pattern of the error
+# that the load must raise.
 REFUSED: list[tuple[Optimizers, Callable[[], GPipe], Optimizers, str]] = [
     (adam, lambda: piped(1, width=5), adam, ANOTHER_SHAPE),
     (adam, lambda: piped(1, dtype=torch.float64), adam, ANOTHER_DTYPE),

@@ -1,4 +1,4 @@
-"""Tests of the table of own losses in docs/schedules.md.
+"""Tests of the table in docs/schedules.md on how to use `step` with one's own loss functions.
 
 Each loss, and its gradients, must be those of the whole mini-batch without a pipeline.
 """
@@ -86,8 +86,8 @@ def test_the_loss_is_that_of_the_whole_mini_batch(name: str) -> None:
 def test_step_alone_gives_another_loss(name: str) -> None:
     """Check that `step` without options gives another loss than that of the whole mini-batch.
 
-    The test uses the losses for which docs/schedules.md names an option, or `loss` instead of
-    `step`.
+    The test uses the losses for which docs/schedules.md advises an option of `step`, or the method
+    `loss` in its place. So this advice is needed.
     """
     criterion, target, _ = ROWS[name]
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ def test_statistics_of_the_mini_batch(
     assert_close(deferred.eval()(x), plain.eval()(x))
 
 
-# `TOGETHER` has a row for each layer: its momentum, its dtype, whether it has a
+# Each item of `TOGETHER` describes a layer: its momentum, its dtype, whether it has the buffer
 # `num_batches_tracked`, and the sizes of its micro-batches.
 SIZES: list[tuple[int, ...]] = [(4, 4), (3, 2, 5), (9, 9), ()]
 DTYPES = [torch.float, torch.double]

@@ -29,7 +29,11 @@ MOMENTS = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the table of guards in docs/how-it-works.md: each file name with its row of cells."""
+    """Return the table of guards in docs/how-it-works.md as a dictionary.
+
+    A key is the name of a guard's file without `.py`. A value is the list of the other cells in
+    that row of the table.
+    """
     page = (ROOT / "docs/how-it-works.md").read_text()
     found = {}
     for line in page.splitlines():

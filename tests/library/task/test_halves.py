@@ -137,8 +137,9 @@ def checkpointed(module: Any, x: Tensor) -> Any:
 BY_CHANNEL = [Conv2d(4, 8, 3, groups=4), GroupNorm(2, 8), Conv2d(8, 4, 1, bias=False)]
 GATES = [Conv1d(5, 8, 3, dilation=2), GLU(1), Conv1d(4, 4, 1)]
 
-# Each value has the layers, their input, and the text by which the stage describes its backward. A
-# number k stands for the usual text, with k matrix products of weights in the second half.
+# Each value has the layers, their input, and the text by which the stage must describe what it
+# leaves to the second half of a backward. A number k stands for the usual text, which names k
+# matrix products of weights.
 ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     "linear": (CHAIN, VECTORS, 2),
     "float64": (copy.deepcopy(CHAIN).double(), VECTORS.double(), 2),

@@ -77,7 +77,11 @@ def test_a_copy_that_another_thread_makes_meanwhile_is_as_the_layers_are() -> No
 
 
 class Elsewhere:
-    """Runs functions in another thread. A deep copy of this object is the object itself."""
+    """Runs functions in another thread.
+
+    A layer can have this object as an attribute. A deep copy of the layer then has the same object,
+    because threads cannot be copied.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.submit = pool.submit
@@ -137,7 +141,7 @@ def modes_and_hooks(layer: nn.Module) -> tuple[bool, list[Any], bool]:
     """Return a layer's training mode, its hooks, and whether its buffers are in a plain dictionary.
 
     The function also registers a hook and removes it again. This must not change what other threads
-    find.
+    see.
     """
     hooks = [*layer._forward_hooks.values()]
     layer.register_forward_hook(print).remove()

@@ -78,9 +78,10 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 
 
 class Place(dict[str, Any]):
-    """A dictionary whose `count`-th assignment from now on raises KeyboardInterrupt.
+    """A dictionary that raises KeyboardInterrupt in an assignment to an item.
 
-    Tests use it to interrupt the library while it exchanges the parameters or buffers of layers.
+    It is the assignment number `count`, counted over all such dictionaries. Tests use this to
+    interrupt the library while it exchanges the parameters or buffers of layers.
     """
 
     count = 0

@@ -42,8 +42,9 @@ def keep(**changes: Any) -> tuple[Record, Run]:
     """Make a record from that of a published run, save it as runs/mine.json, and return it.
 
     Args:
-        changes: New values for fields of the record's run. Without changes, the record meets all
-            rules for publication.
+        changes: New values: `gpus` of the machine, `stolen` of all results (the share of the CPU
+            that the host of a virtual machine took), and fields of the record's run. Without
+            changes, the record meets all rules for publication.
     """
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])

@@ -39,7 +39,11 @@ WRITES = ["run", "history", "report", "predict", "regression", "schedule", "impo
 
 
 def forms() -> Iterator[tuple[str, str, str]]:
-    """Yield for each option of each command: the command, the option, and how the help shows it."""
+    """Yield three texts for each option of each command.
+
+    They are the name of the command, the name of the option, and the option as the help shows it,
+    such as "--seed N".
+    """
     for command in COMMANDS:
         context = click.Context(command)
         for parameter in command.params:

@@ -42,7 +42,7 @@ def made_up(
 
     Args:
         monkeypatch: The fixture that replaces the functions.
-        slower: For each case that is slower in the new revision, the factor.
+        slower: For each case that is slower in the new revision, how many times as long it takes.
         ends: An error that the fake timing raises after its first samples.
         since: The factor by which the new revision is slower than the older revision that the
             option `--also` names.

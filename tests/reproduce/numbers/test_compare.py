@@ -37,7 +37,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return the ratio and the verdict of each line of a comparison, or `None` if not judged."""
+    """Return for each line's label its ratio and verdict, or `None` if the line is not judged."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -125,7 +125,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
-    """Make a record of the row x, and of rows y and z with the given link, size and scale."""
+    """Make a record of the rows x, y and z. The arguments are settings of the rows y and z."""
     rows = []
     for name in "yz":
         config = {"row": name, "link": link, "size": size}

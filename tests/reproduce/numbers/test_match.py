@@ -89,11 +89,11 @@ def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
 
 
 def predicted(name: str, in_row: bool) -> Record:
-    """Make a record of a prediction for a hardware.
+    """Make a record with one result, which is predicted for a hardware.
 
     Args:
         name: The name of the hardware.
-        in_row: Whether the name of the hardware is in the result. Otherwise, it is in the record.
+        in_row: If true, the result has the name of the hardware. If false, the record has it.
     """
     if in_row:
         result = row("x", status="predicted", hardware=name)
@@ -110,9 +110,9 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# Each value has two parts: the records to compare, and the expected lines of the comparison. The
-# records are given as one list for each side (A, B, …). A line has a name, and a dictionary from
-# the index of a side to the name of its result in this line.
+# Each value has two parts. The first has a list of records for each side (A, B, …) of the
+# comparison. The second has the expected lines of the comparison: the label of each line, and a
+# dictionary from the index of a side to the name of that side's result in this line.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

@@ -39,20 +39,20 @@ def test_a_gate_judges_the_new_version_beside_the_old_one(
 
 
 def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
-    """Check the error if a gate cannot judge a version, because the package does not run."""
+    """Check the error if a gate (a check of `regression`) cannot run one version of a package."""
     made = versions((0, []), (2, ["", "gate: the package does not run"]), tmp_path, monkeypatch)
     with pytest.raises(Error, match=r"^gate: the package does not run$"):
         gates.judged_by("a.gate", *made)
 
 
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
-    """Make two versions of a package, and a fake gate.
+    """Make two versions of a package, and a fake gate (a program that checks a version).
 
     Args:
         base: The exit code and the lines of output of the gate for the old version.
         head: The exit code and the lines of output of the gate for the new version.
         folder: The folder in which the versions and the gate are made.
-        monkeypatch: The fixture that makes the gate known.
+        monkeypatch: The fixture that makes `regression` look for the gate in this folder.
     """
     monkeypatch.setattr(gates, "ROOT", folder)
     (folder / "a").mkdir()

@@ -30,7 +30,7 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Return a function that replaces the measuring program by a script.
+    """Return a function that replaces the program that measures revisions by a given script.
 
     In the script, the variable `job` has the input of the program.
     """
@@ -156,10 +156,16 @@ how often this request came before.
 
 
 class Fake:
-    """A fake of the process that measures one revision. It logs its requests and answers.
+    """A fake of a process that measures one revision. It has the methods of a connection to it.
 
-    It answers the first request for a case, the warm-up, with `None`. It answers later requests
-    with its own number, or with a text of `texts`.
+    `send` asks the process to run a case, and `recv` returns its answer: the time of the run, or
+    `None` if it was the case's first run, the warm-up.
+
+    Args:
+        number: The number of the process, which is also the time of each run.
+        log: The list to which each call adds a line.
+        texts: Texts to answer instead. A key has the number of the process, the name of the case,
+            and how often the process has answered for this case before.
     """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:

@@ -182,7 +182,9 @@ def test_what_is_called_real(name: str, pytestconfig: pytest.Config) -> None:
 
 
 def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, Samples]:
-    """Make samples of the overlap cases, which are timed by the wall clock.
+    """Make samples (times of steps) of the cases that measure how well tasks overlap.
+
+    These cases are timed by the wall clock.
 
     Args:
         ratio: How many times as long the second revision takes.
@@ -197,10 +199,11 @@ def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, S
 
 
 def test_overlap_is_a_family_of_its_own() -> None:
-    """Check that overlap cases, which are timed by the wall clock, have a mean of their own.
+    """Check that the cases that measure how well tasks overlap have a mean of their own.
 
-    The overlap cases must not change the mean of the other cases. All significance tests share the
-    allowed risk of a false alarm: the risk of each is the total divided by their number.
+    These cases are timed by the wall clock, and must not change the mean of the other cases. All
+    significance tests share the allowed risk of a false alarm: the risk of each is the total
+    divided by their number.
     """
     others = eight(SAME, 0.01)
     overlap = overlapping(SLOWER)
@@ -248,10 +251,11 @@ def test_cpu_time_is_judged_on_a_busy_machine() -> None:
     [(1 + WALL * ALSO * 0.9, None), (1 + WALL * ALSO * 1.1, "worse than v1: overlap never, ")],
 )
 def test_many_small_losses_add_up(since: float, said: str | None) -> None:
-    """Check the comparison with an older version, which the option `--also` names.
+    """Check that many small losses of speed, one in each new version, are found in the end.
 
-    Losses that are too small to be found from one version to the next add up, and this comparison
-    finds them. Its threshold is larger than that of the usual comparison.
+    Each loss is too small to be found by a comparison with the version before. The option `--also`
+    names a much older version, and the comparison with that version finds the sum of the losses.
+    Its threshold is larger than that of the usual comparison.
     """
     samples = {}
     for case, each in overlapping(since, 0.001).items():

@@ -198,9 +198,11 @@ def test_figures_fit_a_page(text: str) -> None:
 def test_own_runs_are_shown_and_what_is_left_out_is_named(
     records: list[Record], own: list[Record]
 ) -> None:
-    """Check that a user's own runs have columns of their own, unless they are published.
+    """Check that the report shows a user's own run in a column, and names what it leaves out.
 
-    A star must mark numbers of runs that other programs disturbed.
+    A star must mark each number of this run that other programs disturbed. The report leaves out an
+    older run of the same experiment, and a file that cannot be read. A run that is published no
+    longer counts as the user's own.
     """
     published = replace(records[0], name="a copy", kind="measured", run=own[1].run)
     made = one_line(re.sub("<[^>]*>", " ", page(records, own=own, skipped=["x.json: broken"])))

@@ -76,7 +76,7 @@ class Fake:
 class Emulated(Fake, Emulation):
     """A fake emulation, which runs no model. It raises the errors that tests put into `raises`.
 
-    The key of an error is the name of the row (configuration), followed by ` emulated`.
+    The key in `raises` is the name of the row (configuration), followed by ` emulated`.
     """
 
     kind = " emulated"

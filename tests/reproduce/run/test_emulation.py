@@ -131,8 +131,9 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
     Args:
         row: The configuration.
-        like: For each micro-batch, the index of the micro-batch that takes as long as this one.
-        changes: New values for fields of the result.
+        like: For each micro-batch of the step, the index of the emulated micro-batch whose times it
+            gets.
+        changes: New values for fields of the returned `Costs`.
     """
 
     def table(kind: Kind, count: int) -> list[list[float]]:

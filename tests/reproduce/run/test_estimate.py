@@ -59,7 +59,7 @@ class Timed:
 def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepTimes]:
     """Return a function that makes a `StepTimes`, which estimates the times of steps.
 
-    If it times a first step, it uses a fake training and a fake clock.
+    If it has to time a first step, it runs a fake training and reads a fake clock.
     """
     clock = SimpleNamespace(perf_counter=lambda: Timed.clock)
     monkeypatch.setattr("reproduce.run.estimate.time", clock)

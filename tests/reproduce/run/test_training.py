@@ -70,7 +70,7 @@ def test_a_row_may_defer_batch_norm(deferred: bool) -> None:
 
 
 def test_configurations_train_the_same_where_micro_batches_do_not_matter() -> None:
-    """Check that plain layers, naive model parallelism, checkpoint-only and GPipe train alike.
+    """Check that plain layers, naive model parallelism, checkpoint-only and GPipe get equal losses.
 
     With one micro-batch, batch norm sees the same samples in all four, so the losses must be equal.
     """

@@ -14,18 +14,18 @@ def as_fast(row: Row) -> list[float]:
 
 
 def halved(row: Row) -> float:
-    """Return the seconds of a step if one thread issues all tasks: 25 samples/s.
+    """Return the made-up seconds of a step if one thread of the host issues all tasks.
 
-    This speed is half of 50 samples/s, the median of the speeds that `as_fast` returns.
+    They give 25 samples/s, which is half of 50 samples/s, the median that `as_fast` returns.
     """
     return row.batch_size / 25.0
 
 
 def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
-    """Check the column that compares the speed with one issuing thread with the usual speed.
+    """Check the column for the speed if one thread of the host issues (submits) all tasks.
 
-    It shows which share of the speed remains if one thread of the host issues all tasks. The table
-    of utilization has this column only if results have the value `one_thread_time`.
+    It shows this speed as a share of the usual speed. The table of utilization has this column only
+    if results have the value `one_thread_time`.
     """
     values = {"bubble": 0.5, "utilization": [0.5]}
     for more in ({}, {"one_thread_time": halved}):

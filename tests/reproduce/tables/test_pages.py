@@ -43,7 +43,7 @@ def full(row: Row) -> list[float]:
 def observed(
     name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any
 ) -> Record:
-    """Make a record whose rows all have equal speed, utilization and memory, or given values."""
+    """Make a record whose rows all have the same numbers. `values` replaces the usual ones."""
 
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
@@ -74,7 +74,7 @@ def gpipe_is_faster(row: Row) -> Sequence[float] | str:
 
 
 def emulated_faster_still(row: Row) -> Sequence[float]:
-    """Return made-up emulated samples/s of three steps. GPipe gets faster with each device."""
+    """Return made-up emulated samples/s of three steps. GPipe is faster on more devices."""
     speeds = {"naive": 16.0, "checkpoint-only": 12.8, "GPipe": 12.0 * row.devices}
     other = 10.0 if row.published else 5.0
     speed = speeds.get(row.configuration, other * row.devices)
@@ -96,7 +96,7 @@ CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB
 
 
 def busy(made: Record) -> Record:
-    """Return a copy of a record that says other programs disturbed all of its rows."""
+    """Return a copy of a record in which other programs used 20% of the cores in each result."""
     results = []
     for result in made.results:
         samples = {**result.samples, "others": [0.2]}
@@ -108,7 +108,7 @@ UNKNOWN = observed("unet-speed", "paper", utilization=None, utilization_problem=
 
 
 def lacking(status: str) -> Record:
-    """Make a record of speeds and memory. Rows on four devices have the status, but no numbers."""
+    """Make a record in which rows on four devices have a status like "failed" and no numbers."""
     results = ran("amoebanet-speed", "paper", lambda row: status if row.partitions == 4 else [1.0])
     for result in LIVE.results:
         if result.row == "pipeline-4":

@@ -70,7 +70,7 @@ class Liveness:
         own: This rank.
         others: All other ranks.
         timeout: How many seconds a problem may last (monitor.py); `None` for no limit.
-        wires: The connections of this rank.
+        wires: The connections of this rank, from which it gets the addresses of wires.
         beside: The activities of other pipelines that this process runs over the same ranks. This
             pipeline's `activity` is added to the list.
 

@@ -81,7 +81,10 @@ class Pair:
             raise
 
     def abort(self) -> None:
-        """End all transfers, even those that wait for a failed rank; any thread can call this."""
+        """End all transfers between these two ranks, even if one of them waits for a failed rank.
+
+        Any thread can call this method.
+        """
         with self._ending:
             aborted = self._aborted
             self._aborted = True
@@ -102,7 +105,7 @@ class PairAddress(NamedTuple):
 
 
 class Pairs:
-    """All pairs that connect this rank to another rank by NCCL.
+    """All pairs of this rank: a pair is this rank and another rank, which NCCL connects.
 
     Attributes:
         made: The pairs, in the order in which `connect` was given their addresses.
@@ -115,7 +118,7 @@ class Pairs:
         self._why = ""
 
     def connect(self, device: torch.device, addresses: Sequence[PairAddress]) -> str:
-        """Make a pair for each address, and connect it by a first transfer.
+        """Make a pair of ranks for each address, and connect the two by a first transfer.
 
         Args:
             device: This rank's GPU.
@@ -162,7 +165,10 @@ class Pairs:
         self._over.set()
 
     def abort(self) -> None:
-        """Abort all pairs, and end `connect`; any thread can call this method."""
+        """End the transfers of all pairs at the same time, and `connect` if it still runs.
+
+        A pair is two ranks that NCCL connects. Any thread can call this method.
+        """
         self._aborted = True
         self._over.set()
         threads = []
@@ -183,7 +189,10 @@ def _made(device: torch.device, store: Store, own: int) -> Pair:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Let process groups for NCCL that are made within this context have no watchdog thread."""
+    """Let process groups for NCCL that are made within this context have no watchdog thread.
+
+    When another rank dies, the watchdog would end this process, too.
+    """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

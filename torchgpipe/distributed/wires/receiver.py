@@ -45,7 +45,7 @@ class Receiver(End):
         self._large: list[_Posted] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch: predict its first message, and start to receive the large parts."""
+        """Begin a mini-batch: predict its first message, and start to receive its large tensors."""
         super().begin()
         self._large = self._large or self._posted(self._predicted.large())
 

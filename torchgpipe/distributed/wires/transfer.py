@@ -86,7 +86,8 @@ class Transfer:
     def depart(self, tensors: Flat) -> Departure:
         """Begin to send tensors, as soon as the compute stream has made them.
 
-        The result says which tensors the caller still has to send over gloo, and when.
+        Return the tensors that the caller still has to send over gloo, and the GPU event to wait
+        for before or after that.
         """
         here = self._device.type
         moved: list[Tensor | None] = []
@@ -120,7 +121,7 @@ class Transfer:
         return copies
 
     def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Send tensors by NCCL; map each of them to a `meta` tensor that has its shape and type."""
+        """Send tensors by NCCL; return a dictionary with a `meta` tensor that describes each."""
         described = {x: torch.empty_like(x, device="meta") for x in leaving}
         self._move(leaving)
         return described
@@ -144,7 +145,7 @@ class Transfer:
         return tuple(arriving)
 
     def finish(self) -> None:
-        """Wait until this wire's stream has ended all transfers."""
+        """Wait until all transfers that have begun on this wire (message channel) have ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -160,7 +161,7 @@ class Transfer:
 
 
 class _Wire(NamedTuple):
-    """A wire that transfers tensors: its kind, and the stages and the ranks of its two ends."""
+    """A wire (message channel) from one stage to another: its kind, its stages, their ranks."""
 
     kind: str
     stages: Stages
@@ -168,7 +169,7 @@ class _Wire(NamedTuple):
     target: int
 
     def has_end(self, rank: int) -> bool:
-        """Return whether this wire connects the rank to another rank."""
+        """Return whether this wire leads from the given rank to another rank, or the reverse."""
         return self.source != self.target and rank in (self.source, self.target)
 
 
@@ -199,10 +200,11 @@ class Transfers:
         *,
         late: bool,
     ) -> None:
-        """Make a transfer for each wire of this rank; all ranks call this method together.
+        """Make a `Transfer` for each wire (message channel) from this rank to another, or back.
 
-        Transfers use NCCL if every rank has a separate GPU and NCCL connects all ranks, and host
-        memory otherwise. On the CPU, there are no transfers.
+        All ranks call this method together. The transfers are added to `made`. They use NCCL if
+        every rank has a separate GPU and NCCL connects all ranks, and host memory otherwise. If
+        this rank's device is the CPU, no transfer is needed, and `made` stays empty.
 
         Args:
             device: This rank's device.
@@ -230,7 +232,9 @@ class Transfers:
         self.stage("loss", range(len(told)) if self._own == last else [last], device)
 
     def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
-        """Make transfers through host memory for all wires of one kind; on the CPU, make none.
+        """Add to `made` a transfer through host memory for each wire (message channel) of a kind.
+
+        If this rank's device is the CPU, no transfer is needed, and none is added.
 
         Args:
             kind: The kind of the wires, such as "loss" (`wire.KINDS` lists all kinds).
@@ -248,7 +252,10 @@ class Transfers:
         wires: Sequence[_Wire],
         exchange: Callable[[Tensor], list[Tensor]],
     ) -> Sequence[Pair]:
-        """Return an NCCL pair for each wire, or no pairs if NCCL does not connect all ranks."""
+        """Connect the two ranks of each wire (message channel) by NCCL; return a list of pairs.
+
+        If NCCL does not connect all ranks, there is a warning, and the list is empty.
+        """
         addresses = []
         for kind, stages, source, target in wires:
             store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
@@ -269,17 +276,17 @@ class Transfers:
         return []
 
     def finish(self) -> None:
-        """Wait until the streams of all wires have ended their transfers."""
+        """Wait until all transfers of tensors that have begun on this GPU have ended."""
         for transfer in self.made.values():
             transfer.finish()
 
     def abort(self) -> None:
-        """Abort all transfers by NCCL; any thread can call this method."""
+        """End all transfers by NCCL, also those that wait for a rank; any thread can call this."""
         self._pairs.abort()
 
 
 def _wires(placement: Sequence[int], crossings: Sequence[Crossing]) -> Iterator[_Wire]:
-    """Yield every wire that transfers tensors, in the order in which all ranks connect them."""
+    """Yield each wire (message channel) between two stages, in the same order on all ranks."""
     kinds: list[tuple[str, Stages]] = []
     for source, target in pairwise(range(len(placement))):
         kinds.append(("forward", (source, target)))

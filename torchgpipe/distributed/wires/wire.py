@@ -73,7 +73,7 @@ class WireAddress(NamedTuple):
 
 
 class End:
-    """One end of a wire: the base class of `Sender` and `Receiver`."""
+    """One end of a wire (a message channel): the base class of `Sender` and `Receiver`."""
 
     def __init__(self, address: WireAddress) -> None:
         self._group = address.group

@@ -65,7 +65,8 @@ class Alike:
 
         Args:
             measure: A function that runs the layer and measures something.
-            rehearsal: The layer and its input. This method also sets its output and its skips.
+            rehearsal: The layer and its input. The method also stores the layer's output and the
+                skips that the layer stashes in this object, even if it does not run the layer.
             more: An additional part of the key, with all else that the result depends on. It must
                 differ for different kinds of measurements.
         """

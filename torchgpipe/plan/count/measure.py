@@ -84,7 +84,10 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """An autograd node behind a layer, whose backward allocates the outputs' gradients."""
+    """An autograd node behind a layer, whose backward allocates the outputs' gradients.
+
+    In a pipeline, the backward of the next layer does this.
+    """
 
     @staticmethod
     def forward(ctx: Any, live: Live, held: list[Tensor] | None, *outputs: Tensor) -> Tensor:
@@ -207,7 +210,7 @@ def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
 def _backward(
     rehearsal: Rehearsal, held: Sequence[Tensor], takes: Needs, *, hold: bool
 ) -> tuple[float, tuple[Change, ...]]:
-    """Run a layer's forward and, if gradients are enabled, its backward; return their memory.
+    """Run a layer's forward and, if gradients are on, its backward; measure the memory of both.
 
     No variable of this function may refer to a tensor that the layer makes. Only the autograd graph
     may refer to such tensors, so that they are freed as early as in training.
@@ -219,7 +222,8 @@ def _backward(
         hold: Whether the outputs' gradients stay allocated until the backward ends.
 
     Returns:
-        The peak of the bytes during the forward, and the changes of memory during the backward.
+        The largest number of bytes that were allocated at once in the forward, and a tuple of
+        `Change` objects: the bytes that the backward allocated or freed, one after another.
     """
     live = Live()
     gradients = [x.grad for x in held if x.grad is not None]

@@ -122,7 +122,7 @@ def _backward(
         layers: The footprints of the partition's layers.
         others: The storages that something outside the task holds, so that they are not freed.
         saver: For each storage that the graph has saved, the first layer that saves it.
-        later: Whether parameters have gradients before the backward.
+        later: Whether this backward is later than another one, so that parameters have gradients.
         apart: Whether the task's graph is separate from the graphs of other tasks. If so, gradients
             are added in place. If not, autograd makes a new tensor for each sum of gradients.
     """

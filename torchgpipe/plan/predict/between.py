@@ -35,7 +35,7 @@ def crossing(
 def exchanged_parameters(
     layers: Sequence[LayerCount], cuts: Cuts, placement: Sequence[int]
 ) -> dict[Tied, set[int]]:
-    """Return the trained parameters that several devices have, and the numbers of these devices.
+    """Return a dictionary from trained parameters that several devices have to these devices.
 
     Args:
         layers: The layers of the model.

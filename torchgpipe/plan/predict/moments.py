@@ -89,10 +89,10 @@ Alike = dict[tuple[int, ...], Moment]
 
 @lru_cache(maxsize=64)
 def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
-    """Return for each device the actions during which its memory can reach its peak.
+    """Return a list for each device: the actions during which its memory can reach its peak.
 
-    An action is left out if there is another action of the same kind during which the device holds
-    at least as many tasks and skips of each sort.
+    An action is left out if there is another action of the same kind during which at least as many
+    tasks and skips of each sort take the device's memory.
 
     Args:
         lists: The schedule, with a recomputation of every task.

@@ -239,7 +239,7 @@ class Predictor:
             cuts: The range of layers of each stage.
             size: The number of samples in the micro-batch.
             recomputed: Whether the micro-batch is checkpointed.
-            first: Whether there are no earlier gradients to which the backwards add theirs.
+            first: Whether these are the first backwards, which add to no earlier gradients.
             halves: Whether backwards are split into two halves.
 
         Returns:

@@ -205,10 +205,10 @@ def predictor_here(
 
 
 def _first_layers(profile: Profile, size: int) -> int:
-    """Return how many of the model's first layers together take at least `A_PART` seconds.
+    """Return how many of the model's first layers take `A_PART` seconds or more together.
 
-    `size` is the number of samples. If all layers take less time, the function returns their
-    number.
+    To measure how much devices slow each other down, each runs only these layers, with `size`
+    samples. If all layers take less time, the result is the number of all layers.
     """
     seconds = 0.0
     layers = zip(*profile.curves, strict=True)
@@ -265,7 +265,7 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
 
 
 def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
-    """Return for each layer the curve through its measured seconds.
+    """Return a list with a curve for each layer, through the layer's measured seconds.
 
     `seconds` has a row for each micro-batch size and a column for each layer.
     """
@@ -328,7 +328,7 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
     """Return a micro-batch of `size` samples, taken from the sample.
 
-    The sample's rows are repeated if it has fewer than `size`.
+    If the sample has fewer than `size` samples, they are repeated.
     """
 
     def take(x: Tensor, grows: bool = True) -> Tensor:

@@ -76,7 +76,8 @@ class _Share:
         micro_batches: How many micro-batches the device trains on.
         size: The number of samples in a micro-batch.
         recomputed: Whether activations are recomputed.
-        units: The number of layers in each unit.
+        units: The number of layers in each unit. A unit is a group of consecutive layers, which are
+            recomputed together, or whose parameters are gathered together.
     """
 
     predictor: Predictor
@@ -124,7 +125,7 @@ class _Share:
 
         Args:
             optimizer: The memory that the optimizer takes.
-            units: The number of layers in each unit.
+            units: The number of layers in each unit; a recomputation runs one unit at a time.
             most: The most micro-batches to look at. More of them need no more memory.
         """
         m = min(most, self.micro_batches)

@@ -75,7 +75,7 @@ def refuse_hopeless(
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return for each layer the bytes of memory that a device needs if it has only this layer.
+    """Return a list with the bytes that a device would need for each layer, if it had no other.
 
     These bytes are the peak during a forward or a backward of `size` samples, or during the
     optimizer's step. If `summed` is true, the backward adds its gradients to earlier gradients.

@@ -97,6 +97,8 @@ def search(
 ) -> list[dict[int, Found]]:
     """Find the fastest setup that fits the memory, for each schedule and each number of devices.
 
+    A setup also has a balance, a number of micro-batches and a checkpoint mode.
+
     Args:
         predictor: The predictor of the model.
         choices: The schedules, checkpoint modes and numbers of micro-batches to choose from. If any
@@ -105,8 +107,8 @@ def search(
         aim: The memory that a setup must fit, and when a setup is good enough.
 
     Returns:
-        A dictionary for each schedule of the choices, in their order. The keys are the numbers of
-        devices, and the values have the best setup.
+        A list with a dictionary for each schedule, in the order of the choices. The dictionary maps
+        each number of devices to a `Found`, which has the fastest setup for this number.
 
     Raises:
         Impossible: If no setup fits. The message says why.
@@ -146,7 +148,7 @@ def merged(found: Sequence[Mapping[int, Found]]) -> dict[int, Found]:
 def _search_one(found: dict[int, Found], predictor: Predictor, choices: Choices, aim: Aim) -> None:
     """Search with one schedule, and store the best setup for each number of devices in `found`.
 
-    The keys of `found` are the numbers of devices.
+    The keys of `found` are the numbers of devices. The schedule is the only one in `choices`.
     """
     batch_size, optimizer, chunks, checkpoint, (schedule,) = choices
     base = Setup(batch_size, (len(predictor.counts),), optimizer=optimizer, schedule=schedule)
@@ -174,7 +176,7 @@ def _in_order(works: Sequence[Work], partitions: Sequence[int]) -> list[tuple[fl
     """Return all choices of one schedule, the choice with the lowest bound first.
 
     Args:
-        works: The numbers of micro-batches and the checkpoint modes to choose from.
+        works: A `Work` for each number of micro-batches and each checkpoint mode to choose from.
         partitions: The numbers of devices to choose from.
 
     Returns:

@@ -24,10 +24,11 @@ _WITHOUT_FAST_PATH = ProcessSetting(
 
 
 class SlowAttention(Guard):
-    """A guard that turns off PyTorch's fast path of attention in first passes.
+    """The guard that makes attention compute the same in a task's forward and recomputation.
 
-    A first pass is the forward of a checkpointed task. Its recomputation makes a graph, and so it
-    could not use the fast path.
+    PyTorch's fast path is a kernel that returns other values at masked positions, and that computes
+    no gradients. A recomputation needs gradients, so it cannot use this kernel. The guard turns the
+    fast path off in the first pass (the forward of a checkpointed task), too.
     """
 
     def before_first_pass(self, task: GuardedTask) -> Context:

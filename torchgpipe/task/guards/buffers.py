@@ -85,6 +85,9 @@ class HeldBuffers(NamedTuple):
 class Buffers(Guard):
     """The guard that gives a task's recomputation the buffers that its forward had.
 
+    Without it, a layer that counts its calls in a buffer, for example, would compute another output
+    in the recomputation than in the forward.
+
     Three kinds of buffers are not copied. Running statistics of batch norms in training mode have
     their own guard (statistics.py). Scripted modules with buffers raise an error (parameters.py).
     For a buffer that requires grad, tasks use a stand-in (a detached tensor), like for a parameter.
@@ -93,7 +96,7 @@ class Buffers(Guard):
         index: The index of the partition.
         modules: The modules of the partition.
         norms: The batch norms in training mode.
-        parameters: The guard that has the stand-ins.
+        parameters: The guard that makes stand-ins for parameters, and for such buffers.
     """
 
     def __init__(

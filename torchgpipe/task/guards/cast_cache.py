@@ -20,7 +20,11 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 
 class WithoutCastCache(Guard):
-    """A guard for compiled layers: forwards do not use autocast's cache of converted weights."""
+    """The guard that keeps `torch.compile` from compiling each layer twice under autocast.
+
+    Layers are compiled anew if autocast's cache of converted weights was turned on or off. PyTorch
+    turns it off in recomputations. So this guard turns it off in forwards, too.
+    """
 
     def before_first_pass(self, task: GuardedTask) -> Context:
         """Return a context that turns off autocast's cache while a task's forward runs.

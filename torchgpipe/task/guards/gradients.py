@@ -44,11 +44,14 @@ Needs = tuple[bool, ...]
 class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
+    The next stage has to know this, so that it computes gradients for exactly these outputs. A
+    first pass (the forward of a checkpointed task) without an autograd graph does not show it.
+
     Args:
-        all_do: What earlier tasks have shown. A key of this dictionary says for each input of a
-            task whether it requires grad. The value says whether then all floating-point outputs
-            require grad. Mini-batches share the dictionary until a layer's training mode or a
-            parameter's `requires_grad` changes.
+        all_do: Whether all floating-point outputs of earlier tasks required grad. A key of this
+            dictionary says for each input of a task whether the input requires grad. Mini-batches
+            share the dictionary until a layer's training mode or a parameter's `requires_grad`
+            changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
         compiled: Whether layers are compiled.
@@ -66,7 +69,8 @@ class OutputGradients(Guard):
         """Decide whether the task makes a graph in its forward.
 
         For the first task of its kind, return a context that records whether layers read gradients
-        or `requires_grad`. (Tasks are of the same kind if the same inputs require grad.)
+        or `requires_grad`, which would differ without a graph. (Tasks are of the same kind if the
+        same inputs require grad.)
         """
         task.with_graph = self._compiled or not self._all_do.get(task.needs, False)
         if not task.with_graph:
@@ -111,7 +115,10 @@ class OutputGradients(Guard):
         return task.found
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
-        """If `claim` was wrong about this task's outputs, let later first passes make a graph."""
+        """Let later first passes make a graph if `claim` was wrong about this task's outputs.
+
+        The method `claim` had assumed which outputs require grad, and the recomputation shows it.
+        """
         if task.claimed != task.found:
             self._all_do[task.needs] = False
 

@@ -30,6 +30,9 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 class InPlaceForRun:
     """A context that puts stand-ins (detached parameters) into the layers during a whole run.
 
+    A run is all forwards, all backwards, or a whole step of a mini-batch. The tasks compute with
+    the stand-ins, which add up the gradients of all tasks.
+
     All threads of the run enter this context. The first thread that enters puts the stand-ins into
     the layers, and the last thread that leaves removes them. The last one can be a worker thread,
     because after a second Ctrl-C, the caller does not wait for the workers.
@@ -62,7 +65,10 @@ class InPlaceForRun:
 
 
 class InPlaceForTask(Guard):
-    """A guard that puts stand-ins (detached parameters) into the layers while a task runs."""
+    """A guard that puts stand-ins (detached parameters) into the layers while a task runs.
+
+    The stand-ins add up the gradients of all tasks. Then the parameters get the sums.
+    """
 
     def __init__(self, swaps: Sequence[Swap]) -> None:
         self._swaps = swaps

@@ -54,8 +54,9 @@ class LayerStates(NamedTuple):
 class UnchangedLayers(Guard):
     """The guard that keeps a partition's layers the same in a task's forward and recomputation.
 
-    A recomputation gets the training modes and the hooks of the forward. Constants, such as a
-    dropout's `p`, must not change between forward and backward, or an error is raised.
+    If the user calls `model.eval()` between forward and backward, for example, a recomputation runs
+    in training mode all the same, and with the hooks of the forward. An error is raised if
+    constants, such as a dropout's `p`, were changed between forward and backward.
 
     Args:
         index: The index of the partition.

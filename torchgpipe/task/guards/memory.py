@@ -22,9 +22,10 @@ from torchgpipe.tensors.microbatch import Flat, Form, carrying
 
 
 class KeptInputs(Guard):
-    """The guard that checks that no input of a task is changed in place before its recomputation.
+    """The guard that raises an error if a task's input is changed in place.
 
-    A recomputation starts from the inputs of the task's forward.
+    A recomputation starts from the inputs of the task's forward. If one of them was changed in
+    place since then, the recomputation would compute other outputs than the forward.
 
     Args:
         index: The index of the partition.
@@ -36,9 +37,10 @@ class KeptInputs(Guard):
         self.begins_in_place = begins_in_place(partition)
 
     def given(self, inputs: Flat, form: Form) -> Flat:
-        """Return the inputs to give to the layers.
+        """Return the tensors that the layers get as inputs in a forward or a recomputation.
 
-        If the first layer changes its input in place, the result has a copy of that input.
+        These are the task's inputs. But if the first layer changes its input in place, the layers
+        get a copy of this input, because a later recomputation needs the unchanged input.
 
         Args:
             inputs: The inputs of the task.
@@ -54,7 +56,10 @@ class KeptInputs(Guard):
         task.noted[self] = versions(task.inputs or ())
 
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
-        """Raise `RuntimeError` if the task's forward has changed an input in place."""
+        """Raise `RuntimeError` if the task's forward has changed an input in place.
+
+        The recomputation needs the inputs as they were before the forward.
+        """
         if versions(task.inputs or ()) != task.noted[self]:
             raise RuntimeError(
                 f"partition {self._index} changed its input in place, so a recomputation from that "

@@ -48,9 +48,11 @@ There are several if a pipeline is a layer of another pipeline.
 
 
 class AmbientModes(Guard):
-    """The modes of the current thread, to be entered in another thread or at a later time.
+    """The guard that runs worker threads and recomputations in the modes of the caller's code.
 
-    The modes are:
+    Without it, layers that the user calls within autocast, for example, would compute in float32
+    there, because in PyTorch each thread has its own modes. The guard records these modes of the
+    thread that makes it:
 
     - grad mode and inference mode
     - autocast and the default dtype
@@ -243,7 +245,8 @@ def _state(value: object, depth: int = 4) -> object:
 class SetBackOnFailure(AbstractContextManager[None]):
     """A context that restores the modes of this thread if an exception is raised inside it.
 
-    Inner contexts normally restore the modes. But an interrupt by Ctrl-C can skip their `__exit__`.
+    A mode is, for example, whether gradients are on. Normally, inner contexts restore the modes.
+    But Ctrl-C can skip their `__exit__`.
     """
 
     def __init__(self) -> None:

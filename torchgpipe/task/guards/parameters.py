@@ -56,25 +56,30 @@ here, and kept.
 
 
 class StandInParameters(Guard):
-    """The guard that replaces the parameters of a partition by stand-ins: detached parameters.
+    """The guard that replaces parameters by stand-ins, which add up the gradients of all tasks.
 
-    Each parameter that requires grad gets one stand-in, even if the parameter occurs twice in
-    `modules`. A buffer that requires grad, such as the output of a hypernetwork, is treated like a
-    parameter.
+    A stand-in is a detached parameter. If tasks used the parameter itself, each task would add its
+    own gradient to `.grad`, and hooks of the parameter would run once for each task. With the
+    stand-in, the parameter gets the sum of all tasks' gradients, once.
 
-    In a backward, three methods are called in the order below. They raise an error if a stand-in
-    has a gradient that did not come from the backward of a task.
+    A parameter that requires grad has one stand-in, even if it occurs twice in `modules`. A buffer
+    that requires grad, such as the output of a hypernetwork, is treated like a parameter.
 
-        begin    is called by the first task that the backward reaches
-        take     is called by a node of the caller's graph, after all tasks; it is not called if the
-                 backward is for inputs only
-        _end     is called by autograd, at the very end; it is not called if the backward fails
+    A backward calls three methods, in this order:
+
+        begin    before its first task: delete sums that a failed backward has left
+        take     after all tasks: return the sums, for the parameters. A backward that computes only
+                 gradients of inputs does not call it
+        _end     at the very end: check that no more gradients have come. A backward that fails
+                 does not call it
+
+    An error is raised if a stand-in has a gradient that did not come from the backward of a task.
 
     Args:
         index: The index of the partition.
         modules: The modules of the partition.
-        outer: If a layer or a hook of another run has called this pipeline: the ids of the
-            stand-ins that the other run has put into the layers. They stay in the layers.
+        outer: The ids of stand-ins that another run has put into the layers, if a layer or a hook
+            in that run has called this pipeline. These stand-ins stay in the layers.
         away: Maps parameters that are on another device, because another partition uses them, too,
             to the device of this partition. On this device, their stand-ins are copies.
 
@@ -82,7 +87,7 @@ class StandInParameters(Guard):
         by_parameter: The stand-in of each parameter that requires grad.
         ids: The ids of these parameters and of their stand-ins.
         needs: For each parameter, whether it requires grad.
-        swaps: The changes of dictionaries by which the stand-ins get into the modules.
+        swaps: Replacements in the modules' dictionaries, which put the stand-ins into the modules.
     """
 
     def __init__(
@@ -163,7 +168,10 @@ class StandInParameters(Guard):
         return ids
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Raise `RuntimeError` if a layer has changed a parameter in place in this forward."""
+        """Raise `RuntimeError` if a layer has changed a parameter in place in this forward.
+
+        The recomputation would begin with the changed parameter, and compute other outputs.
+        """
         if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
                 f"parameter {self._changed()!r} of partition {self._index} was changed in place by "
@@ -172,7 +180,10 @@ class StandInParameters(Guard):
             )
 
     def before_recomputation(self, task: GuardedTask) -> None:
-        """Raise `RuntimeError` if a parameter was changed in place since the forward."""
+        """Raise `RuntimeError` if a parameter was changed in place since the forward.
+
+        With the changed parameter, the recomputation would compute other outputs.
+        """
         if [p._version for _, p in self._all] != self._versions:
             raise RuntimeError(
                 f"parameter {self._changed()!r} of partition {self._index} was changed in place "
@@ -189,7 +200,10 @@ class StandInParameters(Guard):
         return ""
 
     def after_all_forwards(self) -> None:
-        """Raise `RuntimeError` if a layer has replaced, added, frozen or hooked a parameter."""
+        """Raise `RuntimeError` if a layer has replaced, added, frozen or hooked a parameter.
+
+        A pipeline does not support this, because tasks use stand-ins (detached parameters).
+        """
         alike = self._ids_watched() == self._ids
         for p, x in self.by_parameter.items():
             alike = alike and x.requires_grad and not x._backward_hooks
@@ -246,14 +260,16 @@ class StandInParameters(Guard):
         """Record that the backward has ended; autograd calls this method.
 
         Raises:
-            RuntimeError: If a stand-in has received a gradient after the call of `take`.
+            RuntimeError: If a stand-in (a detached parameter) has received a gradient after `take`.
         """
         self._thread = None
         if self._idle:
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return for each parameter the sum of gradients in its stand-in, and clear this sum.
+        """Return the sum of each parameter's gradients, which its stand-in has, and delete the sum.
+
+        The stand-in is a detached parameter, with which tasks have computed.
 
         Args:
             last: Whether a gradient that reaches a stand-in after this call raises an error.

@@ -32,6 +32,8 @@ MakeContext = Callable[[], Context]
 class Randomness(Guard):
     """The guard that makes a task's recomputation draw the same random numbers as its forward.
 
+    Otherwise a dropout layer, for example, would use another mask in the recomputation.
+
     Args:
         generators: The generators that the layers may draw from. In the recomputation, they begin
             with the states that they had before the forward.

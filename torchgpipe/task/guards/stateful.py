@@ -22,10 +22,11 @@ from torchgpipe.tensors.microbatch import Flat
 
 
 class StatefulModes(Guard):
-    """The guard that compares the outputs of a recomputation with those of the task's forward.
+    """The guard that raises an error if a recomputation has other outputs than the task's forward.
 
-    The outputs can differ if an attribute of a mode around the pipeline has changed. A mode is a
-    `TorchFunctionMode` or a `TorchDispatchMode`.
+    The outputs can differ if the pipeline was called within a `TorchFunctionMode` or a
+    `TorchDispatchMode` that changes its own attributes, because recomputations do not enter such a
+    mode.
     """
 
     def __init__(self, index: int, ambient: AmbientModes) -> None:
@@ -50,7 +51,8 @@ class StatefulModes(Guard):
             equal = (x == y) | (x != x) & (y != y)  # NaN is not equal to NaN
             if not equal.all():
                 raise RuntimeError(
-                    f"the output of partition {self._index} depends on the state of the mode "
-                    f"{type(self._ambient.changed[0]).__name__} around the pipeline, so its "
-                    "recomputation returns another output; use checkpoint='never'"
+                    f"the recomputation of partition {self._index} returns another output than its "
+                    f"forward, because the mode {type(self._ambient.changed[0]).__name__} around "
+                    "the pipeline changes its own attributes, so that a recomputation cannot run "
+                    "in it; use checkpoint='never'"
                 )

@@ -27,6 +27,8 @@ from torchgpipe.tensors.checkpoint import is_recomputing
 class Statistics(Guard):
     """The guard that keeps recomputations from updating batch norms' running statistics again.
 
+    Without it, the statistics would count each micro-batch of a checkpointed task twice.
+
     Args:
         norms: The batch norms that are in training mode.
     """

@@ -122,7 +122,8 @@ def counted(run: nn.Module, x: Tensor, by: Any = once, *, safe: bool = False) ->
         x: The input.
         by: A function that counts a call, and returns the factor for the result of tanh (see
             `Functions`). The default factor is 1.
-        safe: Whether the mode says that several threads may use it at once.
+        safe: The value of the mode's attribute `only_watches`, which says whether several threads
+            may use the mode at once.
     """
     mode = Functions(by)
     mode.only_watches = safe
@@ -136,8 +137,8 @@ TYPE = dict.fromkeys(("workers always", "workers except_last"), "default dtype w
 STATE = "has state, which"
 APART = {"ranks": "each counts what its own layers call"}
 NOTE = (
-    "The mode may also be active in only one of the two. A recomputation runs with the modes that "
-    "were active in its forward."
+    "The mode may also be active only in forward, or only in backward. A recomputation runs with "
+    "the modes that were active in its forward."
 )
 TWO_EACH: Any = {"layers": met, "balance": (2, 2, 2)}
 
@@ -173,7 +174,7 @@ ROWS += [
     ),
     Row(
         "a mode whose count matters",
-        refused={"workers": STATE, "": "depends on the state"},
+        refused={"workers": STATE, "": "changes its own attributes"},
         use=partial(counted, by=as_often_as_called),
         without={"never": "of another order"},
         **TWO_EACH,

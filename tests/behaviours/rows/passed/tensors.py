@@ -238,7 +238,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Add two inputs, each as it is or after `exp`, depending on its `requires_grad`."""
+    """Return `a + b`, with the exp of `a` if it requires no grad, and that of `b` if it does."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:
@@ -268,7 +268,8 @@ def undivided(run: Any, x: Tensor) -> Any:
 def at_last(run: Any, x: Tensor) -> Any:
     """Run three steps of a model whose second layer detaches its output from the second step on.
 
-    Return the outputs of the third step. A pipeline's next partition notices the change only then.
+    Return the outputs of the third step. Only then does the next partition of a pipeline notice
+    that the layer's output no longer has a graph.
     """
     for number in range(3):
         run[1].detach = number > 0

@@ -87,13 +87,13 @@ def failing() -> nn.Sequential:
 
 
 def fails(when: str, calls_before: int) -> Callable[[Any, Tensor], Any]:
-    """Return a function that makes a pass of a layer fail, and then runs a normal step.
+    """Return a function that makes a layer raise an error in a step, and then runs a normal step.
 
     The failed step must not change the buffers of norms or their `track_running_stats`.
 
     Args:
-        when: The pass in which a layer raises an error: forward, recomputation or backward.
-        calls_before: The number of micro-batches that succeed before.
+        when: Where the layer raises the error: "forward", "recompute" or "backward".
+        calls_before: The number of micro-batches that pass the layer before it raises the error.
     """
 
     def use(run: Any, x: Tensor) -> Any:

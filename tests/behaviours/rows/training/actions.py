@@ -94,7 +94,7 @@ def dropout_step(pipe: Pipe) -> Pipe:
 
 
 def as_with(**changes: Any) -> Callable[[Pipe], Found]:
-    """Return a function that checks that a pipeline's results do not depend on some settings.
+    """Return a function that checks that some settings do not change a pipeline's results.
 
     The function compares the losses and gradients of two pipelines. One has the settings of the
     test case. In the other, `changes` replace some of these settings.

@@ -25,7 +25,9 @@ from .models import adam, between, normed, sgd
 STATE = "state files"
 EVALUATION = "evaluation"
 FAILURES = "an exception"
-RAISES = "Every rank must raise an error. No rank may hang or be killed."
+RAISES = (
+    "If an error is raised there, every rank must raise an error. No rank may hang or be killed."
+)
 
 
 def raising_in(phase: str) -> nn.Sequential:

@@ -31,7 +31,8 @@ class Pair(Module):
     """A module with two parameters. The test chooses whether they share a storage.
 
     Args:
-        cut: A function that makes the tensors of both parameters from two random tensors.
+        cut: A function that takes two random tensors, and returns the tensors of both parameters.
+            These can be, for example, two views of one random tensor.
     """
 
     def __init__(self, cut: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:

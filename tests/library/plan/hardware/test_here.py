@@ -147,8 +147,9 @@ STASH, POP = Sequential(Stash(), Spend(1, 2)), Sequential(Pop(), Spend(7, 4))
 FIRST_OF_TWO = Spend(3, 5, before=lambda pair: pair[0])
 TWO_TENSORS: list[Module] = [Spend(2, 1), Spend(1, 2, after=pair), FIRST_OF_TWO]
 FIRST_FROZEN: list[Module] = [frozen(1, 2), frozen(2, 3), Spend(3, 5), Spend(7, 4)]
-# Each case has three lists: the layers, the seconds of each layer's forward, and the seconds of
-# each layer's backward. The backward's seconds are those for a sample that requires no gradient.
+# Each case has three lists: the layers, and the seconds that must be measured for each layer's
+# forward and for each layer's backward. The seconds of backward are those for a sample that
+# requires no gradient.
 CASES: dict[str, tuple[list[Module], list[float], list[float]]] = {
     "plain": ([Spend(1, 2), Spend(3, 5), Spend(7, 4)], [1, 3, 7], [2, 5, 4]),
     "a skip": ([Spend(2, 1), STASH, Spend(3, 5), POP], [2, 1, 3, 7], [1, 2, 5, 4]),

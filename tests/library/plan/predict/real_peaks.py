@@ -38,7 +38,7 @@ class OnMeta(LiveBytes):
 
 
 class Copies(LiveBytesMode):
-    """A dispatch mode that counts the bytes of each copied tensor for the copy's device."""
+    """A dispatch mode that counts live bytes. A copied tensor counts for the device of the copy."""
 
     counter: OnMeta
 
@@ -70,9 +70,10 @@ def real_peaks(
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Replace `mapped`: apply a function that clones tensors, but skip copies between devices.
+        """Stand in for the library's `mapped`, but apply `change` only if it clones tensors.
 
-        All tensors are on `meta`, where such a copy would be no new tensor.
+        A `change` that copies tensors to another device is left out. All tensors are on `meta`,
+        where such a copy would be no new tensor.
         """
         return mapped(change, x) if change is torch.clone else x
 

@@ -71,7 +71,11 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """The seconds at which each device becomes free, and at which each task's inputs arrive."""
+    """When devices become free and when inputs of tasks arrive, up to some time in a step.
+
+    A test goes through the tasks of a simulated step, and updates these times, to check that no
+    task could start earlier.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -175,7 +179,10 @@ def test_one_thread_issues_the_tasks_of_all_devices() -> None:
 
 
 def test_the_thread_issues_tasks_in_the_order_of_clock_cycles() -> None:
-    """Check that a task of micro-batch 1 can be issued before the last task of micro-batch 0."""
+    """Check that a task of micro-batch 1 can be issued before the last task of micro-batch 0.
+
+    To issue a task is to submit it to its device.
+    """
     costs = replace(costs_of(1.0, 1.0, 3, 2), issue=of_tasks(1.0, 0.0, 3, 2))
     found = spans(replay(costs))
     assert found["forward 1 0"] == (2.0, 3.0)
