@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -175,7 +176,8 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
     """
     if _is_on_meta(module, inputs):
         return [], {}
-    with as_it_was(module), torch.inference_mode(False), torch.enable_grad():
+    slow = mock.patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), slow:
         given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         outputs = _outputs(run, signature, given)
         values = [x.detach().clone() for x in (*outputs, *module.buffers())]

@@ -326,6 +326,9 @@ def _merged(one: Any, other: Any) -> Any:
     kind = type(one) if type(one) is type(other) else None
     if kind in (tuple, list) and len(one) == len(other):
         return kind([_merged(x, y) for x, y in zip(one, other, strict=True)])
+    if kind is slice:
+        ends = attrgetter("start", "stop", "step")
+        return slice(*_merged(ends(one), ends(other)))
     if kind is dict and list(one) == list(other):
         return {key: _merged(x, other[key]) for key, x in one.items()}
     if same(one, other):

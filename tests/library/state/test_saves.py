@@ -306,3 +306,23 @@ def test_misuse(
     with pytest.raises(error, match=message):
         act(tmp_path)
     assert [*tmp_path.glob("*-step-*")] == []
+
+
+class Versioned(Linear):
+    """A layer that changes a state of its first version when it loads it."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_a_state_has_the_version_of_the_layers_that_saved_it(tmp_path: Path) -> None:
+    model = GPipe(Sequential(Versioned(2, 2)), [1], devices=["cpu"])
+    saves = Saves(tmp_path)
+    saves.save(0, model, None)
+    weight = model[0].weight.detach().clone()
+    saves.load(model, None)
+    assert torch.equal(model[0].weight, weight)

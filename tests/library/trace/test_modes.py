@@ -126,9 +126,10 @@ def test_an_encoder_with_padding() -> None:
     module = Classifier()
     tokens = torch.arange(24).remainder(11).view(4, 6)
     padding = (torch.arange(6) > 3).expand(4, 6)
+    with pytest.warns(UserWarning, match="PyTorch makes the outputs of padded positions zero"):
+        layers = sequential(module, (tokens, padding))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that its nested tensors may change
-        layers = sequential(module, (tokens, padding))
         model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=2)
         target = torch.zeros(4, 3)
         model.step(mse_loss, (tokens, padding), target)
@@ -136,3 +137,59 @@ def test_an_encoder_with_padding() -> None:
         assert_close(model.eval()(tokens, padding), expected)
         with torch.no_grad():
             assert_close(model.predict(tokens, padding), module(tokens, padding))
+
+
+class Adapted(nn.Module):
+    """A module with an adapter, which `eval()` adds to the weight, and `train()` takes out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.merged = nn.Linear(6, 6), nn.Linear(6, 6), False
+        self.adapter = nn.Parameter(torch.ones(6, 6))
+
+    def train(self, mode: bool = True) -> Any:
+        if mode == self.merged:
+            self.a.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if not self.merged:
+            y = y + x @ self.adapter.t()
+        return self.b(dropout(y, 0.5, self.training))
+
+
+def test_weights_are_not_changed_by_a_trial_in_the_other_mode() -> None:
+    module = Adapted()
+    weight = module.a.weight.detach().clone()
+    sequential(module, X)
+    assert torch.equal(module.a.weight, weight)
+
+
+class Around(nn.Module):
+    """A model with a large submodule that reads its mode, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.out = Dropping(), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.norm(self.inner(x)))
+
+
+def test_a_submodule_in_another_mode() -> None:
+    """A submodule that is in evaluation when the module is traced stays so for all batch sizes."""
+    module = Around()
+    module.inner.eval()
+    model = GPipe(sequential(module, X), [2, 3], devices=["cpu", "cpu"], engine="graph")
+    for size in (4, 3, 7):
+        x = torch.randn(size, 6)
+        assert_close(model(x), module(x))
+
+
+def test_one_sample_in_evaluation() -> None:
+    """Batch norms refuse one sample in training, so the other mode cannot be tried. It may fail."""
+    module = Around().eval()
+    layers = sequential(module, X[:1])
+    assert_close(layers(X), module(X))

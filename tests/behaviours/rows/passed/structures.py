@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....plain import Plain
 from ...compare import REORDERED
-from ...parts.layers import linear
+from ...parts.layers import Do, linear, made
 from ...row import Row
 from .tensors import of
 
@@ -71,6 +71,20 @@ def a_list(y: Tensor) -> Any:
     return [y]
 
 
+@dataclass
+class Tied:
+    output: Tensor
+    weight: Tensor
+
+
+def with_weight(self: Any, y: Tensor) -> Tied:
+    return Tied(y.sin(), self.weight)
+
+
+def by_weight(given: Tied) -> Tensor:
+    return given.output @ given.weight
+
+
 def values_in(value: Any) -> list[Any]:
     """Return a nested structure as a flat list of class names, keys and values."""
     parts: list[Any] = [*value] if isinstance(value, list | tuple) else []
@@ -116,3 +130,14 @@ for makes, message in (
 ):
     row = Row(f"out, {makes.__name__}", of(linear, linear, makes), refused={"": message})
     ROWS.append(row)
+ROWS.append(
+    Row(
+        "a parameter in a dataclass",
+        made(
+            linear,
+            lambda: Do(with_weight, weight=nn.Parameter(torch.eye(4) + 1)),
+            lambda: by_weight,
+        ),
+        refused={"ranks": "a layer returned a Tied in a structure for another rank"},
+    )
+)
