@@ -197,11 +197,12 @@ def summarized(result: Result) -> Result:
 
 
 def in_format(style: str, table: Callable[[Record, str], str]) -> Callable[[Record], str]:
-    """Return a function that renders a record in a format of the option `--format`.
+    """Return a function that turns a record into text in a format of the option `--format`.
 
     Args:
-        style: The format.
-        table: A function that renders the record's tables in a style of the package tabulate.
+        style: The format, such as "csv".
+        table: A function that renders the record's tables. Its arguments are the record, and
+            "simple" for plain text or "pipe" for Markdown.
     """
 
     def rendered(record: Record) -> str:

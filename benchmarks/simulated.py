@@ -56,7 +56,10 @@ class Stream:
         self.clock = max(self.clock, event.clock)
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Run work for some simulated seconds; return the times when it starts and ends."""
+        """Advance this stream's simulated clock by some seconds, as work on the stream would.
+
+        Return the times when the work starts and ends.
+        """
         self.clock += seconds
         start = self.clock - seconds
         return start, self.clock
@@ -105,7 +108,7 @@ class Streams:
 
     @property
     def current(self) -> list[Stream]:
-        """The streams that `using` has made current in this thread, the newest one last."""
+        """The streams that this thread has made current by `using`. The newest one is the last."""
         return getattr(self.thread, "current", [])
 
     def of(self, device: torch.device) -> Stream | None:

@@ -35,7 +35,7 @@ WRITTEN_DOWN = ("first", "second")
 class Everywhere(nn.Module):
     """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    On the ranks that are left over, the test ends when this object is made.
+    If there are more ranks than devices, the test ends on each further rank in the constructor.
     """
 
     _rank: Rank

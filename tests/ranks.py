@@ -175,7 +175,10 @@ class Rank:
     def serve(
         self, config: pytest.Config, items: Sequence[pytest.Item], files: Sequence[Path]
     ) -> NoReturn:
-        """Run tests until pytest's process ends. Redirect stdout and stderr to this rank's file."""
+        """Run, as one rank, the tests that pytest's process asks for, until that process ends.
+
+        What the tests print goes to this rank's file.
+        """
         gc.freeze()
         # The test run receives the signal, too. It then ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

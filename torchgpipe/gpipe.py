@@ -260,10 +260,10 @@ class GPipe(Partitioned):
         backwards. (The method `step` runs both.) `DistributedGPipe` has the same method.
 
         Args:
-            criterion: A function of the output of the mini-batch and the target.
-            input: The input, as for `forward`. If the layers come from a traced module, the input
-                has the form of the sample of the trace: a tensor, a tuple of arguments, or a
-                dictionary of arguments.
+            criterion: A function of the output of the whole mini-batch and the target.
+            input: The input, as for `forward`. If `torchgpipe.sequential` has made the layers, give
+                all arguments of the module here: a tensor, a tuple of arguments, or a dictionary
+                from names to arguments, like the sample that `sequential` got.
             target: The second argument of the criterion.
 
         Raises:

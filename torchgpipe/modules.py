@@ -30,9 +30,10 @@ def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
 class Swap(NamedTuple):
     """A temporary new value for one entry of a dictionary, such as a module's `__dict__`.
 
-    `InPlace` sets such a value, and later restores the old value. To replace the parameters of a
-    module, the entry `_parameters` is replaced, which is the dictionary of all its parameters. So
-    if a layer adds a parameter in its forward, the real dictionary stays unchanged.
+    `InPlace` sets such a value, and later restores the old value. For example, to replace the
+    parameters of a module, it replaces the dictionary `_parameters` in the module's `__dict__` by
+    another dictionary. If a layer then adds a parameter in its forward, the module's own dictionary
+    stays unchanged.
 
     Attributes:
         place: The dictionary.

@@ -330,6 +330,9 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
     def __repr__(self) -> str:
         settings = f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
         first = f"{type(self).__name__}({settings}, schedule={self.schedule.name!r}):"
+        if len(self._stages) < len(self.balance):
+            ranks = 1 + max(self.schedule.placement)
+            first += f" rank {self.rank} of {ranks}"
         return "\n  ".join([first, *map(str, self._stages)])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,8 +32,9 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict about a number: "worse" if `lost` is true, otherwise "~" (no worse).
+    """Return the verdict about a version's number, such as its number of waits.
 
-    The tables of the command `regression` have the same two words.
+    This is "worse" if `lost` is true, and otherwise "~" (not worse), as in the tables of the
+    command `regression`.
     """
     return "worse" if lost else "~"

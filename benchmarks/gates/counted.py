@@ -124,7 +124,7 @@ class Counts(NamedTuple):
     idles: int = 0
 
     def totals(self) -> dict[str, int]:
-        """Return the total number of each kind: operators, nodes, waits and idles."""
+        """Return a dictionary with the total numbers of operators, nodes, waits and idles."""
         return {
             "operators": self.operators.total(),
             "nodes": self.nodes,
@@ -182,7 +182,10 @@ def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
 
 
 def _plain(asked: Configuration) -> Counts:
-    """Count the operations of a step with the same layers and micro-batches, but no pipeline."""
+    """Count the operations of a step in which the configuration's layers run without a pipeline.
+
+    The layers run on one micro-batch after another.
+    """
     build, shape, _ = MODELS[asked.model]
     layers = build()
     x = torch.randn(asked.m * SAMPLES, *shape)

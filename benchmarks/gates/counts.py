@@ -40,9 +40,13 @@ Orders = Mapping[str, list[str]]
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:
-    """Return a line for each count that differs from the file's count.
+    """Return a line for each number of operations that differs from that in the committed file.
 
-    A configuration that is missing on one side (in the file or in `counted`) also gets a line.
+    A configuration that is missing in `file` or in `counted` also gets a line.
+
+    Args:
+        file: Maps the name of a configuration to the numbers in the file.
+        counted: Maps the name of a configuration to the numbers that were counted now.
     """
     lines = _missing(COUNTS, file, counted)
     for name, counts in counted.items():
@@ -62,8 +66,8 @@ def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> 
 def other_orders(file: Orders, noted: Orders) -> list[str]:
     """Return a line of text for each device whose order of tasks differs from that in the file.
 
-    The line says from which task on the order differs. A configuration that is missing on one side
-    (in the file or in `noted`) also gets a line.
+    The line says from which task on the order differs. A configuration that is missing in `file` or
+    in `noted` (the orders of this run) also gets a line.
     """
     lines = _missing(ORDERS, file, noted)
     for name in noted.keys() & file.keys():

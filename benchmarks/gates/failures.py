@@ -14,18 +14,20 @@ from contextlib import contextmanager
 from reproduce.error import CANNOT_TELL, Error
 
 PATIENCE = 200.0
-"""Seconds after which a gate counts as hanging. It takes some seconds, or a minute if it waits for
-the cores.
+"""Seconds after which a gate counts as hanging. It usually takes some seconds, or a minute if other
+programs use the cores.
 """
 
 
 @contextmanager
 def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Turn every exception in the `with` block into an `Error`; end the program if it hangs.
+    """Turn an exception in the `with` block into an `Error` whose message is a single line.
+
+    If the block hangs, print such a line and end the program.
 
     Args:
-        gate: The name of the gate, with which the error message begins.
-        patience: After this many seconds in the `with` block, the program ends.
+        gate: The name of the gate (the program that judges the library). The line begins with it.
+        patience: The seconds after which the block counts as hanging.
 
     Raises:
         Error: The block raised an exception.
@@ -45,7 +47,10 @@ def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
 
 
 def _give_up(gate: str, patience: float) -> None:
-    """End this program and its child processes at once, because its main thread may hang."""
+    """Print that the gate hangs. End this program and its child processes at once.
+
+    This runs in another thread, because the main thread may hang.
+    """
     line = f"{gate}: the pipeline does not run: it has not ended after {patience:g} seconds"
     print(line, file=sys.stderr, flush=True)
     for process in multiprocessing.active_children():

@@ -49,7 +49,7 @@ class Scene(NamedTuple):
         return ", ".join(parts)
 
     def seconds(self, action: Action) -> float:
-        """Return how many units of time an action takes when the schedule is simulated."""
+        """Return how long an action takes, in units of time, when the schedule is simulated."""
         first = action[:2] in (("forward", 0), ("backward", M - 1))
         return 2.0 if self.ahead and first else 1.0
 
@@ -91,9 +91,9 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 
 
 def mates(times: Times) -> dict[str, list[str]]:
-    """Return the names of the actions and copies that begin while another action or copy runs.
+    """Return which actions and copies of a simulated step overlap.
 
-    The result maps the name of each action or copy to the names of those that begin meanwhile.
+    The result maps the name of each action or copy to the names of those that begin while it runs.
     """
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():

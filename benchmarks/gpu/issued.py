@@ -120,9 +120,10 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
 
 
 def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
-    """Run a step to see that the model can run; return a function that times `steps` steps.
+    """Return a function that times `steps` training steps.
 
-    `fields` are the arguments of `Step`.
+    Run one step before, so that a model that cannot run raises its error now. `fields` are the
+    arguments of `Step`.
     """
     step = Step(*fields)
     if step.on_gpu:
@@ -255,9 +256,18 @@ def main(job: dict[str, Any]) -> None:
 def _asked(
     sides: Sequence[Connection], case: str, ways: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Let processes measure a case in each way, such as a plain loop or a torchgpipe version.
+    """Let processes run a model in several ways, and measure each of them.
 
-    Return the measured values for each way, or the reason why the case cannot run in this way.
+    A way is, for example, a plain loop over the layers, or a pipeline of one torchgpipe version.
+
+    Args:
+        sides: The connections to the processes, one for each folder with a torchgpipe.
+        case: The name of the case (the model to run).
+        ways: Maps each way to the index of its process, and to the arguments of the measurement.
+        rounds: How often each way is measured.
+
+    Returns:
+        The measured values for each way, or the reason why the model cannot run in this way.
     """
     found: dict[str, Any] = {"case": case}
     lines = interleave(lambda i: nullcontext(sides[i]), {case: ways}, Sampling(rounds, least=1))

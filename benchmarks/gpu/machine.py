@@ -70,7 +70,15 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _copies(devices: list[torch.device], elements: int) -> Iterator[Copy]:
-    """Yield each copy to time: its name, and two float32 tensors (the source and the target)."""
+    """Yield the copies whose speed is measured: within a GPU, with the host, and between GPUs.
+
+    Args:
+        devices: The devices. If the first one is a CPU, the only copy is within the CPU.
+        elements: The number of float32 values to copy.
+
+    Yields:
+        The name of a copy, such as "cuda:0 to cuda:1", its source tensor and its target tensor.
+    """
     first = devices[0]
     x = torch.ones(elements, device=first)
     yield f"within {first}", x, torch.empty_like(x)

@@ -74,7 +74,7 @@ def run(context: Context) -> Fields:
 
 
 def rows_of(size: str) -> Iterator[tuple[Experiment, Row]]:
-    """Yield the rows of the memory tables or, for a dry run, one small row."""
+    """Yield the rows of the papers' memory tables or, for a dry run, one row with a small model."""
     for name in TABLES:
         experiment = EXPERIMENTS[name]
         for row in experiment.scale("paper").rows:
@@ -112,7 +112,10 @@ class _Measured:
         return len(self.fields["allocated"]) == self.row.devices
 
     def measure(self, context: Context, device: torch.device) -> Iterator[None]:
-        """Measure one partition after another on `device`, and yield after each partition."""
+        """Measure the memory of one partition after another on `device`.
+
+        Yield after each partition, so that the caller can save what was measured.
+        """
         partitions = Partitions(self.row)
         for j in range(self.row.devices):
             if context.seconds_left() < LEAST:

@@ -158,9 +158,10 @@ class Watch:
             self._allocated.append(accelerator.allocated(self._device))
 
     def most_kept(self) -> float | None:
-        """Return the largest memory of activations, divided by that of one forward.
+        """Return for how many micro-batches activations were in memory at the same time, at most.
 
-        On a CPU, where no memory is noted, return `None`.
+        This is the largest memory, divided by the memory of the first forward's activations. On a
+        CPU, return `None`, because the memory is not measured there.
         """
         if not self._allocated:
             return None
@@ -169,9 +170,10 @@ class Watch:
 
 
 def most_kept(actions: Sequence[Action]) -> int:
-    """Return how many forwards wait for their backward at the same time, at most.
+    """Return for how many micro-batches activations are kept at the same time, at most.
 
-    Until then, the activations of a forward are kept. A split backward has to run both halves.
+    They are kept from the forward to the end of the backward. If the schedule splits the backward
+    into two halves (gradients of inputs, and of weights), both halves must have run.
     """
     split = any(action.kind == "backward_weights" for action in actions)
     last = "backward_weights" if split else "backward"

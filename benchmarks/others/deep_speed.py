@@ -16,7 +16,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, Tensors, micro_batches
 
 
 class DeepSpeed(Pipe):
-    """An adapter, which runs a check (a short training) with DeepSpeed's `PipelineModule`."""
+    """Runs a check (a short training) with DeepSpeed's `PipelineModule`."""
 
     package = "deepspeed"
     ranks = True

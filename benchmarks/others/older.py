@@ -14,7 +14,7 @@ from torchgpipe import GPipe
 
 
 class Older(Pipe):
-    """An adapter, which runs a check (a short training) with torchgpipe 0.0.7 on CPUs."""
+    """Runs a check (a short training) with torchgpipe 0.0.7 on CPUs."""
 
     package = "torchgpipe"
 

@@ -1,4 +1,4 @@
-"""Define adapters, which run checks with this library's pipelines, or without a pipeline."""
+"""Run checks (short trainings) with this library's pipelines, or without a pipeline."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchgpipe.distributed import DistributedGPipe
 
 
 class Layers(Pipe):
-    """An adapter that runs the layers without a pipeline, on one micro-batch after another."""
+    """Runs a check (a short training) without a pipeline, on one micro-batch after another."""
 
     def build(self, layers: Any, balance: list[Any]) -> Any:
         row = self.row
@@ -27,7 +27,7 @@ class Layers(Pipe):
 
 
 class Threads(Pipe):
-    """An adapter, which runs a check with `GPipe` and one thread for each partition."""
+    """Runs a check (a short training) with `GPipe` and one thread for each partition."""
 
     package = "torchgpipe"
     engine: Any = "workers"
@@ -47,7 +47,7 @@ class Threads(Pipe):
 
 
 class Ranks(Threads):
-    """An adapter for `DistributedGPipe`."""
+    """Runs a check with `DistributedGPipe`."""
 
     ranks = True
 

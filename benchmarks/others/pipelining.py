@@ -1,4 +1,4 @@
-"""Define adapters, which run checks with two schedules of `torch.distributed.pipelining`."""
+"""Run checks (short trainings) with two schedules of `torch.distributed.pipelining`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.behaviours.pipe import NotOffered, Pipe, rank
 
 
 class TorchGPipe(Pipe):
-    """An adapter for `ScheduleGPipe` of PyTorch."""
+    """Runs a check with `ScheduleGPipe` of PyTorch."""
 
     package = "torch/distributed/pipelining"
     ranks = True
@@ -87,6 +87,6 @@ class TorchGPipe(Pipe):
 
 
 class Torch1F1B(TorchGPipe):
-    """An adapter for `Schedule1F1B` of PyTorch."""
+    """Runs a check with `Schedule1F1B` of PyTorch."""
 
     schedule_name = "Schedule1F1B"

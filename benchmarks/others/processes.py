@@ -1,4 +1,4 @@
-"""Run a check with an adapter in separate processes, and compare the result.
+"""Run a check with a pipeline library in separate processes, and judge the result.
 
 A check is a short training. The folder tests/behaviours/rows/training has the checks. An adapter is
 a class that runs a check with a pipeline library.
@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
     folder: str = ""
 
     def load(self) -> type[Pipe]:
-        """Import the adapter's class. Packages in the adapter's folder take precedence."""
+        """Import the class. Packages in `folder` are imported in place of others of their name."""
         if self.folder:  # the folder has another torchgpipe
             sys.path.insert(0, self.folder)
             for name in list(sys.modules):
@@ -80,7 +80,14 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Work(NamedTuple):
-    """What one rank has to do: a check's name, the adapter that runs it, and a shared folder."""
+    """What one rank has to do.
+
+    Attributes:
+        name: The name of a check (a short training).
+        adapter: The adapter, by which the check uses a pipeline library.
+        ranks: The number of ranks.
+        folder: A folder that all ranks share.
+    """
 
     name: str
     adapter: Adapter
@@ -89,14 +96,20 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a check (a short training with an adapter) ended, and a message for the user."""
+    """The result of a check, which is a short training with one pipeline library.
+
+    Attributes:
+        kind: "equal" if all results equal those of the layers without a pipeline. Otherwise a word
+            for what went wrong, such as "differs", "refused" or "hangs".
+        said: The reason, such as an error message. It is empty if the results are equal.
+    """
 
     kind: Kind
     said: str = ""
 
 
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
-    """Run a check (a short training) with a pipeline library, for which there is an adapter.
+    """Run a check (a short training) by an adapter, that is, with one pipeline library.
 
     Return how its result compares with that of the same layers without a pipeline.
     """
@@ -132,7 +145,7 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
     """Run a check (a short training) on one rank for each partition.
 
-    If the adapter has no ranks, the check runs in a single process.
+    With an adapter that uses threads and not ranks, the check runs in a single process.
 
     Return a list of each rank's results (losses, gradients and parameters by name) or, if the check
     failed, an outcome that says how.
@@ -218,8 +231,8 @@ def _rank(number: int, link: Connection, how: Work) -> None:
         package = pipe.package
         if how.ranks > 1:
             _join(number, how)
-        # If the adapter has a folder, `load` has removed the modules that define the checks. So
-        # they are imported again.
+        # The modules that define the checks are imported again, because `load` has removed them if
+        # the adapter (the class that uses a pipeline library) brings its own torchgpipe.
         rows = importlib.import_module("tests.behaviours.rows.training").ROWS
         row = next(row for row in rows if row.name == how.name)
         result = row.action(pipe(row, how.folder))

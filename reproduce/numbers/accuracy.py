@@ -1,4 +1,4 @@
-"""Compute the top-1 error of a training after its last epoch, from the errors of all epochs."""
+"""Compute the final error of a training (its top-1 error after the last epoch) over all seeds."""
 
 import statistics
 from typing import NamedTuple

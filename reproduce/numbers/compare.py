@@ -215,10 +215,13 @@ def _compare(
 def _relative_rows(
     asked: Asked, shared: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> tuple[list[ComparedRow], list[str]]:
-    """Compare rows by their ratios to a baseline row of the same side (such as a run).
+    """Compare runs (or other sides) whose absolute numbers cannot be compared.
+
+    For each run, the number of a row is divided by the number of a baseline row of the same run.
+    Then these ratios are compared between the runs.
 
     Args:
-        asked: The sides, and the options of the comparison.
+        asked: The runs or other sides, and the options of the comparison.
         shared: The rows that at least two sides have, with the values of these sides.
         bases: The rows that can be baselines.
         metric: The metric to compare.

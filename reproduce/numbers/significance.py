@@ -175,7 +175,10 @@ def _exact(new: Array, old: Array) -> float:
 
 
 def _signed_ranks(ratios: Array) -> RankTest:
-    """Return Wilcoxon's signed-rank test for `ratios`, the log ratio of each pair of samples."""
+    """Make Wilcoxon's signed-rank test, which compares two versions by pairs of samples.
+
+    `ratios` has the logarithm of the ratio of each pair's two samples.
+    """
 
     def p(shift: float) -> float:
         if not numpy.any(ratios != shift):

@@ -57,12 +57,14 @@ class Unmatched:
 
 
 def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
-    """Pair each row that only the first side has with a row of the same name on another side.
+    """Pair rows that have the same name but are not compared, because their settings differ.
 
-    If several rows have this name, the most similar one is taken, by scale, device and fields.
+    A side of the comparison is, for example, a run. Each row of the first side that another side
+    lacks is paired with a row of the same name that only this other side has. If there are several,
+    the most similar one is taken, by scale (set of sizes), device and settings.
 
     Args:
-        lines: The lines of the table.
+        lines: The lines of the table that compares the sides.
         sides: The number of sides.
     """
     pairs = []
@@ -95,6 +97,9 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 
 
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
-    """Return a key that is equal for rows of the same experiment and name that ran the same way."""
+    """Return a row's experiment, its name, whether it is emulated, and its engine.
+
+    Only rows that are equal in all four are paired.
+    """
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

@@ -142,9 +142,10 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Prepare a case with each way (a version of the package, and arguments for it).
+    """Prepare a case (a piece of code to time) in each way in which it will be timed.
 
-    Return a dictionary from the name of each way that failed to the reason.
+    A way is a version of the package, and arguments for it. Return a dictionary from the name of
+    each way that failed to the reason.
     """
     order = draw.sample(list(ways), len(ways))
     for way in order:
@@ -173,14 +174,15 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    `maker` is the name of a function, such as "package.module:function". The caller sends lists of
-    arguments for this function over the connection, and the process answers each list:
+    The process prepares and times pieces of work. The caller sends a list of arguments, which says
+    what work, over the connection. The process answers each list:
 
-    - When the process receives a list for the first time, it calls `maker` with these arguments.
-      `maker` returns another function, which the process keeps. The process answers None.
-    - When the process receives the same list again, it calls the function that it has kept, and
-      answers with the result.
-    - If a call fails, the process answers with the reason, a string.
+    - The first time, it prepares the work: it calls the function that `maker` names (such as
+      "package.module:function") with the arguments, and keeps the function that this call returns.
+      The answer is None.
+    - When the same list comes again, it calls the function that it has kept, and answers with the
+      result, such as a time.
+    - If a call fails, the answer is the reason, a string.
     """
     # A daemon could not have processes of its own, and some cases run over several ranks.
     process = Launched("fork", 1, _serve, folder, package, maker, daemon=False)

@@ -226,7 +226,7 @@ def _hatch(place: int) -> str | None:
 
 
 def _bar(source: Source, reading: Reading | None, hatch: str | None) -> Bar:
-    """Return the bar that shows a value of a source of numbers; an empty bar if there is none."""
+    """Return the bar for a value, such as a run's peak memory; an empty bar if it is missing."""
     if reading is None:
         return Bar("", [])
     return Bar(_shown(reading), [(reading.middle, COLORS[source.kind])], hatch)

@@ -160,7 +160,10 @@ def _section(subject: Subject) -> dict[str, Any]:
 
 
 def _other(subject: Subject) -> Table:
-    """Return a plain table with all values of a published table that no experiment reproduces."""
+    """Return a table with all values of a published table, as they were published.
+
+    It is for published tables that no experiment of this program reproduces.
+    """
     record = subject.sources[0].record
     names: dict[str, None] = {}
     for result in record.results:

@@ -88,9 +88,10 @@ class Subject:
 
     @property
     def rows(self) -> dict[str, Mapping[str, Json]]:
-        """Return a dictionary from the name of each row to its configuration.
+        """Return a dictionary from the name of each row to the settings of the row's training.
 
-        The rows are the published ones. If nothing was published, they are those of all sources.
+        If numbers were published, the dictionary has only the published rows. Otherwise, it has the
+        rows of all sources, such as predictions and measured runs.
         """
         lead = self.lead
         sources = [lead]
@@ -261,9 +262,9 @@ def _run(
 
 
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
-    """Return copies of sources of numbers whose labels differ from each other.
+    """Return copies of sources of numbers (such as measured runs), with a different label for each.
 
-    If several of the given sources have the same label, their GPUs' names are added to it.
+    If several of the given sources have the same label, the names of their GPUs are added to it.
     """
     count = Counter(source.label for source in sources)
     found = []

@@ -292,10 +292,13 @@ def further_rounds(session: Session, group: Group, seconds: float | None, so_far
 def remaining(session: Session, group: Group) -> list[PlannedTask]:
     """Return the tasks of a group that still have to run when an interrupted run is continued.
 
+    The tasks of a group are compared with each other, so they are continued together:
+
     - If a task has no result, or if other programs disturbed its result, return all tasks. The
       group starts again.
-    - If the group is finished, return no task.
-    - Otherwise, return the tasks that have timed steps already. They run more steps.
+    - If all tasks with timed steps are finished (`_is_done`), return no task.
+    - Otherwise, return the tasks with timed steps, which then run more steps. Leave out the tasks
+      without timed steps, because they have failed or were not measured.
     """
     timed: dict[PlannedTask, Result] = {}
     for task in group.tasks:

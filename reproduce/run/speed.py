@@ -113,7 +113,7 @@ def _run_in_turn(
 
 
 class _GroupRun:
-    """Runs a group of rows: builds their models, runs their steps alternately, and records them."""
+    """Measures a group of rows (configurations to compare), by running their steps alternately."""
 
     def __init__(self, session: Session, group: Group, paired: bool, processes: ExitStack) -> None:
         self.session = session
@@ -181,7 +181,7 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run a step of a row; raise `Error` if its losses differ from those of another engine."""
+        """Run a training step; raise `Error` if another engine computed other losses for it."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))

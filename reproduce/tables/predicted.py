@@ -150,7 +150,7 @@ def _measured_speeds(run: Measured) -> Iterator[Column[Result]]:
 
 
 def _ways_of(rows: Iterable[MeasuredRow]) -> list[str]:
-    """Return in which ways at least one of the rows ran: "measured", "emulated", or both."""
+    """Return the list of how the rows ran: "measured", "emulated", or both of these words."""
     return sorted({row.how for row in rows}, reverse=True)
 
 

@@ -132,7 +132,7 @@ class Rows:
         return times
 
     def measured_speed_up(self, result: Result) -> Reading | None:
-        """Return the measured speed-up of an emulated row, or None if it is not known."""
+        """Return the measured speed-up over the baseline row; None if a row was only emulated."""
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:

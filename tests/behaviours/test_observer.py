@@ -196,7 +196,7 @@ def test_a_step_does_what_its_schedule_says(name: str, way: Way) -> None:
     devices = [model.rank] if engine == "ranks" else range(len(schedule.lists))
 
     def seen() -> list[list[Action]]:
-        """Return for each device the tasks that have run since the last call of `seen`."""
+        """Return, in a list for each device, the tasks that have started since the last call."""
         actions = [Action(*task) for task in log.started]
         log.started = []
         return by_device(actions, schedule.placement, devices)

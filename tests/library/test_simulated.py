@@ -221,7 +221,7 @@ def step(
     events: list[Event] = []
 
     def observer(task: Task) -> AbstractContextManager[object]:
-        """Occupy the partition's stream for the seconds of the task."""
+        """Let the stream of the task's device work for the seconds that `costs` gives the task."""
         if task.kind != "copy":
             kind, i, j = task
             stream = streams.of(devices[j])

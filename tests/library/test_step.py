@@ -98,7 +98,7 @@ def masked(y: Tensor, mask: Tensor) -> Tensor:
 
 
 def counted(y: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the losses of all samples with mask 1."""
+    """Return the sum of losses over samples. The mask is 1 for a sample that counts, else 0."""
     of_samples = y.square().mean(1)
     return (of_samples * mask).sum()
 

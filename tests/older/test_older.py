@@ -1,4 +1,7 @@
-"""Test that files of revision 414bf55 can be loaded, and that seeds give the same numbers."""
+"""Test that this version works with files that an older version (git revision 414bf55) has saved.
+
+The same seeds must also give the same random numbers as in the older version.
+"""
 
 import shutil
 from pathlib import Path

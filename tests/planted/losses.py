@@ -63,10 +63,11 @@ def read() -> list[Loss]:
 
 
 def chosen(asked: Namespace) -> list[Loss]:
-    """Return the changes to plant, which make the library slower, as the command line says.
+    """Return the losses of speed (changes that make the library slower) that are to be planted.
 
-    The name of such a change contains the text of `--only`, and one of the chosen gates (checks of
-    `regression`) must find it.
+    The options choose them: the description of a loss contains the text of `--only`, and `--gate`
+    names a gate (check of `regression`) that must find the loss. With `--unchanged`, nothing is
+    planted.
     """
     if asked.unchanged:
         return [NOTHING]
@@ -97,7 +98,7 @@ class Tally:
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
-        """Return how often a gate has run.
+        """Return how often a gate (check of `regression`) has run.
 
         For the name `CANNOT_TELL`, return how often `regression` has run.
         """
@@ -105,7 +106,7 @@ class Tally:
         return 0 if result is None else int(result.values[RUNS])
 
     def found(self, name: str) -> int:
-        """Return in how many of its runs a gate has found the loss.
+        """Return in how many of its runs a gate (check of `regression`) has found the loss.
 
         For the name `CANNOT_TELL`, return how many runs of `regression` have ended without a
         verdict.
@@ -114,7 +115,10 @@ class Tally:
         return 0 if result is None else int(result.values[FOUND])
 
     def missing(self, gates: Sequence[str], runs: int) -> list[str]:
-        """Return the gates that have run less than `runs` times."""
+        """Return the names in `gates` of gates that have run less than `runs` times.
+
+        A gate is a check of `regression`. Only runs with this planted loss count.
+        """
         return [gate for gate in gates if self.runs(gate) < runs]
 
     def add(self, gates: Sequence[str], found: set[str]) -> list[Result]:

@@ -61,7 +61,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 def forked_ranks() -> Iterator[None]:
     """Make the class `Processes`, which runs a pipeline over ranks, fork its ranks from a server.
 
-    The server has imported torch, which takes a new process seconds.
+    This saves time: the server has imported torch already, which takes a new process seconds.
     """
     forking()
 
@@ -76,7 +76,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def quick_ranks(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Save time by `forked_ranks`. With the option `--slow`, start new processes instead."""
+    """Fork the ranks of a run, which is fast, or start new processes with the option `--slow`."""
     with nullcontext() if pytestconfig.getoption("slow") else forked_ranks():
         yield
 

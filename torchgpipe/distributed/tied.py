@@ -106,10 +106,11 @@ class TiedParameters:
             self.peers |= each.names.keys() - {own}
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return this rank's copies of shared parameters whose first layer is on another rank.
+        """Return those parameters of this rank that are copies of another rank's parameter.
 
-        The dictionary maps each copy to the parameter's name on that other rank. A model without a
-        pipeline lists the parameter under the same name.
+        If layers on several ranks share a parameter, the rank of the first of these layers has the
+        original, and the other ranks have copies. The dictionary maps each copy on this rank to the
+        name of the original, under which a model without a pipeline lists the parameter.
         """
         found = {}
         for tied in self._tied:

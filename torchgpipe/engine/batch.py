@@ -101,10 +101,10 @@ class WorkersEngine:
 
 
 class Batch:
-    """One mini-batch, run by this process.
+    """The run of one mini-batch, or of this rank's part of it, through the pipeline.
 
-    In a `GPipe`, each device has a thread if tasks can overlap and the engine allows threads.
-    Otherwise one thread runs all tasks.
+    In a `GPipe`, each device has its own thread if several tasks can run at the same time and the
+    engine allows threads. Otherwise, one thread runs all tasks.
 
     Args:
         engine: The engine. It has all stages of the pipeline, or only those of this rank.

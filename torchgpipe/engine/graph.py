@@ -125,10 +125,10 @@ class _MiniBatch:
         self._streams = [accelerator.current_stream(stage.device) for stage in held]
         # Without ties, one thread runs the whole backward.
         self._inside = InPartitions() if engine.tied else NOTHING
-        # A stage's gate is a node whose backward hands the summed gradients to the parameters. All
-        # tasks of the stage take the gate's output, so its backward comes after theirs. All gates
-        # are made before all tasks, because a thread of autograd runs the oldest nodes last. So if
-        # a task's backward fails, no gate in the same thread has run and changed a gradient.
+        # Each stage has a gate: an autograd node whose backward gives the parameters the sums of
+        # all tasks' gradients. All tasks of the stage take the gate's output, so that the gate's
+        # backward runs after theirs. Gates are made before tasks, because a thread of autograd
+        # runs older nodes later. So if a task fails, no gate in its thread has changed gradients.
         self._gates = [self._gate(guards) for guards in self._guards]
         # The skips that wait for their partition, by micro-batch (torchgpipe paper, section 3.3).
         self._portals: dict[tuple[int, SkipKey], Item] = {}

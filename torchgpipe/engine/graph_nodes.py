@@ -126,12 +126,12 @@ class Recomputation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: NodeTask, tie: Tensor) -> Tensor:
-        """Return the tie, because this node only acts in its backward.
+        """Return the tie unchanged, because this node does its work in its backward.
 
         Args:
             ctx: The node.
             task: The task that `backward` recomputes.
-            tie: The task's tie.
+            tie: An empty tensor that the task returns only to connect this node with the task.
         """
         ctx.set_materialize_grads(False)
         ctx.task = task

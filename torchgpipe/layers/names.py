@@ -1,8 +1,10 @@
 """Load a `state_dict` whose keys differ from those of a pipeline.
 
 A pipeline's `state_dict()` has the same keys as that of the model without a pipeline. The hooks in
-this module let a pipeline load two other kinds: a state with the keys of torchgpipe 0.0.7, and a
-state with layers that are in other processes.
+this module let a pipeline also load two other kinds of `state_dict`:
+
+- one that torchgpipe 0.0.7 has saved, with keys such as `partitions.1.conv.weight`;
+- one of the whole model, if this process has only some of the model's layers.
 """
 
 import re

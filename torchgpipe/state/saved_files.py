@@ -14,7 +14,7 @@ import os
 import shutil
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchgpipe.caught import caught, in_one_line
 from torchgpipe.state.meeting import Meeting
@@ -187,17 +188,25 @@ class _File(io.BufferedWriter):
             super().flush()
 
 
-def read(path: Path, saved: Metadata, keys: list[str]) -> dict[str, Any]:
+def read(
+    path: Path, saved: Metadata, keys: list[str], own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Read the values of some keys from a checkpoint, and return a dictionary of them.
 
     Args:
         path: The folder of the checkpoint.
         saved: The metadata of the checkpoint.
         keys: The keys of the values to read.
+        own: The present values of some keys. A tensor whose class wraps other tensors, as classes
+            for eight bits do, is read into a copy of the present tensor.
     """
     content: dict[str, Any] = {}
     for key in keys:
-        content[key] = _blank(saved.state_dict_metadata[key])
+        present = None if own is None else own.get(key)
+        if isinstance(present, Tensor) and is_traceable_wrapper_subclass(present):
+            content[key] = present.detach().clone()
+        else:
+            content[key] = _blank(saved.state_dict_metadata[key])
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(content, saved, True)
     reader = FileSystemReader(path)

@@ -237,7 +237,7 @@ class Saves:
         same_ranks = training["ranks"] == ranks.n
         with readable(path):
             keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
-            content = read(path, saved, keys)
+            content = read(path, saved, keys, state.fixed())
         packed = state.packed(content, training["options"])
         ranks.all(None)  # now every rank has read its part
         state.put(content, packed, same_ranks=same_ranks)

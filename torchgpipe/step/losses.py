@@ -160,12 +160,13 @@ class Losses(BatchIO):
         return ""
 
     def output_grads(self, i: int) -> Flat:
-        """Run the backward of micro-batch i's loss; return the gradients of the stage's outputs.
+        """Run the backward of micro-batch i's loss, down to the outputs of the last stage.
 
-        If the criterion has used other leaf tensors (such as parameters), their gradients are added
-        to the sums that `sums` returns. Several losses can share a part of their graphs, for
-        example if the criterion closes over a tensor that has a graph. Only the last backward frees
-        this part.
+        Return the gradients of these outputs. If the criterion has used other leaf tensors, such as
+        parameters, their gradients are added to the sums that `sums` returns.
+
+        If the criterion uses a tensor that has a graph already, the losses of all micro-batches
+        share this graph. So only the last backward frees it.
         """
         outputs, loss, since = self._under_way.pop(i)
         if not loss.requires_grad:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 def without_backward(loss: Tensor) -> Tensor:
-    """Return a copy of a loss without its graph, whose `backward()` raises a clear error.
+    """Return a detached copy of a loss, whose `backward()` raises an error.
 
-    In all other ways, the returned loss is an ordinary tensor. Copies of it, tensors computed from
-    it, and what `torch.load` returns after it was saved have the usual `backward()`.
+    The error says that `step` has already run the backward. Only the returned tensor has this
+    special `backward()`. Tensors that are computed or copied from it are ordinary tensors, and so
+    is the tensor that `torch.load` returns after the loss was saved.
     """
     saved = loss.detach()
     returned = loss.detach()

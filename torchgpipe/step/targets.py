@@ -40,7 +40,7 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
         if len(target) != len(sizes):
             raise ValueError(
                 f"the input has {how_many(len(sizes), 'micro-batch')}, but the target has "
-                f"{len(target)}; input and target need equal numbers of micro-batches"
+                f"{len(target)}; give one target for each micro-batch of the input"
             )
         return [with_tensors(lambda x: x, each) for each in target]
     target = _as_tensor(target)

@@ -231,11 +231,12 @@ register_module_module_registration_hook(_note_averaging)
 
 
 def misses_steps(model: Module) -> bool:
-    """Return whether a `DistributedDataParallel` around a pipeline would miss its `step`s.
+    """Return whether `DistributedDataParallel` would fail to average the gradients of `step`.
 
-    It would miss them, because it averages gradients only in a backward that follows its own
-    `forward`, and `step` does not call this `forward`. `replicate` works with `step`, so then the
-    result is `False`. It is `False` also within `no_sync()`, which turns the averaging off.
+    If a pipeline is wrapped in `DistributedDataParallel`, gradients are averaged only in a backward
+    that follows the wrapper's own `forward`. The pipeline's method `step` does not call this
+    `forward`. The result is `False` for a pipeline without wrapper, with `replicate` (which works
+    with `step`), and within `no_sync()`, which turns the averaging off.
 
     Args:
         model: The pipeline.

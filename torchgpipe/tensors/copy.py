@@ -31,17 +31,16 @@ from torchgpipe.tensors.observe import Observer, observed
 
 
 class StreamFence:
-    """The synchronization of a task's stream with copy streams: for its inputs, or its outputs.
+    """An object that makes a task and the copies of its tensors wait for each other on a GPU.
 
-    Streams run independently. So a fence makes a copy wait until a task has computed the tensors to
-    copy, and makes the next task wait until the copy has ended. A task has two fences:
+    A task and the copies run on separate streams, which do not wait for each other by themselves. A
+    fence makes a copy wait until a task has computed the tensors to copy, and makes the next task
+    wait until the copy has ended. A task has two fences:
 
-    - At the fence of the inputs, inputs arrive in forward, and their gradients leave in backward.
-    - At the fence of the outputs, outputs leave in forward, and their gradients arrive in backward.
+    - One is for the task's inputs, and for their gradients, which are copied back in backward.
+    - The other is for the task's outputs, and for their gradients, which arrive in backward.
 
-    A fence has four methods: `leave`, `hold`, `expect` and `arrive`. The docstring of this file
-    lists when they are called. The compute stream, on which the task runs, is the stream that was
-    current on the device when the fence was made.
+    The stream of the task is the one that was current on the device when the fence was made.
 
     Args:
         device: The device of the task. On a device without streams, a fence does nothing.

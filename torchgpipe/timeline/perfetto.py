@@ -89,7 +89,7 @@ def bubbles(steps: Sequence[Timeline]) -> list[float]:
 
 
 def _copying(steps: Sequence[Timeline]) -> set[int]:
-    """Return the rows of devices that copy tensors."""
+    """Return the rows of the timeline (devices, for example) in which tensors are copied."""
     copying = set()
     for step in steps:
         for event in step.events:

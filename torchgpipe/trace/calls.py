@@ -55,8 +55,8 @@ class LayerPlan:
         outputs: The numbers of the tensors for the next layer.
         pops: The names of the skips that enter the layer, and the numbers of their tensors.
         stashes: The names of the skips that leave the layer, and the numbers of their tensors.
-        sizes: Which dimensions of which tensors show the layer the batch size and the lengths that
-            its calls need.
+        sizes: How the layer finds the batch size and the lengths that its calls need, from the
+            shapes of its tensors.
     """
 
     name: str

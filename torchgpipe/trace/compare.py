@@ -141,10 +141,11 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
 def _are_alike_in_other_mode(
     module: Module, layers: Layers, signature: Signature, inputs: Tensors
 ) -> bool:
-    """Return whether the layers give what the module gives in the other mode, on the sample.
+    """Return whether module and layers give equal results for the sample in the other mode.
 
-    If the module itself fails in the other mode, which one sample in a batch norm does, nothing can
-    be compared, and the result is true.
+    This is evaluation mode if the module is in training mode, and the reverse. If the module itself
+    fails in the other mode, nothing can be compared, and the result is true. For example, a batch
+    norm in training mode fails if the batch has one sample.
     """
     with as_it_was(module), as_it_was(layers):
         training = not module.training
@@ -314,12 +315,18 @@ def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None
 
 
 def _halves_of(outputs: Tensors, compared: Mapping[int, int]) -> list[list[Tensor]]:
-    """Return the outputs for the first half of the samples, and those for the second half.
+    """Split outputs into those for the first half of the samples, and those for the second half.
+
+    If an output compares samples, so that its shape is (samples, samples), for example, each half
+    gets only the values for pairs of its own samples.
 
     Args:
         outputs: The outputs for all samples, with the samples as dimension 0.
-        compared: Which outputs have a value for each pair of samples, and the second of their two
-            dimensions that are as long as the batch. A half has the values for its own pairs.
+        compared: A dictionary from the index of each output that compares samples to the number of
+            its other dimension that is as long as the batch (1 in the example).
+
+    Returns:
+        Two lists, each with one tensor for each output.
     """
     halves: list[list[Tensor]] = [[], []]
     for k, y in enumerate(outputs):

@@ -229,21 +229,22 @@ def _second_batch(shape: Sequence[int], size: int, others: Sequence[int]) -> int
 
 
 def refuse_concatenated(outputs: Sequence[Tensor], compared: Mapping[int, int]) -> None:
-    """Raise `ValueError` if an output with a value for each pair of samples was concatenated.
+    """Raise `ValueError` if outputs that compare samples were concatenated from micro-batches.
 
     Such an output lacks the pairs of samples from different micro-batches.
 
     Args:
         outputs: The module's outputs, for a micro-batch or concatenated from several.
-        compared: Which outputs have a value for each pair of samples, as `check_batch` returns it.
+        compared: A dictionary from the index of each output that has a value for each pair of
+            samples to the second of its two dimensions that are as long as the batch.
     """
     for k, dimension in compared.items():
         if outputs[k].shape[dimension] != len(outputs[k]):
             raise ValueError(
-                "the module compares each sample with each other one, which a pipeline does only "
-                "within a micro-batch, and such outputs are not concatenated; return the inputs of "
-                "the comparison and compare them in the loss, as in loss(model(input)), or call "
-                "step or evaluate, which give the criterion one micro-batch at a time"
+                "the module compares each sample with all others, but a pipeline can compare only "
+                "samples of the same micro-batch, so it cannot concatenate the outputs; return the "
+                "inputs of the comparison and compare them in the loss, as in loss(model(input)), "
+                "or call step or evaluate, which give the criterion one micro-batch at a time"
             )
 
 

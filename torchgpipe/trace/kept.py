@@ -92,7 +92,9 @@ class KeptResults:
         return path in self._slots
 
     def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
-        """Return a result like that of a submodule for some sizes, with uninitialized tensors.
+        """Return what a submodule would return for inputs of the given sizes.
+
+        The tensors in it have the right shapes and dtypes, but their memory is not initialized.
 
         Args:
             path: The path of the submodule in the module.

@@ -228,7 +228,11 @@ class Layer(Module):
 
 
 def _steps(plan: LayerPlan) -> list[Call]:
-    """Return a layer's calls, with the numbers of the tensors to free after each call (`spent`)."""
+    """Return a layer's calls, and note in each call which tensors can be freed after it.
+
+    These are the tensors that no later call uses and the layer does not return. Their numbers are
+    in the call's field `spent`.
+    """
     needed = {*plan.outputs, *dict(plan.stashes).values()}
     steps: list[Call] = []
     for call in reversed(plan.calls):
@@ -271,11 +275,12 @@ class Layers(nn.Sequential):
 
 
 def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Return the tensors in the arguments of a call, as the first layer of a sequence takes them.
+    """Convert the arguments of a model's call to the input of the model's first layer.
 
     Args:
-        module: The sequence of layers.
-        sample: The arguments of a call. If `module` is not a `Layers`, the result is `sample`.
+        module: The model, a sequence of layers. Only one that `sequential` has made (`Layers`)
+            needs the conversion; for others, `sample` is returned as it is.
+        sample: The arguments: a tensor, a tuple, or a dictionary from names to arguments.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return sample if signature is None else signature.flat(*arguments(sample))

@@ -1,4 +1,8 @@
-"""Check that a module would make the same calls as its layers for other sizes or modes."""
+"""Check that layers made by `sequential` are right also for other inputs than the sample.
+
+`sequential` records the calls that a module makes for a sample, and makes layers of the calls. For
+another batch size, length or mode (such as evaluation), the module could make other calls.
+"""
 
 import copy
 from collections.abc import Container, Sequence

@@ -116,7 +116,10 @@ class Slots(TorchFunctionMode):
         return copy.deepcopy(value, dict(zip(ids, tensors, strict=True)))
 
     def again(self) -> Slots:
-        """Return a new `Slots` with the same slots as this object, but with no tensors yet."""
+        """Return a new `Slots` object, to take tensors out of another structure of the same form.
+
+        It uses the same slots (placeholders) as this object, but has no tensors yet.
+        """
         return Slots(self._slots)
 
     def _slot(self, x: Tensor) -> Slot:

@@ -209,10 +209,10 @@ class Signature:
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
     def tensors(self, args: Sequence[Any], kwargs: ByName) -> list[Tensor]:
-        """Return the tensors in the arguments of a call, without a check of their batch sizes.
+        """Return the tensors in a call's arguments. Their batch sizes may differ from each other.
 
         Raises:
-            ValueError: If the arguments are not like those of the sample, as for `flat`.
+            ValueError: If a structure, shape or dtype differs from that in the sample (see `flat`).
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
@@ -300,8 +300,9 @@ class Signature:
             slots: The object that puts tensors into these slots.
             order: For each slot, the number of its tensor. If the module returns a tensor twice,
                 two slots have the same number.
-            compared: The numbers of the tensors that have a value for each pair of samples, and
-                the second of the two dimensions that are as long as the batch.
+            compared: A dictionary for tensors that have a value for each pair of samples. It maps
+                the tensor's number to the second of its two dimensions that are as long as the
+                batch.
         """
         unique = list(dict.fromkeys(order))
         self.compared = {

@@ -106,7 +106,7 @@ def _first_line(name: str, part: Part, outcome: Outcome | None) -> str:
 
 
 def _found(folder: Path, part: Part) -> list[str]:
-    """Return the first `MOST_LINES` lines that a part (a measurement) says of its result."""
+    """Return at most `MOST_LINES` lines of text about the saved result of a part (measurement)."""
     path = folder / RESULT
     if not path.exists():
         return []

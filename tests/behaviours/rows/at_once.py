@@ -100,9 +100,15 @@ def in_one_loss(run: nn.Module, x: Tensor) -> nn.Module:
 def in_threads(run: nn.Module, _: Tensor, also: Callable[[Any], nn.Module]) -> Any:
     """Train two models at the same time, each in its own thread.
 
-    The first model is `run`. The function `also` makes the second model from the first. If `run` is
-    not a pipeline but plain layers, the models are trained one after the other. Their results are
-    those that the pipelines must have.
+    If the models are plain layers and not pipelines, they are trained one after the other. The
+    pipelines must have the same results.
+
+    Args:
+        run: The first model.
+        also: A function that takes the first model, and returns the second one.
+
+    Returns:
+        The outputs of both models, and the second model.
     """
     runs = [run, also(run)]
     xs = torch.randn(2, TURNS, 9, 4)

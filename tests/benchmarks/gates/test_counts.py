@@ -159,10 +159,10 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the program counts waits: make each backward wait for an event, or poll in a loop.
+    """Check that the program counts waits and polling.
 
-    Backwards of the library never wait like this, so only planted waits can show that waits are
-    counted.
+    Backwards of the library do neither. So the test adds such a call to each backward: a wait for
+    an event, or a look into a queue, a sleep, or a reading of a clock.
     """
     backward = TaskGraph.backward
     before = count(WORKERS)

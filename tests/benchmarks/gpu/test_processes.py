@@ -63,9 +63,9 @@ LISTED = "listed"
 
 @pytest.fixture
 def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay the list of processes that the command makes first, so that it is outdated.
+    """Make the command's first list of all processes outdated, to test that it looks again.
 
-    The list is returned only when a process that is not in it has started.
+    The list is returned only after another process, which is not in it, has started.
     """
 
     def listed() -> dict[int, tuple[int, int]]:

@@ -34,6 +34,13 @@ def pipeline(**options: Any) -> DistributedGPipe:
     return DistributedGPipe(layers, [1, 1], chunks=2, **options)
 
 
+def test_the_text_of_a_pipeline_names_the_rank() -> None:
+    first, stage = repr(pipeline()).splitlines()
+    rank = dist.get_rank()
+    assert first.endswith(f"schedule='GPipe'): rank {rank} of 2")
+    assert stage == f"  stage {rank} on cpu: 1 layer, 20 parameters"
+
+
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_backward_after_a_step_is_refused_on_all_ranks(schedule: str) -> None:
     model = pipeline(schedule=schedule)

@@ -42,7 +42,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Record warnings. The list that this yields gets their texts when the `with` block ends."""
+    """Record warnings until the `with` block ends. Then put their texts into the yielded list."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         said: list[str] = []
@@ -94,9 +94,9 @@ def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tens
 
 
 def test_inputs_are_compared_without_targets() -> None:
-    """Check that ranks compare their inputs if there are no targets to compare.
+    """Check that the last rank warns about different inputs if it cannot compare targets.
 
-    There are no targets in a call `model(x)`, and if the target is `None`.
+    A call `model(x)` has no target. In the call of `step`, rank 0 passes `None` as its target.
     """
     rank = dist.get_rank()
     x, _ = batch(rank)
@@ -149,9 +149,9 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 
 
 def test_data_of_one_rank() -> None:
-    """Give each rank other data, when rank 0 has the first and the last stage.
+    """Check that no rank warns about different data if only the data of rank 0 are used.
 
-    The pipeline uses only the data of rank 0, so no rank may warn.
+    This is so if rank 0 has both the first and the last stage. Each rank is given other data.
     """
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:

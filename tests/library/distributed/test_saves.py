@@ -170,8 +170,8 @@ def growing_layers(seed: int) -> nn.Sequential:
 def test_several_optimizers_and_extra_state_that_grows() -> None:
     """Save on ranks, with two optimizers. Load on ranks, in one process, and into plain layers.
 
-    These trainings add up gradients in different orders. The sum of two micro-batches' gradients
-    still has the same bits, because a + b is b + a.
+    All four trainings must go on with the same bits. They have only two micro-batches, so the order
+    in which gradients are added does not matter.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -85,9 +85,12 @@ def trained(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], prefix: str = "") -> None:
-    """Assert that one rank's results equal those of the whole model which have the same names.
+    """Assert that a rank's results equal the expected ones, such as those of the whole model.
 
-    Only results whose names begin with `prefix` are compared.
+    Args:
+        found: Maps names (of parameters, for example) to the rank's tensors.
+        expected: The same for the expected tensors. There may be more of them.
+        prefix: Only results whose names begin with this text are compared.
     """
     differ = []
     for name, x in found.items():

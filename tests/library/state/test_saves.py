@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import BatchNorm1d, Dropout, Linear, Parameter, Sequential
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchgpipe import GPipe
 from torchgpipe.state.meeting import Meeting
@@ -326,3 +327,24 @@ def test_a_state_has_the_version_of_the_layers_that_saved_it(tmp_path: Path) -> 
     weight = model[0].weight.detach().clone()
     saves.load(model, None)
     assert torch.equal(model[0].weight, weight)
+
+
+def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
+    """Save and load a weight that consists of two tensors, as weights in eight bits do."""
+
+    def make() -> GPipe:
+        layer = Linear(2, 2)
+        parts = torch.randn(2, 2), torch.randn(2, 2)
+        layer.weight = Parameter(TwoTensor(*parts), requires_grad=False)  # type: ignore[arg-type]
+        return GPipe(Sequential(layer), [1], devices=["cpu"])
+
+    saved, loaded = make(), make()
+    saves = Saves(tmp_path)
+    saves.save(0, saved, None)
+    with torch.serialization.safe_globals([TwoTensor]):
+        saves.load(loaded, None)
+    weight: Any = loaded[0].weight
+    expected: Any = saved[0].weight
+    assert isinstance(weight.detach(), TwoTensor)
+    assert torch.equal(weight.a, expected.a)
+    assert torch.equal(weight.b, expected.b)

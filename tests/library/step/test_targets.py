@@ -53,11 +53,19 @@ def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
 
 
 def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
-    """Split both tensors of a list, each with two samples. The list itself must not be split."""
+    """Split the tensors in a list, and not the list itself.
+
+    A list of as many tensors as there are samples could be meant in two ways, and is refused.
+    """
     x = torch.arange(2)
-    for other in (x + 2, None, 0.1):
+    for other in (None, 0.1):
         first, last = parted([x, other], [1, 1])
         assert first[0].tolist() == [0] and last[0].tolist() == [1]
+    y = torch.arange(3)
+    first, last = parted([y, y + 3], [2, 1])
+    assert [part.tolist() for part in first + last] == [[0, 1], [3, 4], [2], [5]]
+    with pytest.raises(ValueError, match="can be split in two ways; .* give a tuple"):
+        parted([x, x + 2], [1, 1])
     weights = [0.5, 1.0]  # of classes
     assert parted((x, weights), [1, 1])[1][1] == weights
     names = np.array(["a", "b"])

@@ -143,7 +143,7 @@ def rest(
     context: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Run a layer on all micro-batches except the first one, and return the same layer."""
+    """Run a layer on `REST`, the test's micro-batches except the first one. Return the layer."""
     with context or nullcontext():
         run(layer, [part.to(dtype) for part in REST])
     return layer
@@ -156,15 +156,15 @@ def evaluated(layer: Any) -> Any:
 
 
 def switched_off(layer: Any) -> Any:
-    """Run a batch norm with `track_running_stats` off, and then on, on the same micro-batches."""
+    """Run a batch norm without and then with `track_running_stats`, on the same micro-batches."""
     layer.track_running_stats = False
     rest(layer)
     layer.track_running_stats = True
     return rest(layer)
 
 
-# Each value has a function that runs a layer in an unusual way on all micro-batches but the first,
-# and the tolerance for the comparison of its statistics.
+# Each value has two parts: a function that runs a batch norm in an unusual way on all micro-batches
+# but the first, and the tolerance for the comparison of its running statistics afterwards.
 BETWEEN: dict[str, tuple[Callable[[Any], Any], float]] = {
     "evaluation": (evaluated, 1e-6),
     "tracking switched off": (switched_off, 1e-6),

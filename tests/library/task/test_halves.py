@@ -240,7 +240,10 @@ class Tasks:
             self.each.append((task, tuple(grads)))
 
     def backward(self, *, split: bool, keep: bool = False) -> list[Tensor | None]:
-        """Run the backward of both tasks. Return the gradients of inputs, then of parameters."""
+        """Run the backward of both micro-batches. Return gradients of inputs, then of parameters.
+
+        With `split`, each backward runs in two halves. With `keep`, its graph is kept.
+        """
         kind: Kind = "backward_inputs" if split else "backward"
         found: list[Tensor | None] = []
         for task, grads in self.each:

@@ -54,6 +54,7 @@ PRIVATE = [
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/live.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "plan/count/known.py"),
     ("torch.utils._python_dispatch.TorchDispatchMode", "random/seeded.py"),
+    ("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "state/saved_files.py"),
 ]
 # Attributes of PyTorch's objects that the library uses.
 OF_OBJECTS = [

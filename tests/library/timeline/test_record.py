@@ -1,4 +1,8 @@
-"""Test timelines: their mini-batches, their clocks, their bubbles, and files for Perfetto."""
+"""Test recorded timelines, which say when each task of a pipeline began and ended.
+
+A timeline is divided into mini-batches. It says how long devices waited (the bubble), puts the
+clocks of all ranks together, and can be saved to a file for Perfetto, a viewer of traces.
+"""
 
 import json
 import time

@@ -140,7 +140,7 @@ def test_an_encoder_with_padding() -> None:
 
 
 class Adapted(nn.Module):
-    """A module with an adapter, which `eval()` adds to the weight, and `train()` takes out again."""
+    """A module with an adapter, which `eval()` adds to a weight, and `train()` takes out again."""
 
     def __init__(self) -> None:
         super().__init__()

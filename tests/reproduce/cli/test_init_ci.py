@@ -55,10 +55,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the trial run of benchmark cases by a fake.
+    """Replace the run by which `init-ci` finds out which benchmark cases work.
 
     Returns:
-        A dictionary to which a test adds the names of cases that must not run, and the reasons.
+        A dictionary, which is empty at first. A test adds the names of cases that do not work, each
+        with the reason.
     """
     reasons: dict[str, str] = {}
 

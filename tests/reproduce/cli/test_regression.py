@@ -38,7 +38,7 @@ def made_up(
     lost: str | None = None,
     **unable: list[str],
 ) -> None:
-    """Replace all measurements by fakes: the timing, and the gates (checks that measure no time).
+    """Replace what `regression` measures by fakes: the times, and the gates (checks without times).
 
     Args:
         monkeypatch: The fixture that replaces the functions.

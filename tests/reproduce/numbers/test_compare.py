@@ -125,7 +125,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
-    """Make a record of the rows x, y and z. The arguments are settings of the rows y and z."""
+    """Make a record of three rows (configurations). The arguments are settings of two of them."""
     rows = []
     for name in "yz":
         config = {"row": name, "link": link, "size": size}

@@ -27,10 +27,10 @@ ROW = replace(
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
     """Check how long an emulated copy between devices takes.
 
-    Without published rows, it takes as long as on the given hardware. With published rows, it takes
-    the share of a forward's time that is predicted for the published row of the same name, or else
-    for the first published row. The balance of the published row is not used, because it was made
-    for other devices.
+    Without published configurations, it takes as long as on the given hardware. With them, only the
+    ratio of the copy's time to a forward's time is predicted. This is done for the published
+    configuration of the same name, or else for the first published one. The published balance is
+    not used, because it was made for other devices.
     """
     large, small = replace(ROW, batch_size=8, size=(1, 8)), ROW
     hardware = Link(HARDWARE, None)

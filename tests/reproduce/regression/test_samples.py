@@ -1,7 +1,8 @@
-"""Tests of the samples (times of steps) that `regression` takes, and of its verdicts about them.
+"""Tests of how the command `regression` times two versions of a package, and how it judges them.
 
-Processes are restarted several times, and a significance test compares the restarts. A difference
-counts only if it is significant and large enough.
+A sample is the time of a step. The command restarts the timed processes several times, because the
+speed of a process differs from start to start. One version counts as slower only if the difference
+is large enough, and if a significance test over the restarts rules out chance.
 """
 
 import os

@@ -157,7 +157,7 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
 
 
 def ran(row: Row) -> Executed:
-    """Return made-up times of the tasks of an emulation, which runs only some micro-batches."""
+    """Return made-up times for the tasks that an emulation runs (not those of a whole step)."""
     m = shortened(row).micro_batches or 1
     counts: dict[Kind, int] = {"forward": m, "recompute": recomputed(row, m), "backward": m}
     times = {}
@@ -279,9 +279,9 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
 def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Simulate a step on GPUs in which a single thread of the host issues (submits) all tasks.
+    """Check a simulated step on GPUs, whose tasks are all issued (submitted) by one host thread.
 
-    The time to issue a task is the median of three measured steps. It is measured only for GPUs.
+    For this, an emulation measures how long issuing takes, in three steps, and uses the median.
     """
     row = pipeline(3)
     emulated = emulation(row)

@@ -210,8 +210,8 @@ PAGES: list[tuple[Record, list[str]]] = [
         EMULATED,
         [
             "NOT samples/s (quartiles)",
-            # The last six cells: the measured speed-up; emulated and published samples/s;
-            # the emulated and published speed-up; emulated divided by measured samples/s.
+            # The row ends with the measured speed-up, the emulated and published samples/s, the
+            # emulated and published speed-up, and the ratio of emulated to measured samples/s.
             "| n4m4 | 360 | except_last | 1.00 | 20.0 | 44.5 | 2.00 | 1.67 | 2.00 |",
             "| speed-up measured | samples/s emulated | published | speed-up emulated |",
             "| m | over naive measured | samples/s emulated | over naive emulated (quartiles) |",

@@ -113,10 +113,10 @@ class Predicted:
         self._now: list[int] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch, and predict its first message.
+        """Begin a mini-batch, and predict the description of its first message.
 
-        If there is already a prediction, keep it, as the receiver has already started to receive
-        the predicted message.
+        This is the description of the previous mini-batch's first message. But if a description is
+        predicted already, keep it, because the receiver has started to receive such a message.
         """
         self._before, self._now = self._now, []
         if self.number is None:

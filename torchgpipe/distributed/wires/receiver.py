@@ -45,7 +45,10 @@ class Receiver(End):
         self._large: list[_Posted] = []
 
     def begin(self) -> None:
-        """Begin a mini-batch: predict its first message, and start to receive its large tensors."""
+        """Begin a mini-batch, and start to receive the large tensors of its first message.
+
+        The sizes of the tensors are predicted from the messages of the previous mini-batch.
+        """
         super().begin()
         self._large = self._large or self._posted(self._predicted.large())
 
@@ -88,7 +91,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Learn a new description, which is in the slot (first buffer) or comes separately."""
+        """Read a new description of a message from the slot (first buffer), or receive it after."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]

@@ -130,12 +130,13 @@ class Sender(End):
         """Wait until the other rank has received a message, after sending it if necessary.
 
         Args:
-            leaving: The message in the form in which it is sent over gloo.
+            leaving: The message in the form in which gloo sends it. For example, GPU tensors are
+                replaced by copies in CPU memory.
             works: The running send operations of gloo, or `None` if nothing is sent yet.
             departure: The GPU events to wait for before and after the message is sent.
-            tensors: The tensors that `give` was called with.
-            before: How often each of these tensors had been changed in place when `give` was
-                called (PyTorch's version counters).
+            tensors: The tensors of the message, which `give` was called with.
+            before: PyTorch's version counters of these tensors when `give` was called. A counter
+                increases at each in-place change of the tensor.
 
         Returns:
             An error if one of the tensors was changed in place before it was sent, or `None`.

@@ -47,14 +47,23 @@ def described(value: Any, values: list[Any]) -> Described:
 
 
 def structure_of(told: Described, values: list[Any]) -> Structure:
-    """Return the structure that `described` has described, with these plain values."""
+    """Make a structure from its description `told`, the result of `described`.
+
+    `values` has the plain values, such as numbers, which are not in the description.
+    """
     slots: list[Slot] = []
     value = _undescribed(told, iter(values), slots)
     return Structure(value, Slots(slots))
 
 
 def _undescribed(told: Any, values: Iterator[Any], slots: list[Slot]) -> Any:
-    """Return the described value, and add its slots to `slots`, in their order."""
+    """Make a structure, or a part of it, from its description.
+
+    Args:
+        told: The description, a result of `described`.
+        values: Yields the plain values, such as numbers, which are not in the description.
+        slots: The list to which a new slot (placeholder) is added for each tensor.
+    """
     kind, *parts = told
     if kind == "tensor":
         slots.append(Slot(parts[0]))

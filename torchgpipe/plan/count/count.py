@@ -88,7 +88,7 @@ class Counts:
 
     @functools.cached_property
     def on_one_device(self) -> "Counts":
-        """These counts without the copies of inputs, for partitions that are all on one device."""
+        """The same counts for partitions that are all on one device, so that no input is copied."""
         return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:

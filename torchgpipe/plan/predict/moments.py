@@ -32,7 +32,8 @@ class InFlight(NamedTuple):
 class Traffic(NamedTuple):
     """How many micro-batches have skips, or skips' gradients, on their way between two stages.
 
-    Only skips and gradients that take memory on the device of the stage `source` count.
+    Only those that take memory on the device of the stage `source` count. The other stage is
+    `target`. Some skips go from `source` to `target`, and others from `target` to `source`.
     """
 
     source: int

@@ -202,9 +202,9 @@ class Predictor:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
         recomputed = checkpointed(setup.checkpoint, len(sizes))
         halves = setup.halves
-        # A backward adds its gradients to those of earlier micro-batches, which takes time. Only
-        # the first backward of a step has none to add to, unless `zeroed` is true, so that
-        # gradients stay allocated between steps.
+        # A backward adds its gradients to those of earlier micro-batches, which takes time. The
+        # first backward of a step finds no gradients, and so adds nothing. But if `zeroed` is true,
+        # gradients are set to zero between steps and not freed, so the first backward adds, too.
         backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}

@@ -1,18 +1,19 @@
 """Put stand-ins (detached parameters) into the layers for a while, in place of the parameters.
 
-A task (a micro-batch on a stage) does not compute with the parameters, but with their stand-ins. So
-the stand-ins have to be in the layers while a task runs.
+The stand-ins add up the gradients of all tasks (a task is a micro-batch on a stage), so that a
+parameter gets the sum only once, at the end. So a task must compute with the stand-ins.
 
-What goes wrong without this guard: suppose that the stand-ins were in the layers only during tasks,
-and that a criterion adds a penalty on a weight of the layers. The criterion would find the
-parameter, although the tasks use the stand-in. So the gradient of the penalty would be added to the
-parameter separately, in the middle of a step.
+What goes wrong without this guard: the layers would compute with the parameters themselves. Each
+task would then add its own gradient to a parameter, in the middle of a step.
 
-Therefore, worker threads and ranks put the stand-ins into the layers for a whole run: all forwards,
-all backwards, or a whole step. Then the layers, the criterion and a penalty over
-`model.parameters()` all read the same stand-ins. The graph engine puts the stand-ins into the
-layers only while a task runs. It does not learn when a backward has failed, so after a failure it
-could not remove stand-ins that stay longer.
+How long the stand-ins stay in the layers depends on the engine:
+
+- Worker threads and ranks put them in for a whole run: all forwards, all backwards, or a whole
+  step. The method `step` also calls the criterion, which may add a penalty on a weight of the
+  layers. The criterion then finds the same stand-in as the tasks, which adds up the penalty's
+  gradient, too.
+- The graph engine puts them in only while a task runs. It does not learn when a backward has
+  failed, so after a failure it could not remove stand-ins that stay longer.
 
 What it costs: with the graph engine, each forward, recomputation and backward of a task assigns two
 values for each module that has parameters. Workers and ranks do so once in a run.

@@ -117,7 +117,10 @@ class AmbientModes(Guard):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within this context, set all of the caller's modes in a worker thread."""
+        """Return a context in which a worker thread has the modes of the caller's thread.
+
+        Modes are settings that PyTorch has for each thread, such as autocast and grad mode.
+        """
         phase = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         inference = torch.inference_mode(self._inference)
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():

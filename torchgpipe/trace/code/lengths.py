@@ -294,7 +294,8 @@ def shape_at(
     Args:
         shape: The shape of the input in the sample.
         batched: Whether dimension 0 of the input is the batch.
-        places: Which dimensions have a length that may change, and the index of it in `sizes`.
+        places: A dictionary from each dimension whose length may change to the index of this length
+            in `sizes`.
         sizes: The batch size, and then the lengths that may change.
     """
     found = list(shape)
@@ -310,8 +311,9 @@ def with_lengths(x: Tensor, places: Places, sizes: Sequence[int]) -> Tensor:
 
     Args:
         x: The input.
-        places: Which dimensions have a length that may change, and the index of it in `sizes`.
-        sizes: The batch size, which this function ignores, and then the lengths.
+        places: A dictionary from each dimension whose length may change to the index of its new
+            length in `sizes`.
+        sizes: The batch size, which this function ignores, and then the new lengths.
     """
     for dimension, k in places.items():
         chosen = torch.arange(sizes[k], device=x.device) % x.shape[dimension]

@@ -72,10 +72,10 @@ def in_float64() -> Iterator[None]:
 
 
 def meet(_: Any, x: Tensor) -> Tensor:
-    """Return tanh times the number of bits of the default dtype.
+    """Return tanh of the input, times the number of bits of the default dtype.
 
-    So the result shows which modes were active: one mode changes tanh, and another changes the
-    default dtype.
+    The result shows which modes of the test were active in this forward: one of them changes tanh,
+    and another changes the default dtype.
     """
     bits = torch.finfo(torch.get_default_dtype()).bits
     return x.tanh() * bits

@@ -74,10 +74,11 @@ def summed() -> nn.Module:
 
 
 def at_the_start(run: Any, x: Tensor) -> list[Tensor]:
-    """Run a step with a first layer that works in place. Return the input, which must not change.
+    """Run a step of a model whose first layer is a ReLU that works in place. Return the input.
 
-    Without a pipeline, an ordinary ReLU replaces the first layer. There, micro-batches are views of
-    one tensor, and PyTorch raises an error if such a view is changed in place.
+    A pipeline must leave the caller's input unchanged. To get the expected results without a
+    pipeline, an ordinary ReLU replaces the first layer. A ReLU in place would raise an error there:
+    the micro-batches are views of the input, and PyTorch forbids changing such views in place.
     """
     if isinstance(run, Plain):
         run[0] = nn.ReLU()

@@ -43,7 +43,7 @@ def nested(y: Tensor) -> Any:
 
 
 def with_state(y: Tensor) -> Any:
-    """Return a dictionary of `y` and a state whose batch is in dimension 1, as that of an LSTM."""
+    """Return a dictionary of `y` and a tensor with the batch in dimension 1, as an LSTM's state."""
     return {"y": y, "state": y[None]}
 
 

@@ -26,10 +26,10 @@ def first() -> nn.Module:
 
 
 def of(*layers: Any) -> Any:
-    """Return a function that builds a model with one layer for each of the given functions.
+    """Return a function that builds a model with one layer for each argument.
 
-    Each function is the forward of its layer, except for `linear` and `first`, which are functions
-    that build a layer.
+    An argument is a function that the layer calls in its forward, such as `product`. The only
+    exceptions are `linear` and `first`, which are functions that build the layer.
     """
     factories = []
     for given in layers:

@@ -135,7 +135,7 @@ ROWS += [
     Training(
         "is told to every rank",
         FAILURES,
-        "The log of each rank must say what went wrong.",
+        "If an error is raised on one rank, the errors on all other ranks must say what it was.",
         partial(raising_in, "forward"),
         (2, 3),
         action=told,
