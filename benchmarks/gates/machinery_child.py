@@ -140,9 +140,9 @@ def prepare(steps: int, *fields: Any) -> Callable[[], list[tuple[float, float]]]
 
 
 def measure(steps: int, way: Way) -> list[tuple[float, float]]:
-    """Return the seconds per task of forward and of backward, for each of `steps` steps.
+    """Run three warm-up steps, and then time `steps` steps.
 
-    Three warm-up steps run first.
+    Return, for each timed step, the seconds of forward and of backward per task.
     """
     subject = Subject(way)
     tasks = way.n * way.m

@@ -188,9 +188,9 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return the first cause of a failed check, or `None` if no rank failed.
+    """Return why a check failed: the outcome of the rank that failed first, or `None` if none did.
 
-    A rank's error that only says that another rank has failed is not the cause.
+    An error that only says that another rank has failed does not count as the reason.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:

@@ -1,7 +1,7 @@
 """Test for memory leaks: what a pipeline keeps between forward and backward, and after a step.
 
 After a step, and after it is deleted, a pipeline must keep nothing alive. Peaks within a step are
-tested in plan/test_memory.py, and memory after a failure in tests/failures.
+tested in plan/predict/test_memory.py, and memory after a failure in tests/failures.
 """
 
 import gc

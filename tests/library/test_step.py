@@ -162,9 +162,9 @@ def step_in_anomaly_mode() -> None:
 
 
 def test_steps_in_anomaly_mode_end() -> None:
-    """Run steps in another process, and stop this process if it hangs.
+    """Run steps in anomaly mode in a child process, and kill the child process if it hangs.
 
-    Two threads that deadlock would make the whole process hang, so that it could not report this.
+    In the test's own process, a deadlock of two threads would prevent the test from failing.
     """
     process = forking().Process(target=step_in_anomaly_mode)
     process.start()

@@ -224,7 +224,7 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
         return False
     tensors = [x for x in target if isinstance(x, Tensor)]
     by_entry = not tensors or any(not x.dim() or len(x) != samples for x in tensors)
-    if not by_entry and isinstance(target, list):
+    if not by_entry and isinstance(target, list) and len(tensors) == samples:
         raise ValueError(
             f"the target is a list of {samples} tensors, each with {samples} entries, for "
             f"{samples} samples, so it can be split in two ways; if each tensor has an entry for "

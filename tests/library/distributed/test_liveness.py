@@ -99,11 +99,11 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return checks that follow each other by one second, while the rank runs the same task.
+    """Return made-up checks of how busy a process is, one in each second of the same task.
 
     Args:
         cpu: The CPU seconds that the process uses between two checks.
-        idle: The idle seconds that each check must return.
+        idle: For each check, the idle seconds that it must return.
     """
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 

@@ -284,7 +284,7 @@ def test_a_step_keeps_the_micro_batches_that_its_schedule_has_in_flight(name: st
 
     @contextmanager
     def look(task: Task) -> Iterator[None]:
-        """Record each device's live bytes before the first task, and their peak after forwards."""
+        """Record each device's live bytes before the first task, and the most after any forward."""
         if not before:
             before.extend(live.live)
         yield
