@@ -79,7 +79,7 @@ class Neighbours(Links):
         """Drop what the partition sends."""
 
     def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        """Keep a skip in memory for as many tasks as in a whole pipeline. Drop a skip's gradient."""
+        """Keep a skip in memory for as many tasks as in a real pipeline; drop a skip's gradient."""
         if action.kind == "forward":
             tasks = crossing.target - crossing.source
             self._away.setdefault(crossing, deque(maxlen=tasks)).append(skip)
