@@ -335,7 +335,7 @@ def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
     def make() -> GPipe:
         layer = Linear(2, 2)
         parts = torch.randn(2, 2), torch.randn(2, 2)
-        layer.weight = Parameter(TwoTensor(*parts), requires_grad=False)  # type: ignore[arg-type]
+        layer.weight = Parameter(TwoTensor(*parts), requires_grad=False)
         return GPipe(Sequential(layer), [1], devices=["cpu"])
 
     saved, loaded = make(), make()
