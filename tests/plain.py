@@ -95,7 +95,7 @@ class Plain(nn.Sequential):
 
     def split(self, value: Tensors) -> list[Any]:
         if isinstance(value, Tensor):
-            size = -(-len(value) // self.chunks)  # rounded up
+            size = -(-value.shape[0] // self.chunks)  # rounded up
             return list(value.split(max(1, size)))
         columns = map(self.split, value)
         return list(zip(*columns, strict=True))

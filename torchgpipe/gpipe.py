@@ -13,7 +13,7 @@ from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, WorkersEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import divided, joined, the_input
+from torchgpipe.layers.batches import check_sizes, divided, joined, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -249,7 +249,10 @@ class GPipe(Partitioned):
         self._check()
         if not self._stages:
             return [], None
-        return divided(input, self.chunks, self._stages[0], self._signature)
+        micro_batches, copied = divided(input, self.chunks, self._stages[0], self._signature)
+        if self._signature is not None and self._engine is self._steps:
+            check_sizes(micro_batches, self._stages[0].partition)
+        return micro_batches, copied
 
     def loss(
         self, criterion: Callable[[Any, Any], torch.Tensor], input: Any, target: Any

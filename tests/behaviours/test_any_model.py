@@ -78,6 +78,7 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
 
 
 @pytest.mark.quick(8)
+@pytest.mark.filterwarnings("ignore:.* makes other calls when it is not in training")
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
     """Run layers with other batch sizes than that of the sample with which the module was traced.

@@ -1,12 +1,12 @@
 """Divide a mini-batch into micro-batches, and concatenate the outputs of micro-batches."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
 from torchgpipe.task.guards.memory import begins_in_place
@@ -23,6 +23,7 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
+from torchgpipe.trace.other_sizes import OtherSizes
 from torchgpipe.trace.parts import Structure, same
 from torchgpipe.trace.signature import Signature
 
@@ -65,6 +66,23 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
         # them.
         micro_batches = [mapped(torch.clone, x) for x in micro_batches]
     return micro_batches, copied
+
+
+def check_sizes(micro_batches: Sequence[TensorOrTensors], partition: nn.Module) -> None:
+    """Let a traced module check the sizes of all micro-batches, before a worker thread runs them.
+
+    For a new size, the module is recorded. This replaces functions of PyTorch in the whole process,
+    so `torch.compile` must not compile a layer in another thread meanwhile.
+
+    Args:
+        micro_batches: The micro-batches.
+        partition: The layers of the first partition.
+    """
+    first: Any = next(partition.children(), None)
+    sizes = getattr(first, "sizes", None)
+    if isinstance(sizes, OtherSizes):
+        for micro_batch in micro_batches:
+            sizes(tensors_of(micro_batch), first.training)
 
 
 def record_copies(input: Input, device: torch.device) -> torch.Event | None:

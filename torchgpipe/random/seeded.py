@@ -120,7 +120,11 @@ class PrivateGenerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers run in this context; they then use the private generator, too."""
+        """Tell PyTorch that compiled layers may run while this dispatch mode is active.
+
+        Without this method, PyTorch would refuse them. With it, they draw their random numbers from
+        the private generator, as other layers do.
+        """
         return True
 
     @staticmethod

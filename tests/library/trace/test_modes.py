@@ -122,6 +122,7 @@ def test_other_calls_in_the_other_mode(training: bool) -> None:
         model(X)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_with_padding() -> None:
     module = Classifier()
     tokens = torch.arange(24).remainder(11).view(4, 6)

@@ -21,7 +21,11 @@ def two_steps(row: Row) -> list[float]:
 
 
 def made(state: str) -> Record:
-    """Make a record in which measured results have one step, and emulated results have two."""
+    """Make a record of a run in a given state, such as "interrupted".
+
+    Measured rows were timed for one training step, and emulated rows for two steps. So the tests
+    can see that both numbers are shown.
+    """
     measured = ran("amoebanet-speed", "paper", one_step)
     emulated = ran("amoebanet-speed", "paper", two_steps, emulated=True)
     return record(*measured, *emulated, state=state)

@@ -238,14 +238,14 @@ class _Device:
         computes the gradient.
 
         Args:
-            skips: The traffic (skips and gradients on their way) for each pair of stages. Only the
-                fields `source` and `target` are used, which are the same at any moment.
+            skips: For each pair of stages, how many micro-batches have a skip or a gradient on its
+                way between them. Only the fields `source` and `target` are used here.
             routes: For each pair of stages, the bytes of all skips, and of their gradients.
 
         Returns:
-            A tuple for each entry of `skips` that takes memory on this device. The first item is
-            the entry's index. The other three are the bytes for each of the micro-batches that the
-            entry counts as `away`, `early` and `waiting`.
+            A tuple for each entry of `skips` that takes memory on this object's device. The first
+            item is the entry's index. The other three are bytes for one micro-batch: one whose skip
+            has left, one whose gradient has come early, and one that waits (see `Traffic`).
         """
         found = []
         for index, traffic in enumerate(skips):
