@@ -4,6 +4,8 @@ The argument says which dimensions may have another length in each call. Whether
 the same as the module for each length is tested in tests/behaviours/test_any_model.py.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.testing import assert_close
 
 from torchgpipe import GPipe, MicroBatches, sequential
 from torchgpipe.trace import Untraceable
+from torchgpipe.trace.other_sizes import OtherSizes
 
 from .texts import GPT, SHAPES, WIDTH, Long, generated, text
 
@@ -300,3 +303,31 @@ def test_a_misspelt_name_in_a_dictionary_is_refused() -> None:
     shapes = {"pair": {"X": {1: S}}, "places": {0: S}}
     with pytest.raises(ValueError, match=r"names \['X'\] in pair, but the sample has \['x', 'y'\]"):
         sequential(Joined(), joined(3, 4, 8), dynamic_shapes=shapes)
+
+
+def test_new_lengths_are_checked_before_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record all new lengths of a mini-batch before its first task starts.
+
+    A recording replaces functions of PyTorch in the whole process. If a worker thread compiled a
+    layer at the same time, `torch.compile` would fail.
+    """
+    layers = sequential(GPT(), text(2, 6), dynamic_shapes=SHAPES)
+    model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2)
+    begun: list[object] = []
+    seen: list[int] = []
+    check = OtherSizes._check
+
+    def check_noted(*args: Any) -> None:
+        seen.append(len(begun))
+        check(*args)
+
+    @contextmanager
+    def observe(task: object) -> Iterator[None]:
+        begun.append(task)
+        yield
+
+    monkeypatch.setattr(OtherSizes, "_check", check_noted)
+    model.observer = observe
+    model(MicroBatches([text(2, 5), text(2, 9), text(3, 7)]))
+    assert seen == [0, 0, 0]
+    assert begun
