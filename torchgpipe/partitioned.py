@@ -19,8 +19,10 @@ from torchgpipe.layers.checks import (
     REPLACED,
     check_module,
     check_settings,
+    check_still_shared,
     shared_buffers,
     shared_parameters,
+    shared_within,
     unchanged,
 )
 from torchgpipe.layers.compiled import CompilesLayers
@@ -110,6 +112,7 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
             self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         keep_names(self)
         place(partitions, devices, init)
+        self._shared = shared_within(own)
         self.__dict__["_partitions"] = nn.ModuleList(own)
         for partition in own:
             self._modules.update(partition._modules)
@@ -272,6 +275,8 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
         layers = dict(chain.from_iterable(each._modules.items() for each in partitions))
         if self._modules != layers or partitions != [*self._partitions]:
             raise RuntimeError(REPLACED)
+        for uses in self._shared:
+            check_still_shared(uses)
         self._look()
         check_apart([stage.generators for stage in self._stages])
 

@@ -28,6 +28,7 @@ from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.wires.receiver import Receiver
 from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.engine.program import BatchIO
+from torchgpipe.layers.checks import NOT_SHARDED
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
@@ -80,7 +81,7 @@ class TiedParameter(NamedTuple):
             raise TypeError(
                 f"the copies {self} are one parameter, and it is a DTensor (made by fully_shard or "
                 "parallelize_module), whose gradients a pipeline cannot add up over its ranks; "
-                "do not shard these layers, or give each layer a parameter of its own"
+                f"do not shard these layers; for replicas, {NOT_SHARDED}"
             )
         return p
 

@@ -16,9 +16,15 @@ from torchgpipe.trace.layer import Layers
 
 AVERAGED = (
     "a partition runs once for each micro-batch; DistributedDataParallel or replicate of it, or of "
-    "its layers, would not average gradients once; use it on the whole pipeline, or use "
-    "fully_shard on partitions"
+    "its layers, would not average gradients once; use replicate(model, device_mesh=...) on the "
+    "whole pipeline, or, if no two partitions share a weight, fully_shard on partitions"
 )
+
+NOT_SHARDED = (
+    "use replicate(model, device_mesh=...) on the whole pipeline; or use fully_shard only on "
+    "layers without this weight, and average all other gradients over the replicas after each step"
+)
+"""How to train replicas of a pipeline whose partitions share a weight."""
 
 MISSED_STEPS = (
     "DistributedDataParallel around a pipeline does not see step(), so gradients would differ "
@@ -129,6 +135,41 @@ def shared_parameters(partitions: Iterable[nn.Module]) -> set[Tensor]:
     for partition in partitions:
         times.update(partition.parameters())
     return {p for p, count in times.items() if count > 1}
+
+
+Uses = dict[str, tuple[nn.Module, str]]
+"""The names of one parameter: each maps to a module that has it, and to its name in the module."""
+
+
+def shared_within(partitions: Iterable[nn.Module]) -> list[Uses]:
+    """Return the names of each parameter that has several, in all `partitions` together."""
+    found: dict[nn.Parameter, Uses] = {}
+    for partition in partitions:
+        for path, module in partition.named_modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    found.setdefault(p, {})[f"{path}.{name}"] = module, name
+    return [uses for uses in found.values() if len(uses) > 1]
+
+
+def check_still_shared(uses: Uses) -> None:
+    """Check that sharding has not made several parameters of one.
+
+    Args:
+        uses: The names that the parameter had when the pipeline was made.
+
+    Raises:
+        TypeError: If the names are now those of several parameters, and one is a `DTensor`.
+    """
+    found = {module._parameters.get(name) for module, name in uses.values()}
+    # While another thread runs the layers, they have plain tensors in place of parameters.
+    apart = len(found) > 1 and all(isinstance(p, nn.Parameter) for p in found)
+    if apart and any(hasattr(p, "device_mesh") for p in found):
+        raise TypeError(
+            f"{' and '.join(map(repr, uses))} were one parameter when the pipeline was made, but "
+            "fully_shard or parallelize_module has made several parameters of it, which would "
+            f"train apart; do not shard these layers; for replicas, {NOT_SHARDED}"
+        )
 
 
 def shared_buffers(

@@ -12,12 +12,15 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.works_with import WithLoss
-from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed import DistributedGPipe, RankFailed
 
 from .test_calls import TARGET, WORLD, X, gradients, linears, loss_of, small
+from .test_tied import gpt, words
 from .training import assert_same
 
 pytestmark = pytest.mark.ranks(WORLD)
@@ -46,7 +49,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
         (put_into_a_layer, "runs once for each micro-batch"),
         (
             lambda model: replicate(model.partition, process_group=own),
-            "not average gradients once",
+            r"not average gradients once; use replicate\(model, .* no two partitions share",
         ),
         (replace_the_partition, "was replaced after"),
         (shard_all, r"shard the partition instead: fully_shard\(model.partition"),
@@ -91,3 +94,66 @@ def test_a_step_that_replicas_do_not_see_is_refused_while_they_are_to_average_gr
         del replicas
         gc.collect()
         model.step(*given)
+
+
+def of_tied(schedule: str) -> tuple[DistributedGPipe, Any]:
+    """Return a replica of a pipeline whose first and last layer share a weight, and its mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    balance = [1, 1, 1, 1] if schedule == "ZBVZeroBubble" else [2, 2]
+    model = DistributedGPipe(gpt(), balance, mesh=mesh["pp"], chunks=2, schedule=schedule)
+    return model, mesh["dp"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("way", ["replicate", "fully_shard"])
+def test_replicas_with_a_tied_weight(way: str, schedule: str) -> None:
+    """Train replicas in each of the two ways that error messages and docs name."""
+    plain, (model, mesh) = gpt(), of_tied(schedule)
+    if way == "replicate":
+        replicate(model, device_mesh=mesh)
+    for layer in model.children():
+        if way == "fully_shard" and isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    for seed in range(3):
+        x, target = words(seed)
+        cross_entropy(plain(x), target).backward()
+        part = slice(mesh.get_local_rank(), None, 2)
+        model.step(cross_entropy, x[part], target[part])
+        for p in model.parameters() if way == "fully_shard" else ():
+            if not isinstance(p, DTensor):
+                assert p.grad is not None
+                dist.all_reduce(p.grad, group=mesh.get_group())
+                p.grad /= mesh.size()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = plain.state_dict()
+    for name, found in model.state_dict().items():
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(whole, expected[name])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("partitions", [[0, 1], [0]])
+def test_sharding_that_makes_two_parameters_of_one_is_refused(partitions: list[int]) -> None:
+    model, mesh = of_tied("ZBVZeroBubble")
+    for j in partitions:
+        fully_shard(model.partitions[j], mesh=mesh)
+    message = "'0.weight' and '3.weight' were one parameter .* use replicate.model, device_mesh"
+    with pytest.raises((TypeError, RankFailed), match=message):
+        model.step(cross_entropy, *words())
+
+
+@pytest.mark.ranks(4)
+def test_layers_within_a_partition_share_a_weight_that_is_sharded() -> None:
+    """Check that sharding of a whole partition is not refused, as it keeps a weight shared."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model = DistributedGPipe(nn.Sequential(first, last, nn.Tanh()), [2, 1], mesh=mesh["pp"])
+    fully_shard(model.partition, mesh=mesh["dp"])
+    for _ in range(2):
+        model.step(nn.functional.mse_loss, X, X)
