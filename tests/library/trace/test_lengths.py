@@ -329,5 +329,5 @@ def test_new_lengths_are_checked_before_workers_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(OtherSizes, "_check", check_noted)
     model.observer = observe
     model.evaluate(lambda y, _: y.mean(), MicroBatches([text(2, 5), text(2, 9), text(3, 7)]))
-    assert seen == [0, 0, 0]
+    assert seen and not any(seen)
     assert begun
