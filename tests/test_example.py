@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -82,6 +83,29 @@ def test_the_example(model: str) -> None:
         assert other == pytest.approx(one, rel=1e-4)
 
 
+BEFORE_THE_RANKS = """
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torchgpipe import sequential
+from torchgpipe.balance import balance_by_size
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.saves import Saves
+top = Path({folder!r})
+folder, states, trained = top / "pretrained", top / "states", top / "trained"
+"""
+STARTED = "dist.init_process_group('gloo')\n"
+AFTER_THE_RANKS = """
+x = torch.arange(128).view(8, 16) % 64
+def criterion(output, labels):
+    return module.loss_function(output["logits"], labels, module.config.vocab_size)
+loss = model.step(criterion, {"input_ids": x}, x)
+print(f"loss: {loss.item()}\\non meta: {any(p.is_meta for p in module.parameters())}")
+Saves(states).save(0, model, None)
+dist.destroy_process_group()
+"""
+
+
 def code_of(page: Path) -> list[str]:
     """Return the texts of all Python code blocks of a Markdown page."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -121,6 +145,35 @@ def test_the_readme_trains_the_same_model_in_one_process_and_in_two(tmp_path: Pa
     for step, loss in enumerate(expected):
         found = re.findall(rf"step {step}: loss (\d+\.\d+)", printed)
         assert [float(each) for each in found] == pytest.approx([float(loss)] * 2, rel=1e-3)
+
+
+def test_a_pretrained_model_is_filled_from_its_files(tmp_path: Path) -> None:
+    """Check the code of the docs that fills a model of Hugging Face from files, and saves it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True
+    )
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path / "pretrained", max_shard_size="20KB")
+    x = torch.arange(128).view(8, 16) % 64
+    expected = plain(input_ids=x, labels=x).loss.item()
+    pretrained = [c for c in code_of(ROOT / "docs/processes.md") if "AutoModelForCausalLM" in c]
+    ranks, alone = [code.replace('"states"', "states") for code in pretrained]
+    begin = BEFORE_THE_RANKS.format(folder=str(tmp_path))
+
+    printed = printed_by(f"{begin}{STARTED}{ranks}{AFTER_THE_RANKS}", tmp_path, *TWO)
+    losses = [float(loss) for loss in re.findall(r": (\d+\.\d+)", printed)]
+    assert losses == pytest.approx([expected] * 2, rel=1e-5)
+    assert "on meta: True" in printed
+
+    alone = alone.replace('"trained"', "trained")
+    change = "module.requires_grad_(False).lm_head.weight.zero_()\nSaves"
+    imports = "from transformers import AutoModelForCausalLM\n"
+    printed_by(begin + imports + alone.replace("Saves", change, 1), tmp_path)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    for name, parameter in plain.state_dict().items():
+        assert torch.equal(trained.state_dict()[name], parameter)
 
 
 def test_the_readme_compares_two_versions_of_a_package(tmp_path: Path) -> None:

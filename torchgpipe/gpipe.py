@@ -94,7 +94,8 @@ class GPipe(Partitioned):
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
             list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer occurs
-            twice; or a layer is on `meta` and there is no `init`.
+            twice; or a layer is on `meta`, and there is no `init`, or it leaves out a buffer that
+            is not persistent.
         IndexError: There are fewer devices than the partitions need.
     """
 

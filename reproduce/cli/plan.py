@@ -31,7 +31,6 @@ from reproduce.machine.devices import Devices, find_devices
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
 HEADROOM = 0.15  # the default of the planner
-IN_FLOAT32 = "the largest model is found for training in float32; leave it out"
 GROWS = ("depth", "width")  # the sizes of a model of the papers, in their order
 
 PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
@@ -190,6 +189,18 @@ class Options:
     """Whether the hardware is the default, because none was given."""
 
     @property
+    def schedules(self) -> list[str]:
+        """The names of the schedules to choose from."""
+        return (self.orders or "GPipe").split(",")
+
+    @property
+    def autocast_dtype(self) -> Any:
+        """The dtype of autocast, or `None` without autocast."""
+        import torch
+
+        return None if self.autocast is None else getattr(torch, self.autocast)
+
+    @property
     def note(self) -> str:
         """The text that tells the user which hardware is assumed; empty if hardware was given."""
         if not self.by_default:
@@ -238,18 +249,10 @@ def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tup
             "the largest model is a question of memory alone, nothing is timed for it: name a "
             "description",
         )
-    if asked.orders:
-        yield "--schedules", "the largest model is found for GPipe; leave it out"
-    if asked.autocast:
-        yield "--autocast", IN_FLOAT32
-    if asked.master_weights:
-        yield "--master-weights", IN_FLOAT32
 
 
 def show_best(asked: Options) -> None:
     """Find the best setup, and print it."""
-    import torch
-
     from reproduce.predict.asked import find_given
     from reproduce.tables.output import of_plan, written
     from torchgpipe.plan import plan as make_plan
@@ -276,8 +279,8 @@ def show_best(asked: Options) -> None:
             headroom=asked.headroom,
             hardware=asked.hardware or HERE,
             optimizer=optimizer,
-            schedules=(asked.orders or "GPipe").split(","),
-            autocast=None if asked.autocast is None else getattr(torch, asked.autocast),
+            schedules=asked.schedules,
+            autocast=asked.autocast_dtype,
             master_weights=asked.master_weights,
             progress=progress,
         )
@@ -309,6 +312,7 @@ def show_largest(asked: Options) -> None:
     from reproduce.tables.layout import bullets
     from reproduce.tables.output import of_largest, written
     from torchgpipe.plan.hardware.amount import parse_amount
+    from torchgpipe.schedules import make
 
     hardware = asked.hardware
     assert hardware is not None and asked.grows is not None
@@ -328,9 +332,13 @@ def show_largest(asked: Options) -> None:
         hardware.room(memory, asked.headroom),
         asked.optimizer or given.optimizer,
         hardware,
+        [make(name, 1, 1).name for name in asked.schedules],
+        asked.autocast_dtype,
+        asked.master_weights,
     )
-    found = find_largest(question, axis, partial(click.echo, err=True))
-    title = title_of(question)
+    with precision(asked.fp32_precision, asked.autocast):
+        title = title_of(question)
+        found = find_largest(question, axis, partial(click.echo, err=True))
     lines = list(lines_of(question, axis, found))
     text = f"{headed(title, asked.note)}{bullets(lines)}\n"
     markdown = f"{headed(title, asked.note, wrap=False)}{bullets(lines, wrap=False)}\n"

@@ -54,10 +54,13 @@ class Paper(NamedTuple):
         """The model in all its sizes."""
         model = models.MODELS[self.name]
 
+        def build(sizes: Sizes) -> nn.Module:
+            return _of_paper(self, sizes).on_meta()[0]
+
         def counts(sizes: Sizes) -> Counts:
             return counted(models.SizedModel(self.name, sizes, model.input_shape))
 
-        return Family(self.name, model.sizes, self.sizes, self.steps, self.most, counts)
+        return Family(self.name, model.sizes, self.sizes, self.steps, self.most, build, counts)
 
 
 PAPERS = {  # by the name on the command line
@@ -80,14 +83,19 @@ class Given:
     batch_size: int = 128
     optimizer: str = "sgd"
 
+    def on_meta(self) -> tuple[nn.Module, Any]:
+        """Return the model on `meta`, without data for its parameters, and the example input."""
+        with torch.device("meta"):
+            return self.build()
+
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
         """Return the model as a sequence of layers, and an input with `samples` samples.
 
         The model is on the device `meta`, without data for its parameters, and the input is on
         `device`. Raise `ValueError` if the model cannot be split into layers.
         """
+        module, sample = self.on_meta()
         with torch.device("meta"):
-            module, sample = self.build()
             if not isinstance(module, nn.Sequential):
                 module = torchgpipe.sequential(module, sample)
 
@@ -163,13 +171,18 @@ def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
             f"default, such as def {what}({grows}=2); arguments with such a default: {known}"
         )
 
+    def given_size(sizes: Sizes) -> Given:
+        return Given(name, lambda: _returned(name, function(**{grows: sizes[0]}), shape))
+
+    def build(sizes: Sizes) -> nn.Module:
+        return given_size(sizes).on_meta()[0]
+
     @functools.cache
     def counts(sizes: Sizes) -> Counts:
-        made = Given(name, lambda: _returned(name, function(**{grows: sizes[0]}), shape))
-        module, sample = made.built(1, torch.device("meta"))
+        module, sample = given_size(sizes).built(1, torch.device("meta"))
         return count(module, flat(module, sample), alike=ALIKE)
 
-    return Family(name, (grows,), (start,), (1,), (MOST,), counts, MOST_LAYERS)
+    return Family(name, (grows,), (start,), (1,), (MOST,), build, counts, MOST_LAYERS)
 
 
 def _of_paper(paper: Paper, sizes: Sizes) -> Given:

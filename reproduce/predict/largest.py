@@ -5,10 +5,14 @@ Two such models are found, as in the papers: one for naive model parallelism, on
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from reproduce.models.built import titled
 from torchgpipe.caught import how_many
@@ -16,9 +20,11 @@ from torchgpipe.plan import Hardware, Impossible
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.amount import amount
+from torchgpipe.plan.precision import check_precision, precision_of
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.search import Aim, search
 from torchgpipe.plan.search.trial import Choices
+from torchgpipe.schedules import make
 
 Sizes = tuple[int, ...]
 
@@ -32,6 +38,7 @@ class Family(NamedTuple):
         sizes: The sizes with which the search starts.
         steps: For each size, a number of which the size must be a multiple.
         most: For each size, the largest value that is tried.
+        build: A function that gets sizes, and builds the model with these sizes on `meta`.
         counts: A function that gets sizes, and counts the operations and bytes of the layers of the
             model with these sizes.
         most_layers: A number of layers. As soon as a model with so many layers fits, the search
@@ -43,13 +50,17 @@ class Family(NamedTuple):
     sizes: Sizes
     steps: Sizes
     most: Sizes
+    build: Callable[[Sizes], nn.Module]
     counts: Callable[[Sizes], Counts]
     most_layers: float = inf
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The model, training options and devices for which the largest sizes are searched."""
+    """The model, training options and devices for which the largest sizes are searched.
+
+    The search runs where autocast is enabled for `autocast`, so that it is in the counts.
+    """
 
     family: Family
     sizes: Sizes
@@ -58,6 +69,9 @@ class Asked:
     memory: float  # the bytes that each device has for tensors
     optimizer: str
     hardware: Hardware
+    schedules: Sequence[str] = ("GPipe",)  # the pipeline may have any of these
+    autocast: torch.dtype | None = None
+    master_weights: bool = False
 
 
 def largest(
@@ -136,20 +150,28 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
         sizes, beyond = largest(asked, axis, fit, layers)
         parameters = 0
         if sizes is not None:
-            counts = asked.family.counts(sizes)
-            parameter_bytes = sum(layer.parameters for layer in counts.once)
-            parameters = round(parameter_bytes / 4)
+            parameters = sum(p.numel() for p in asked.family.build(sizes).parameters())
         made.append(Largest(how, sizes, beyond, parameters))
         tell(f"  {line_of(asked, made[-1])}")
     return made
 
 
 def title_of(asked: Asked) -> str:
-    """Return a title with the model, the devices and the training options of the search."""
+    """Return a title with the model, the devices and the training options of the search.
+
+    Raise `ValueError` if the precision does not fit the model.
+    """
+    family, master_weights = asked.family, asked.master_weights
+    module = family.build(asked.sizes)
+    check_precision(module, asked.autocast, master_weights=master_weights)
+    counts = family.counts(asked.sizes)
+    precision = precision_of(
+        counts, asked.hardware, asked.autocast, master_weights=asked.master_weights
+    )
     return (
         f"largest {asked.family.name} on {how_many(asked.devices, 'device')} of "
         f"{asked.hardware.name} with {amount(asked.memory)} for tensors, batch size "
-        f"{asked.batch_size}, {asked.optimizer}, float32"
+        f"{asked.batch_size}, {asked.optimizer}, {precision}, {' or '.join(asked.schedules)}"
     )
 
 
@@ -176,6 +198,12 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
         f"only {asked.family.names[axis]} grows. naive: one micro-batch, nothing "
         "recomputed; pipelined: micro-batches of one, all but the last recomputed"
     )
+    pipelined = found[-1]
+    if pipelined.sizes is None and set(asked.schedules) == {"GPipe"}:
+        yield (
+            "GPipe keeps what all micro-batches need for their backward; 1F1B keeps less: try "
+            "--schedules 1F1B"
+        )
     yield "predicted bytes allocated to tensors, not measured"
 
 
@@ -187,13 +215,19 @@ def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) ->
     tell(f"  {how}: trying {titled(asked.family.name, sizes)}")
     counts = asked.family.counts(sizes)
     predictor = Predictor(counts, asked.hardware)
-    optimizer = optimizer_named(asked.optimizer, foreach=not asked.hardware.cpu)
-    choices = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
+    optimizer = optimizer_named(
+        asked.optimizer, foreach=not asked.hardware.cpu, master_weights=asked.master_weights
+    )
     if how == "naive":
-        choices = Choices(asked.batch_size, optimizer, [1], ["never"])
-    partitions = [min(asked.devices, len(counts))]
-    try:
-        search(predictor, choices, partitions, Aim(asked.memory, close=inf))
-    except Impossible:
-        return False
-    return True
+        each = [Choices(asked.batch_size, optimizer, [1], ["never"])]
+    else:
+        some = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
+        each = [some._replace(schedules=[schedule]) for schedule in asked.schedules]
+    for choices in each:
+        (schedule,) = choices.schedules
+        stages = len(make(schedule, 1, 1).placement)  # on each device
+        devices = max(1, min(asked.devices, len(counts) // stages))
+        with suppress(Impossible):
+            search(predictor, choices, [devices], Aim(asked.memory, close=inf))
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
+from math import nan
 from numbers import Integral
 
 import torch
@@ -88,7 +89,8 @@ def place(
             values of the layer's parameters and buffers. With `None`, the layers keep their values.
 
     Raises:
-        ValueError: If a layer is on device `meta`, and `init` is `None`.
+        ValueError: If a layer is on device `meta`, and `init` is `None`, or does not fill a buffer
+            that is in no state.
     """
     held = []
     first = 0
@@ -107,6 +109,7 @@ def place(
     if init is not None:
         for first, partition, device in held:
             _fill(first, partition, device, init)
+            _check_buffers(partition, made.values())
 
 
 def _give_memory(
@@ -133,7 +136,36 @@ def _give_memory(
         if key not in made:
             empty = torch.empty_like(x, device=device)
             made[key] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+            if _can_be_marked(empty):
+                empty.fill_(nan)  # so that it shows if `init` leaves it out
         tensors[name] = made[key]
+
+
+def _can_be_marked(x: Tensor) -> bool:
+    """Return whether a tensor can hold NaN, and can be compared with it."""
+    return type(x) is Tensor and x.is_floating_point() and x.element_size() > 1
+
+
+def _check_buffers(partition: nn.Module, made: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if `init` has not filled a buffer that is not persistent.
+
+    Parameters and other buffers can be filled later, from a state.
+
+    Args:
+        partition: The partition.
+        made: The tensors that were made for tensors on `meta`.
+    """
+    ids = set(map(id, made))
+    for path, module in partition.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            x = module._buffers.get(name)
+            if x is None or id(x) not in ids or not x.numel() or not _can_be_marked(x):
+                continue
+            if x.isnan().all():
+                raise ValueError(
+                    f"'{path}.{name}' was on device 'meta', is not persistent (so no state has "
+                    "it), and init has not filled it: let init compute its values, too"
+                )
 
 
 def _tensors_of(

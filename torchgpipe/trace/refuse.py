@@ -5,6 +5,8 @@ The message says which line of the module is the cause, why, and what to do.
 
 import linecache
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -52,6 +54,25 @@ def reason(error: BaseException) -> str:
     """Describe an error in one line: the name of its class, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+@contextmanager
+def advising_a_tuple(module: nn.Module, sample: object) -> Iterator[None]:
+    """If the sample is a list, and the module fails because of it, say to give a tuple.
+
+    Raises:
+        Untraceable: In place of an error whose message has the word "list".
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        why = reason(error.__cause__ or error)
+        if not isinstance(sample, list) or "list" not in why:
+            raise
+        raise Untraceable(
+            f"the sample is a list, which is one argument of {type(module).__name__} ({why}); "
+            "give a tuple of its arguments"
+        ) from error
 
 
 def class_of(module: nn.Module, root: nn.Module) -> str:

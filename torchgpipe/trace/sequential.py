@@ -27,7 +27,7 @@ from torchgpipe.trace.layer import Layer, Layers
 from torchgpipe.trace.other_sizes import OtherSizes
 from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import in_both_modes, record_all
-from torchgpipe.trace.refuse import Untraceable
+from torchgpipe.trace.refuse import Untraceable, advising_a_tuple
 from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user
 
@@ -113,6 +113,26 @@ def sequential(
             f"{inputs[0].device}; give a sample on meta, too, such as "
             "torch.zeros(8, 64, device='meta')"
         )
+    with advising_a_tuple(module, sample):
+        return _first_that_fits(module, signature, inputs, shared, whole)
+
+
+def _first_that_fits(
+    module: Module,
+    signature: Signature,
+    inputs: Tensors,
+    shared: Iterable[str] | None,
+    whole: Iterable[Whole],
+) -> Layers:
+    """Return the layers for the first guess about batched inputs with which the module runs.
+
+    Args:
+        module: The module.
+        signature: Its signature. This function sets which inputs have a batch dimension.
+        inputs: The tensors of the sample.
+        shared: See `sequential`.
+        whole: See `sequential`.
+    """
     kept = kept_by_user(module, whole)
     expected = ran(module, module, signature, inputs)
     first: Untraceable | None = None

@@ -87,6 +87,21 @@ class Packing(nn.Module):
         return pack_padded_sequence(x[:, None], lengths, batch_first=True, enforce_sorted=False)
 
 
+class Scaled(nn.Linear):
+    """A layer with a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(2), persistent=False)
+
+
+def unfilled() -> None:
+    """Fill nothing of a layer that is on `meta`; its parameters could be loaded afterwards."""
+    with torch.device("meta"):
+        scaled = nn.Sequential(Scaled())
+    GPipe(scaled, [1], devices=["cpu"], init=lambda _, layer: None)
+
+
 MORE_MISTAKES: dict[str, Mistake] = {
     "a truth value as scaler": (
         lambda: step(mse_loss, scaler=True),
@@ -228,6 +243,18 @@ MORE_MISTAKES: dict[str, Mistake] = {
     "no layer": (
         removed_layer,
         ["layer 0 of a pipeline cannot be replaced or removed"],
+    ),
+    "a list as sample": (
+        lambda: sequential(LAYER, [X]),
+        ["the sample is a list, which is one argument of Linear", "give a tuple of its arguments"],
+    ),
+    "a list as sample on meta": (
+        lambda: sequential(nn.Linear(2, 2, device="meta"), [X.to("meta")]),
+        ["the sample is a list, which is one argument of Linear", "give a tuple of its arguments"],
+    ),
+    "a buffer that init leaves out": (
+        unfilled,
+        ["'0.scale' was on device 'meta'", "no state has it", "let init compute its values"],
     ),
     "an EmbeddingBag with offsets": (
         lambda: sequential(Bag(), (torch.arange(8), torch.arange(0, 8, 2))),

@@ -115,6 +115,41 @@ def test_the_largest_models_as_numbers() -> None:
     assert parameters["reason"] == "at least: no larger size was tried"
 
 
+def wide(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose last output is far larger than all else, and a sample input."""
+    growing = [nn.Linear(8, 8) for _ in range(layers)]
+    return nn.Sequential(*growing, nn.Linear(8, 50_000)), torch.rand(2, 8)
+
+
+def wide_half(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    module, sample = wide(layers)
+    return module.to(torch.bfloat16), sample.to(torch.bfloat16)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("function", "options", "said", "fits"),
+    [
+        ("wide", "", "float32, GPipe", False),
+        ("wide", "--schedules 1F1B", "float32, 1F1B", True),
+        ("wide", "--schedules gpipe,1f1b", "float32, GPipe or 1F1B", True),
+        ("wide", "--schedules Interleaved1F1B", "float32, Interleaved1F1B", True),
+        ("wide", "--autocast bfloat16", "autocast to bfloat16, GPipe", True),
+        ("wide_half", "--master-weights", "bfloat16, float32 master weights, GPipe", True),
+    ],
+)
+def test_options_of_the_largest_model(
+    function: str, options: str, said: str, *, fits: bool, command: Any
+) -> None:
+    given = "--largest layers --devices 2 --headroom 0 --batch-size 100 --hardware a100x8"
+    memory = ["--memory", "30MB"]
+    output, _ = command("plan", f"{HERE}:{function}", *given.split(), *memory, *options.split())
+    text = one_line(output)
+    assert f"{said} - naive: " in text
+    assert (f"pipelined: none: not even {HERE}:{function} (1) fits" in text) == (not fits)
+    assert ("try --schedules 1F1B" in text) == (not fits)
+
+
 def single() -> tuple[nn.Module, torch.Tensor]:
     """Return a model and a sample input in single precision."""
     model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))

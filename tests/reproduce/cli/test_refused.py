@@ -120,7 +120,8 @@ REFUSED = {
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",
     "plan unet --size 1 8 --master-weights": "master_weights is for parameters in 16 bits",
-    "plan unet --largest depth --autocast bfloat16": "for training in float32; leave it out",
+    "plan unet --largest depth --master-weights": "master_weights is for parameters in 16 bits",
+    "plan unet --largest depth --schedules 2F2B": "2F2B",
     "report --results nowhere": "'--results': Directory 'nowhere' does not exist.",
     "report --results empty": (
         "--results empty: no record (*.json) in its folders paper, predicted, measured"
