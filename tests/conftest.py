@@ -4,6 +4,8 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
@@ -31,6 +33,13 @@ settings.load_profile("suite")
 # Let PyTorch count GPUs without starting CUDA. Otherwise the processes that tests fork could not
 # use CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+ROOT = Path(__file__).parent.parent
+# PyTorch 2.11 can crash if a process compiles layers in one thread, and then others in another
+# thread. docs/works-with.md says so.
+COMPILING_CRASHES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+ALONE = "TORCHGPIPE_TEST_RUNS_ALONE"
+"""The environment variable that is set in a process which runs only one test."""
 
 # A shell that runs pytest in the background makes it ignore SIGINT (Ctrl-C). The programs that
 # tests start would inherit this. So restore the usual handler, because some tests end programs by
@@ -180,9 +189,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.stash[STARTED] = Ranks(session.config, session.items)
 
 
+def run_alone(test: pytest.Function) -> None:
+    """Run a test in a process of its own, and fail if it fails there."""
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider"]
+    command += [f"--{option}" for option in ("slow", "all") if test.config.getoption(option)]
+    env = os.environ | {ALONE: "1"}
+    ran = subprocess.run([*command, test.nodeid], env=env, cwd=ROOT, capture_output=True, text=True)
+    if ran.returncode:
+        pytest.fail(f"{ran.stdout}\n{ran.stderr}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test with the mark `ranks` in several processes."""
+    """Run a test with the mark `ranks` in several processes.
+
+    With PyTorch 2.11, run a test that compiles in a process of its own.
+    """
+    if COMPILING_CRASHES and "compile" in pyfuncitem.nodeid and ALONE not in os.environ:
+        run_alone(pyfuncitem)
+        return True
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None

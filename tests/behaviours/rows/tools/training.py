@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo
 from torch import nn
@@ -22,7 +21,6 @@ from examples.works_with import (
     traced_and_exported,
     train,
 )
-from torchgpipe import GPipe
 
 from ....plain import Plain
 from ...parts.layers import checkpointed, linear, made
@@ -30,8 +28,6 @@ from ...row import Row, steps
 from .rows import ALONE, LONG, changed, tool
 
 graphs: list[object] = []
-compiled_by_workers: list[bool] = []
-"""Has an entry for each pipeline with worker threads that was compiled in this process."""
 
 
 def backend(graph: Any, inputs: object) -> Any:
@@ -40,29 +36,12 @@ def backend(graph: Any, inputs: object) -> Any:
     return graph
 
 
-def _skip_a_crash(run: GPipe) -> None:
-    """Skip a test that can crash the process, with a version of PyTorch that has this fault.
-
-    PyTorch 2.11 can crash if a process compiles layers in the calling thread, after it has compiled
-    other layers in worker threads. docs/works-with.md says so.
-    """
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version >= (2, 12):
-        return
-    if run._engine is run._steps:
-        compiled_by_workers.append(True)
-    elif compiled_by_workers:
-        pytest.skip("PyTorch 2.11 can crash if it compiles here after it has in worker threads")
-
-
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
     """Train, and check whether `torch.compile` has compiled anything, as `compiled` says.
 
     The number of compilations is not checked, because several workers can compile the same layer at
     once.
     """
-    if isinstance(run, GPipe):
-        _skip_a_crash(run)
     graphs.clear()
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
