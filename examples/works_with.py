@@ -197,11 +197,6 @@ def exported(model: Module, batches: Batches) -> Tensor:
     return output
 
 
-def traced_and_exported(model: Module, batches: Batches) -> list[Tensor]:
-    model.eval()
-    return [traced(model, batches), exported(model, batches)]
-
-
 def layers_alone(model: Any, batches: Batches) -> list[Tensor]:
     layers = model[:]
     return [traced(layers, batches), exported(layers, batches)]

@@ -229,6 +229,7 @@ SLOW = pytest.mark.slow
         pytest.param("squeezenet1_0", marks=SLOW),
     ],
 )
+@pytest.mark.filterwarnings("ignore:GoogLeNet makes other calls")
 def test_torchvision(name: str) -> None:
     build = torchvision_models()[name]
     result = check_model("torchvision", name, build())

@@ -146,6 +146,7 @@ def test_sharding_that_makes_two_parameters_of_one_is_refused(partitions: list[i
         model.step(cross_entropy, *words())
 
 
+@pytest.mark.filterwarnings("ignore:rank . has no parameters")
 @pytest.mark.ranks(4)
 def test_layers_within_a_partition_share_a_weight_that_is_sharded() -> None:
     """Check that sharding of a whole partition is not refused, as it keeps a weight shared."""

@@ -194,3 +194,17 @@ def test_one_sample_in_evaluation() -> None:
     module = Around().eval()
     layers = sequential(module, X[:1])
     assert_close(layers(X), module(X))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+def test_a_pipeline_is_traced_and_exported_in_evaluation() -> None:
+    """PyTorch's own tracers record the layers of a pipeline that is on one device."""
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+    model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2)
+    traced: Any = torch.jit.trace(model, X)
+    exported = torch.export.export(model, (X,)).module()
+    other = torch.randn(4, 6)
+    assert_close(traced(other), layers(other))
+    assert_close(exported(other), layers(other))
+    with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
+        torch.jit.trace(model.train(), X)

@@ -18,7 +18,6 @@ from examples.works_with import (
     mixed_precision,
     optimizer_in_backward,
     traced,
-    traced_and_exported,
     train,
 )
 
@@ -151,13 +150,6 @@ ROWS = [
         exported,
         "Call `model.eval()` first, or export only the layers (`model[:]`).",
         refused={"": EXPORTED},
-        **ALONE,
-    ),
-    tool(
-        "`torch.jit.trace` and `torch.export` in evaluation",
-        traced_and_exported,
-        "This works if all layers are on one device. The layers run on the whole mini-batch at "
-        "once, not on micro-batches.",
         **ALONE,
     ),
     tool(
