@@ -3,7 +3,6 @@
 Two such models are found, as in the papers: one for naive model parallelism, one for a pipeline.
 """
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.amount import amount
 from torchgpipe.plan.precision import check_precision, precision_of
 from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.search.impossible import least
 from torchgpipe.plan.search.search import Aim, search
 from torchgpipe.plan.search.trial import Choices
 from torchgpipe.schedules import make
@@ -74,21 +74,34 @@ class Asked:
     master_weights: bool = False
 
 
+class Tried(NamedTuple):
+    """A number of steps of a size that was tried, and the bytes that the fullest device needs."""
+
+    steps: int
+    needed: float
+
+
 def largest(
     asked: Asked,
     axis: int,
-    fit: Callable[[Sizes], bool],
+    start: Sequence[Sizes],
+    needed: Callable[[Sizes], float],
     layers: Callable[[Sizes], int] = lambda _: 0,
 ) -> tuple[Sizes | None, Sizes | None]:
     """Search for the largest model that fits, by changing the size with index `axis`.
 
-    1. Double this size until the model does not fit.
-    2. Bisect between the largest size that fits and the smallest size that does not.
+    A try of a large model takes long. So the search guesses from the bytes of two tries at which
+    size the memory is full, as if the bytes grew evenly with the size.
+
+    1. Let this size grow until the model does not fit.
+    2. Try sizes between the largest one that fits and the smallest one that does not.
 
     Args:
-        asked: The model to begin with, and the devices.
+        asked: The model and the devices.
         axis: The index of the size that grows.
-        fit: A function that returns whether a model of the given sizes fits.
+        start: The sizes to begin with: the search tries them in turn, as long as they fit.
+        needed: A function that returns how many bytes a model of the given sizes needs on the
+            fullest device. The model fits if these are at most `asked.memory`.
         layers: A function that returns how many layers a model of the given sizes has. It is called
             only for models that fit.
 
@@ -96,26 +109,61 @@ def largest(
         - The largest sizes that fit, or None if no size fits.
         - The next larger sizes, which do not fit, or None if all tried sizes fit.
     """
-    step = asked.family.steps[axis]
-    most = asked.family.most[axis]
+    family = asked.family
+    most = family.most[axis] // family.steps[axis]
 
     def sizes(steps: int) -> Sizes:
         changed = list(asked.sizes)
-        changed[axis] = steps * step
+        changed[axis] = steps * family.steps[axis]
         return tuple(changed)
 
-    def fails(steps: int) -> bool:
-        return not fit(sizes(steps))
+    def tried(steps: int) -> Tried:
+        return Tried(steps, needed(sizes(steps)))
 
-    low = 0
-    high = max(1, asked.sizes[axis] // step)
-    while fit(sizes(high)):
-        low, high = high, 2 * high
-        if high * step > most or layers(sizes(low)) >= asked.family.most_layers:
-            return sizes(low), None
-    between = range(low + 1, high)  # `low` fits, and `high` does not
-    low += bisect.bisect_left(between, True, key=fails)
-    return sizes(low) if low else None, sizes(low + 1)
+    first = [max(1, each[axis] // family.steps[axis]) for each in start]
+    fits = Tried(0, 0.0)
+    last = tried(first.pop(0))
+    added = 1  # the search adds at least so many steps
+    while last.needed <= asked.memory:
+        before, fits = fits, last
+        count = layers(sizes(fits.steps))
+        if fits.steps >= most or count >= family.most_layers:
+            return sizes(fits.steps), None
+        if first:
+            last = tried(first.pop(0))
+            continue
+        times = 4 if 4 * count <= family.most_layers else 2
+        guess = min(_steps_until_full(before, fits, asked.memory), times * fits.steps)
+        if guess < fits.steps + added:
+            guess = fits.steps + added
+            added *= 2  # so that many wrong guesses do not make the search slow
+        last = tried(int(min(guess, most)))
+    too_large = last
+    guesses = 0
+    while too_large.steps - fits.steps > 1:
+        guesses += 1
+        middle = (fits.steps + too_large.steps) // 2
+        # Two guesses are mostly enough. Where they are wrong, the range is halved again and again.
+        if guesses % 3:
+            guess = _steps_until_full(fits, too_large, asked.memory)
+            middle = int(min(max(guess, fits.steps + 1), too_large.steps - 1))
+        last = tried(middle)
+        if last.needed <= asked.memory:
+            fits = last
+        else:
+            too_large = last
+    return sizes(fits.steps) if fits.steps else None, sizes(too_large.steps)
+
+
+def _steps_until_full(smaller: Tried, larger: Tried, memory: float) -> float:
+    """Return the whole number of steps at which the memory is full, guessed from two tries.
+
+    The guess is right if the needed bytes grow evenly. It is infinite if they do not grow.
+    """
+    growth = (larger.needed - smaller.needed) / (larger.steps - smaller.steps)
+    if growth <= 0:
+        return inf
+    return smaller.steps + (memory - smaller.needed) // growth
 
 
 class Largest(NamedTuple):
@@ -145,14 +193,17 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
     def layers(sizes: Sizes) -> int:
         return len(asked.family.counts(sizes))
 
+    start = [asked.sizes]
     for how in ("naive", "pipelined"):
-        fit = partial(_fit, asked, how, tell)
-        sizes, beyond = largest(asked, axis, fit, layers)
+        needed = partial(_needed, asked, how, tell)
+        sizes, beyond = largest(asked, axis, start, needed, layers)
         parameters = 0
         if sizes is not None:
             parameters = sum(p.numel() for p in asked.family.build(sizes).parameters())
         made.append(Largest(how, sizes, beyond, parameters))
         tell(f"  {line_of(asked, made[-1])}")
+        if sizes is not None and sizes[axis] > asked.sizes[axis]:
+            start.append(sizes)  # a pipeline can mostly train this model, too
     return made
 
 
@@ -165,9 +216,7 @@ def title_of(asked: Asked) -> str:
     module = family.build(asked.sizes)
     check_precision(module, asked.autocast, master_weights=master_weights)
     counts = family.counts(asked.sizes)
-    precision = precision_of(
-        counts, asked.hardware, asked.autocast, master_weights=asked.master_weights
-    )
+    precision = precision_of(counts, asked.hardware, asked.autocast, master_weights=master_weights)
     return (
         f"largest {asked.family.name} on {how_many(asked.devices, 'device')} of "
         f"{asked.hardware.name} with {amount(asked.memory)} for tensors, batch size "
@@ -207,10 +256,11 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
     yield "predicted bytes allocated to tensors, not measured"
 
 
-def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> bool:
-    """Return whether the model with these sizes fits in the devices' memory.
+def _needed(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> float:
+    """Return how many bytes a model with these sizes needs on the fullest device.
 
-    `how` is the kind of training: "naive" for naive model parallelism, or "pipelined".
+    `how` is the kind of training: "naive" for naive model parallelism, or "pipelined". The result
+    is infinite if none of the schedules can run the model's layers.
     """
     tell(f"  {how}: trying {titled(asked.family.name, sizes)}")
     counts = asked.family.counts(sizes)
@@ -223,11 +273,18 @@ def _fit(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) ->
     else:
         some = Choices(asked.batch_size, optimizer, [asked.batch_size], ["except_last"])
         each = [some._replace(schedules=[schedule]) for schedule in asked.schedules]
+    needed = inf
     for choices in each:
         (schedule,) = choices.schedules
         stages = len(make(schedule, 1, 1).placement)  # on each device
         devices = max(1, min(asked.devices, len(counts) // stages))
         with suppress(Impossible):
-            search(predictor, choices, [devices], Aim(asked.memory, close=inf))
-            return True
-    return False
+            needed = min(needed, least(predictor, devices, choices).peak)
+            if needed > asked.memory:
+                (found,) = search(predictor, choices, [devices], Aim(asked.memory, close=inf))
+                best = found[devices].best
+                assert best is not None
+                needed = best.peak
+        if needed <= asked.memory:
+            break
+    return needed

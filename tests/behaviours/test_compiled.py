@@ -91,6 +91,7 @@ def test_compiled_layers(
     assert differences(own, plain, REORDERED) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
 def test_a_compiled_batch_norm(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str

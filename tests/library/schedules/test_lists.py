@@ -17,13 +17,22 @@ from torchgpipe.schedules.replay import Event
 
 from .pictures import pictured
 
-SLOW_SIZES = [pytest.param(n, 64, marks=pytest.mark.slow) for n in range(2, 17)]
-SIZES = [(1, 4), (2, 12), (3, 16), (4, 12), *SLOW_SIZES]
+SLOW_DEVICES = [pytest.param(n, marks=pytest.mark.slow) for n in range(5, 17)]
+DEVICES = [1, 2, 3, 4, *SLOW_DEVICES]
 
 
-@pytest.mark.parametrize(("n", "most"), SIZES)
-def test_one_stage_on_each_device(n: int, most: int) -> None:
-    for m in range(1, most + 1):
+def micro_batches(n: int) -> list[int]:
+    """Return numbers of micro-batches for `n` devices: all small ones, and some large ones.
+
+    A schedule changes its form at m = n and at m = 2 n - 1. From there on, only the middle of each
+    device's list grows.
+    """
+    return [*range(1, 2 * n + 3), 4 * n, 64]
+
+
+@pytest.mark.parametrize("n", DEVICES)
+def test_one_stage_on_each_device(n: int) -> None:
+    for m in micro_batches(n):
         gpipe = make("GPipe", n, m)
         one = make("1F1B", n, m)
         h1 = make("ZBH1", n, m)
@@ -50,9 +59,9 @@ def test_one_stage_on_each_device(n: int, most: int) -> None:
             assert of_h2.bubble_of_longest == 0
 
 
-@pytest.mark.parametrize(("n", "most"), SIZES)
-def test_several_stages_on_each_device(n: int, most: int) -> None:
-    for m, v in product(range(1, most + 1), range(1, 5)):
+@pytest.mark.parametrize("n", DEVICES)
+def test_several_stages_on_each_device(n: int) -> None:
+    for m, v in product(micro_batches(n), range(1, 5)):
         schedule = make("Interleaved1F1B", n, m, v)
         played = schedule.replay()
         if m % n == 0:
@@ -71,9 +80,9 @@ def test_several_stages_on_each_device(n: int, most: int) -> None:
         assert played.seconds <= of_1f1b, "longer than 1F1B with the same layers"
 
 
-@pytest.mark.parametrize(("n", "most"), SIZES)
-def test_down_the_devices_and_up_again(n: int, most: int) -> None:
-    for m in range(1, most + 1):
+@pytest.mark.parametrize("n", DEVICES)
+def test_down_the_devices_and_up_again(n: int) -> None:
+    for m in micro_batches(n):
         schedule = make("ZBVZeroBubble", n, m)
         played = schedule.replay()
         of_h1 = make("ZBH1", n, m).replay()

@@ -4,6 +4,7 @@ They must equal the committed predictions, and differ from the published numbers
 docs say. The search for the largest model that fits in memory is tested, too.
 """
 
+from collections.abc import Callable
 from statistics import median
 from unittest.mock import Mock
 
@@ -121,6 +122,18 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
     assert "error" in table.headings
 
 
+def evenly(steps: float) -> float:
+    return 7 + steps
+
+
+def faster_and_faster(steps: float) -> float:
+    return float(steps**3)
+
+
+def in_leaps(steps: float) -> float:
+    return 1.5 ** (min(steps, 400) // 40)
+
+
 @pytest.mark.parametrize(
     ("start", "limit", "sizes", "beyond"),
     [
@@ -128,21 +141,36 @@ def test_on_other_hardware_a_difference_is_no_error() -> None:
         ((5, 64), 1, (1, 64), (2, 64)),
         ((5, 64), 97, (97, 64), (98, 64)),
         ((5, 64), 0, None, (1, 64)),
-        ((5, 64), 10**6, (320, 64), None),
+        ((5, 64), 10**6, (384, 64), None),
     ],
 )
+@pytest.mark.parametrize(("growth", "most"), [(evenly, 6), (faster_and_faster, 15), (in_leaps, 17)])
 def test_the_largest_that_fits(
-    start: tuple[int, int], limit: int, sizes: object, beyond: object
+    start: tuple[int, int],
+    limit: int,
+    sizes: object,
+    beyond: object,
+    growth: Callable[[float], float],
+    most: int,
 ) -> None:
-    fit = Mock(side_effect=lambda tried: tried[0] <= limit)
-    asked = Asked(PAPERS["unet"].family, start, 32, 8, 2.0**30, "sgd", P40)
-    assert largest(asked, 0, fit) == (sizes, beyond)
-    tried = {call.args for call in fit.mock_calls}
-    assert len(tried) == fit.call_count, "no size is tried twice"
-    assert fit.call_count < 16
+    memory = 100.0
+
+    def bytes_of(tried: tuple[int, int]) -> float:
+        """Return the bytes that a size needs: they are equal to the memory at the limit."""
+        (steps, _) = tried
+        needed = memory * growth(steps) / growth(limit) if limit else 2 * memory
+        return min(needed, memory) if steps <= limit else max(needed, memory + steps)
+
+    needed = Mock(side_effect=bytes_of)
+    asked = Asked(PAPERS["unet"].family, start, 32, 8, memory, "sgd", P40)
+    assert largest(asked, 0, [start], needed) == (sizes, beyond)
+    tried = {call.args for call in needed.mock_calls}
+    assert len(tried) == needed.call_count, "no size is tried twice"
+    assert needed.call_count <= most
 
 
 def test_the_largest_is_not_searched_among_ever_more_layers() -> None:
     family = PAPERS["unet"].family._replace(most_layers=30)
     asked = Asked(family, (5, 64), 32, 8, 2.0**30, "sgd", P40)
-    assert largest(asked, 0, lambda _: True, lambda sizes: sizes[0]) == ((40, 64), None)
+    found = largest(asked, 0, [(5, 64)], lambda _: 1.0, lambda sizes: sizes[0])
+    assert found == ((40, 64), None)
