@@ -117,7 +117,7 @@ def test_the_largest_models_as_numbers() -> None:
 
 def wide(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
     """Return a model whose last output is far larger than all else, and a sample input."""
-    growing = [nn.Linear(8, 8) for _ in range(layers)]
+    growing = [nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 8)) for _ in range(layers)]
     return nn.Sequential(*growing, nn.Linear(8, 50_000)), torch.rand(2, 8)
 
 
