@@ -31,7 +31,7 @@ from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused,
 from torchgpipe.trace.restore import as_it_was, set_mode
 from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
-from torchgpipe.trace.whole import Notes, small_modules
+from torchgpipe.trace.whole import Notes, check_notes, small_modules
 
 _OTHER_BATCH = (
     "dimension 0 of the sample has to be the batch, and the module has to take any number of "
@@ -199,12 +199,14 @@ def _in_other_mode(
         A list with a recording for each of the sizes. It is empty if recording fails in this mode.
     """
     recordings = []
+    notes: Notes = {}
     with as_it_was(module):
         set_mode(module, not module.training)
         try:
             for sizes in signature.points:
-                recorder = Recorder(module, whole, {}, results)
+                recorder = Recorder(module, whole, notes, results)
                 recordings.append(record(recorder, signature, inputs, sizes))
+            check_notes(module, notes)
         except (Untraceable, NeedsResults):
             return ()
     return recordings

@@ -21,7 +21,7 @@ from torchgpipe.trace.kept import KeptResults, NeedsResults
 from torchgpipe.trace.parts import Slots, tensors_in
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, Where, class_of, refused, where
 from torchgpipe.trace.restore import random_states
-from torchgpipe.trace.whole import NOTED, Notes, stays_whole
+from torchgpipe.trace.whole import NOTED, Notes, add_note, stays_whole
 
 Run = Callable[..., Any]
 
@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
     def note(self, what: str) -> None:
         """Note that the innermost running module uses `what`, which a recording cannot repeat."""
         if not self.passes():
-            self._notes.setdefault(self._opened[-1], (what, where()))
+            add_note(self._notes, self._opened[-1], what)
 
     def note_draws(self) -> None:
         """Note that the running module draws random numbers, if a generator's state has changed."""

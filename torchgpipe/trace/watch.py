@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 from torchgpipe.tensors import accelerator
 from torchgpipe.trace.recorder import Recorder
-from torchgpipe.trace.whole import CHECKPOINT
+from torchgpipe.trace.whole import CHECKPOINT, OTHER_RANDOM, TRAINING
 
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
@@ -99,7 +99,7 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
         assign(module, name, value)
 
     def read_training(module: Module) -> Any:
-        recorder.note("training")
+        recorder.note(TRAINING)
         return vars(module)["training"]
 
     def write_training(module: Module, value: Any) -> None:
@@ -145,5 +145,5 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
         for name in dir(library):
             function = callable(getattr(library, name))
             if function and name[0].islower():
-                replacements.append(noted(library, name, "random numbers beside PyTorch's"))
+                replacements.append(noted(library, name, OTHER_RANDOM))
     return replacements

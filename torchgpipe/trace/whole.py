@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from torchgpipe.caught import shortened
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.trace.refuse import Where, refused
+from torchgpipe.trace.refuse import Where, refused, where
 
 Whole = Module | type[Module]
 """A submodule, or a class of submodules."""
@@ -87,8 +87,12 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
 Notes = dict[Module, tuple[str, Where]]
 """For each module, the name of something that cannot be recorded, and the line that uses it."""
 
+TRAINING = "training"
+"""The note of a module that reads its mode."""
 CHECKPOINT = "torch.utils.checkpoint"
 """The note of a module that checkpoints a part of its forward."""
+OTHER_RANDOM = "random numbers beside PyTorch's"
+"""The note of a module that draws random numbers by Python's or NumPy's functions."""
 
 # Functions that cannot be recorded: they may return something else when the layers run, or they do
 # more than return a result. For an attribute such as `x.grad`, the functions that Python calls are
@@ -116,6 +120,17 @@ for name in (
     NOTED[getattr(Tensor, name)] = name
 
 
+def add_note(notes: Notes, module: Module, what: str) -> None:
+    """Note that a module uses `what`, which a recording cannot repeat, in the running line.
+
+    A module keeps its first note. Only the note that it reads its mode is replaced by others,
+    because a module that does nothing else can be recorded.
+    """
+    known = notes.get(module)
+    if known is None or known[0] == TRAINING:
+        notes[module] = (what, where())
+
+
 def check_notes(root: Module, notes: Notes) -> None:
     """Raise `Untraceable` if a module uses something that a recording of its calls cannot repeat.
 
@@ -127,7 +142,7 @@ def check_notes(root: Module, notes: Notes) -> None:
         notes: For each submodule that uses such a thing, the name of the thing, and the line.
     """
     for what, at in notes.values():
-        if what != "training":
+        if what != TRAINING:
             if what == CHECKPOINT:
                 why = f"it calls {what}, which a recording cannot repeat"
                 raise refused(
@@ -142,9 +157,13 @@ def check_notes(root: Module, notes: Notes) -> None:
                 f"it sets or asks for {what}, which cannot be recorded: it may be different, or "
                 "have no effect, when the layers run"
             )
-            raise refused(
-                root, at, why, "do that in a submodule, which is then kept whole, as one layer"
-            ) from None
+            advice = "do that in a submodule, which is then kept whole, as one layer"
+            if what == OTHER_RANDOM:
+                advice += (
+                    ", and draw there by PyTorch, such as torch.rand(()) < 0.5: a recomputation "
+                    "repeats only PyTorch's random numbers"
+                )
+            raise refused(root, at, why, advice) from None
 
 
 def small_modules(notes: Notes, root: Module) -> set[Module]:

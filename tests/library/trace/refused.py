@@ -102,6 +102,9 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a random state": reading_the_seed,
     "the default generator": lambda net, x: net.a(seeded(x)),
     "random numbers beside PyTorch's": lambda net, x: net.a(x) if random.random() < 0.5 else x,
+    "random numbers in training": (
+        lambda net, x: net.a(x) if net.training and random.random() < 0.5 else x
+    ),
     "a generator of its own": lambda net, x: net.a(x) + torch.rand(x.shape, generator=net.draws),
     "a transform": lambda net, x: torch.vmap(torch.sin)(net.a(x)),
     "an array of NumPy": lambda net, x: net.a(x) * torch.from_numpy(numpy.ones(WIDTH)),
@@ -175,6 +178,10 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a closure that is returned": (True, ["that it returns ((Tensor, <function"]),
     "an iterator that cannot be copied": (False, ["TypeError: cannot pickle 'generator' object"]),
     "a draw that is not noted": (True, ["asks for a random state"]),
+    "random numbers in training": (
+        False,
+        ["(`lambda net, x: net.a(x) if net.training and", *asks_for("random numbers beside PyTorch's"), "draw there by PyTorch"],
+    ),
 }
 SCRIPTED_PART = "Sequential has a scripted part, '0'"
 WITHOUT_SHAPES = "without shapes, such as in '0'; run the module once"

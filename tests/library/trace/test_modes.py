@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import re
 import warnings
 from typing import Any
@@ -120,6 +121,31 @@ def test_other_calls_in_the_other_mode(training: bool) -> None:
     said = re.escape("a second pipeline, for example of sequential(module.eval(), sample)")
     with pytest.raises(Untraceable, match=said):
         model(X)
+
+
+class ScaledAtRandom(nn.Module):
+    """A module that draws a number by Python's `random`, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0
+        if self.training:
+            random.seed(0)  # both recordings draw the same number
+            scale = random.random()
+        return self.second(self.first(x) * scale)
+
+
+@pytest.mark.filterwarnings("ignore:ScaledAtRandom makes other calls")
+def test_random_numbers_of_training_are_not_recorded_in_evaluation() -> None:
+    module = ScaledAtRandom().eval()
+    layers = sequential(module, X)
+    assert_close(layers(X), module(X))
+    with pytest.raises(Untraceable, match="random numbers beside PyTorch's"):
+        layers.train()(X)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
