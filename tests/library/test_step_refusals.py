@@ -18,7 +18,7 @@ from torchgpipe.step.shares import Shares
 from .layers import linears
 from .test_step import CLASSES, CROSSED, T, X, copies_of_grads, crossed, pipeline
 
-SUM = 'returns a sum .* give reduction="sum" to step'
+SUM = 'returns a sum, .* give reduction="sum" to step'
 WEIGHT = r"weight=lambda target: \(target != {}\).sum\(\)"
 OTHER = torch.tensor([0, 1, 1, 1, 1, 0, 1])
 CLASS_WEIGHT = r"lambda target: {}\[target\[target != {}\]\].sum\(\)"
@@ -74,6 +74,17 @@ STEP_MEANS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (lambda y, t: nn.functional.mse_loss(y, t, reduction="sum"), X, {}, SUM),
     (lambda y, t: ce(y, t, reduction="sum") / (t != -100).sum().clamp(1), T, {}, ""),
     (lambda y, t: ce(y, t, reduction="sum"), CLASSES, {"reduction": "sum"}, ""),
+    (lambda y, t: (y - t).square().sum(), X, {}, SUM),
+    (lambda y, t: -y.log_softmax(1).gather(1, t[:, None]).sum(), CLASSES, {}, SUM),
+    (lambda y, t: ce(y, t, reduction="none").sum(), CLASSES, {}, SUM),
+    (lambda y, t: ce(y, t, reduction="sum") + y.exp().sum() - y.sum(), CLASSES, {}, SUM),
+    (lambda y, t: (y - t).square().sum(), X, {"reduction": "sum"}, ""),
+    (lambda y, t: (y - t).square().sum() / len(y), X, {}, ""),
+    (lambda y, t: (y - t).square().sum() + ce(y, CLASSES[: len(y)]), X, {}, ""),
+    (lambda y, t: (y - t).square().mean(0).sum(), X, {}, ""),
+    (lambda y, t: (y - t).square().sum(1).mean(), X, {}, ""),
+    (lambda y, t: ((y - t).square().sum(1) * t.new_full((len(t),), 1 / len(t))).sum(), X, {}, ""),
+    (lambda y, t: torch.stack([y.mean(), (y - t).square().mean()]).sum(), X, {}, ""),
     (crossed, CLASSES, {}, ""),
     (crossed, T, {"weight": lambda target: (target != -100).sum()}, ""),
     (crossed, T, {"reduction": "sum"}, ""),

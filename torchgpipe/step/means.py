@@ -19,6 +19,17 @@ _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
 _AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", "ToCopyBackward0")
 """The nodes of a loss that is computed from a cross entropy, as with `label_smoothing`."""
 
+_TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0")
+"""The nodes that add terms, or that leave a sum a sum."""
+
+_SCALED = ("Mean", "Mul", "Div", "Stack")
+"""How the names of nodes begin whose sum need not be a sum over samples.
+
+Examples are a mean over samples that is summed over features, and weights whose sum is 1.
+"""
+
+_MOST_TERMS = 20
+
 _SUM = 2
 """The number by which an autograd node means `reduction="sum"`."""
 
@@ -47,15 +58,15 @@ class Counted(NamedTuple):
 def counted(loss: Tensor) -> Counted | None:
     """Find a cross entropy in the graph of a loss; return the targets over which it has averaged.
 
-    For a PyTorch loss that is a sum, the result only says so, also if the loss is no cross entropy.
-    For all other losses, and for a loss without a graph, return `None`.
+    For a loss that is a sum, the result only says so, also if the loss is no cross entropy. For all
+    other losses, and for a loss without a graph, return `None`.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
     again.
     """
     node: Any = loss.grad_fn
-    if getattr(node, "_saved_reduction", None) == _SUM:
+    if _is_sum(node):
         return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
     for _ in _AROUND:  # a limit, because a sum can have many terms
         if node is None or node.name() not in _AROUND:
@@ -71,6 +82,32 @@ def counted(loss: Tensor) -> Counted | None:
     has_classes = node._saved_weight is not None
     total = node._saved_total_weight.detach()
     return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum=False)
+
+
+def _is_sum(node: Any) -> bool:
+    """Return whether a loss is surely a sum over samples, or consists of such sums.
+
+    A sum that is divided or multiplied by something can be a mean, so it does not count as a sum.
+
+    Args:
+        node: The autograd node of the loss, or `None`.
+    """
+    nodes = [node]
+    for _ in range(_MOST_TERMS):
+        if not nodes:
+            return True
+        node = nodes.pop()
+        if node is None:
+            return False
+        if node.name() in _TERMS:
+            nodes += [term for term, _ in node.next_functions if term is not None]
+        elif node.name() == "SumBackward0":
+            summed, _ = node.next_functions[0]
+            if summed is None or summed.name().startswith(_SCALED):
+                return False
+        elif getattr(node, "_saved_reduction", None) != _SUM:
+            return False
+    return False
 
 
 def warn_of_other_means(
@@ -94,8 +131,8 @@ def warn_of_other_means(
     options = options_of(request.criterion) or {}
     if options.get("reduction") == "sum" or any(each.is_sum for each in known):
         warnings.warn(
-            'the criterion returns a sum (reduction="sum"), but micro-batches are put together as '
-            'means; give reduction="sum" to step() and evaluate(), too',
+            "the criterion returns a sum, but the losses of micro-batches are put together as "
+            'means; give reduction="sum" to step() and evaluate()',
             stacklevel=2,
         )
         return

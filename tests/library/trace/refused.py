@@ -180,7 +180,11 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a draw that is not noted": (True, ["asks for a random state"]),
     "random numbers in training": (
         False,
-        ["(`lambda net, x: net.a(x) if net.training and", *asks_for("random numbers beside PyTorch's"), "draw there by PyTorch"],
+        [
+            "(`lambda net, x: net.a(x) if net.training and",
+            *asks_for("random numbers beside PyTorch's"),
+            "draw there by PyTorch",
+        ],
     ),
 }
 SCRIPTED_PART = "Sequential has a scripted part, '0'"
