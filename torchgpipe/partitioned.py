@@ -24,6 +24,7 @@ from torchgpipe.layers.checks import (
     shared_parameters,
     shared_within,
     unchanged,
+    warn_of_time_first,
 )
 from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
@@ -84,6 +85,7 @@ class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
         super().__init__()
         check_module(module)
         check_settings(chunks, checkpoint)
+        warn_of_time_first(module, chunks)
         verify_skippables(module)
         self._deferred = deferred_batch_norm
         if deferred_batch_norm:

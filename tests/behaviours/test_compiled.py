@@ -4,6 +4,7 @@ The tests use `model(x)` and `model.step`, on every engine, in every mode of che
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +167,23 @@ def four() -> nn.Sequential:
     return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
 
 
+@pytest.mark.parametrize(("schedule", "warns"), [("1F1B", False), ("ZBH1", True)])
+def test_a_schedule_that_would_split_backwards_warns(schedule: str, warns: bool) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = piped(layers, [1, 1], CHUNKS, schedule=schedule)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.compile(backend="aot_eager")
+    assert [each.filename for each in warned] == [__file__] * warns
+    if warns:
+        assert "saves no time; take another one, such as 1F1B" in str(warned[0].message)
+        x = torch.randn(8, 6)
+        model.step(mse_loss, x, x)
+        assert "backward is not split" in model.schedule.report()
+
+
 @pytest.mark.quick(3)
+@pytest.mark.filterwarnings("ignore:the schedule .* splits backwards")
 @pytest.mark.parametrize("schedule", NAMED)
 def test_no_schedule_adds_compilations(schedule: str, engine: str) -> None:
     check_counts(four, by_step, engine, "except_last", schedule)

@@ -5,13 +5,23 @@ state dict (tests/behaviours), and its errors at run time (tests/failures).
 """
 
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import Dropout, Linear, Module, ReLU, Sequential, Tanh
+from torch.nn import (
+    GRU,
+    Dropout,
+    Linear,
+    Module,
+    ReLU,
+    Sequential,
+    Tanh,
+    TransformerEncoderLayer,
+)
 
 import torchgpipe.balance
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
@@ -202,6 +212,34 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
         model = GPipe(layers, [1, 1], devices=["cpu"] * 3)
     assert model.devices == [CPU] * 2
     assert [each.filename for each in warned] == [__file__]
+
+
+class Transposed(Module):
+    """An own layer, which makes the time the first dimension."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "warns"),
+    [
+        ([Linear(4, 4), TransformerEncoderLayer(4, 2)], {}, True),
+        ([Sequential(Linear(4, 4), GRU(4, 4)), Tanh()], {}, True),
+        ([Linear(4, 4), TransformerEncoderLayer(4, 2)], {"chunks": 1}, False),
+        ([Linear(4, 4), TransformerEncoderLayer(4, 2, batch_first=True)], {}, False),
+        ([Transposed(), TransformerEncoderLayer(4, 2)], {}, False),
+    ],
+)
+def test_time_in_dimension_0_warns(
+    layers: list[Module], options: dict[str, Any], warns: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made(Sequential(*layers), **{"chunks": 2, **options})
+    said = [str(each.message) for each in warned if "batch_first=False" in str(each.message)]
+    assert len(said) == warns
+    assert {each.filename for each in warned} <= {__file__}
 
 
 def test_the_advice_works() -> None:

@@ -183,6 +183,7 @@ class ScheduleView:
 
     Attributes:
         name: The name of the schedule.
+        splits: Whether the schedule splits backwards into two halves.
         placement: For each stage, the index of its device in `devices`, or the stage's rank.
     """
 
@@ -191,7 +192,7 @@ class ScheduleView:
     ) -> None:
         schedule, n, v, self.placement = arrangement
         made = schedule if isinstance(schedule, Schedule) else make(schedule, n, 1, v)
-        self.name, self._splits, self._stages = made.name, made.halves, stages
+        self.name, self.splits, self._stages = made.name, made.halves, stages
         if isinstance(schedule, Schedule):
             m = min(m, schedule.micro_batches)
         self._made = (schedule, n, m, v, mode)
@@ -214,6 +215,6 @@ class ScheduleView:
         where = "rank" if len(self._stages) < len(self.placement) else "device"
         lines = []
         for stage in self._stages:
-            how = stage.halves if self._splits else f"backward is not split by {self.name}"
+            how = stage.halves if self.splits else f"backward is not split by {self.name}"
             lines.append(f"stage {stage.index} on {where} {self.placement[stage.index]}: {how}")
         return "\n".join(lines)

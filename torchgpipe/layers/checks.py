@@ -1,5 +1,6 @@
 """Check the layers and the settings from which a pipeline is made."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,33 @@ def check_settings(chunks: object, checkpoint: object) -> None:
             f"checkpoint must be one of {', '.join(map(repr, MODES))}, but got "
             + shortened(checkpoint)
         )
+
+
+def warn_of_time_first(module: nn.Sequential, chunks: int) -> None:
+    """Warn if a layer of PyTorch takes the time, and not the batch, as dimension 0 of its input.
+
+    Such a layer was made without `batch_first=True`. The pipeline splits dimension 0 into
+    micro-batches, so the layer would get pieces of the time.
+
+    Nothing is known about the layers behind a layer of another class: it may transpose tensors.
+
+    Args:
+        module: The layers.
+        chunks: The number of micro-batches. With one micro-batch, nothing is split.
+    """
+    if chunks == 1:
+        return
+    for name, part in module.named_modules():
+        if not type(part).__module__.startswith("torch.nn."):
+            return
+        if getattr(part, "batch_first", True) is False:
+            warnings.warn(
+                f"layer {name!r} ({type(part).__name__}) has batch_first=False, so dimension 0 of "
+                "its input is the time, but a pipeline splits dimension 0 into micro-batches; make "
+                "the layer with batch_first=True, and give inputs with the batch first",
+                stacklevel=4,
+            )
+            return
 
 
 def shared_parameters(partitions: Iterable[nn.Module]) -> set[Tensor]:

@@ -1,5 +1,6 @@
 """Compile the layers of a pipeline by `torch.compile`."""
 
+import warnings
 from types import MethodType
 from typing import Any
 
@@ -38,6 +39,7 @@ class CompilesLayers(nn.Module):
     """A base class of pipelines: its method `compile` compiles each layer of the partitions."""
 
     _partitions: nn.ModuleList
+    schedule: Any
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each layer of this process's partitions by `torch.compile`.
@@ -49,6 +51,13 @@ class CompilesLayers(nn.Module):
             *args: As for `torch.compile`.
             **kwargs: As for `torch.compile`.
         """
+        if self.schedule.splits:
+            warnings.warn(
+                f"the schedule {self.schedule.name} splits backwards into two halves, but the "
+                "backward of a compiled layer cannot be split, so this schedule saves no time; "
+                "take another one, such as 1F1B, or leave out compile()",
+                stacklevel=2,
+            )
         for partition in self._partitions:
             for layer in partition.children():
                 compile_layer(layer, *args, **kwargs)

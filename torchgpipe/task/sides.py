@@ -109,6 +109,7 @@ class _Splitter:
         for following in self._next:
             self._uses.update(following)
         self._reasons: dict[str, None] = {}
+        self._custom_grads: dict[str, list[str]] = {}  # by class, the names of the parameters
 
     def split(self) -> Split:
         """Return how the backward is split."""
@@ -132,7 +133,8 @@ class _Splitter:
         for k, following in enumerate(self._next):
             if not following and k not in aside:
                 now.append(k)
-        return Split(later, now, list(self._reasons))
+        reasons = [*self._reasons, *map(_by_a_custom_function, self._custom_grads.items())]
+        return Split(later, now, reasons)
 
     def _side(self, begin: int) -> set[int]:
         """Return the node `begin` and all nodes behind it, if they are a side of a matrix product.
@@ -163,8 +165,23 @@ class _Splitter:
         kind, _, _ = self._rows[k]
         for x in self._next[k]:
             if self._named[x]:
-                reason = f"{self._named[x]!r} has its gradient from a custom Function"
-                self._reasons[f"{reason} ({kind.__name__})"] = None
+                self._custom_grads.setdefault(kind.__name__, []).append(self._named[x])
+
+
+def _by_a_custom_function(grads: tuple[str, Sequence[str]]) -> str:
+    """Return a text which says that some parameters get their gradients from a custom Function.
+
+    Args:
+        grads: The class of the Function, and the names of the parameters.
+    """
+    kind, parameters = grads
+    source = f"a custom Function ({kind})"
+    if kind == "CompiledFunctionBackward":
+        source = "a compiled layer, whose backward cannot be split"
+    first = parameters[0]
+    if len(parameters) == 1:
+        return f"{first!r} has its gradient from {source}"
+    return f"{len(parameters)} parameters, such as {first!r}, have their gradients from {source}"
 
 
 def _is_worth(name: str, below: Sequence[int], sides: Mapping[int, object]) -> bool:

@@ -96,7 +96,11 @@ OLD.register_backward_hook(lambda *_: None)
 TIES = "; '0.bias' is used more than once; '0.weight' is used more than once"
 TIED_BIAS = WHOLE.format("'a.bias' is used more than once")
 SCALE = Do(lambda m, x: Scale.apply(x, m.w), w=rand(16))
+TWICE = Do(lambda m, x: Scale.apply(Scale.apply(x, m.w), m.v), w=rand(16), v=rand(16))
 CUSTOM = "; '1.w' has its gradient from a custom Function (ScaleBackward)"
+CUSTOMS = (
+    "; 2 parameters, such as '1.v', have their gradients from a custom Function (ScaleBackward)"
+)
 
 PACKED = WHOLE.format(sides.PACKED)
 NOTHING_LATER = WHOLE.format(halves.NOTHING_LATER)
@@ -186,6 +190,7 @@ ROWS: dict[str, tuple[Module, Tensor, int | str]] = {
     ),
     "tied": (Sequential(TIED, ReLU(), linear(), TIED), VECTORS, LATER.format(1) + TIES),
     "custom": (Sequential(linear(), SCALE), VECTORS, LATER.format(1) + CUSTOM),
+    "several custom": (Sequential(linear(), TWICE), VECTORS, LATER.format(1) + CUSTOMS),
     "no gradient": (
         Sequential(linear(), Do(SCALE.function, w=rand())),
         VECTORS,
