@@ -143,8 +143,8 @@ def largest(
     while too_large.steps - fits.steps > 1:
         guesses += 1
         middle = (fits.steps + too_large.steps) // 2
-        # Two guesses are mostly enough. Where they are wrong, the range is halved again and again.
-        if guesses % 3:
+        # A guess is mostly right. Where guesses are wrong, each second try halves the range.
+        if guesses % 2:
             guess = _steps_until_full(fits, too_large, asked.memory)
             middle = int(min(max(guess, fits.steps + 1), too_large.steps - 1))
         last = tried(middle)
@@ -174,12 +174,14 @@ class Largest(NamedTuple):
         sizes: The largest sizes that fit, or None if no size fits.
         beyond: The next larger sizes, which do not fit, or None if all tried sizes fit.
         parameters: The number of the model's parameters; 0 if no size fits.
+        needed: How many bytes the fullest device needs; 0 if no size fits.
     """
 
     how: str
     sizes: Sizes | None
     beyond: Sizes | None
     parameters: int = 0
+    needed: float = 0.0
 
 
 def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list[Largest]:
@@ -195,12 +197,14 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
 
     start = [asked.sizes]
     for how in ("naive", "pipelined"):
-        needed = partial(_needed, asked, how, tell)
+        tried: dict[Sizes, float] = {}
+        needed = partial(_told, asked, how, tell, tried)
         sizes, beyond = largest(asked, axis, start, needed, layers)
-        parameters = 0
-        if sizes is not None:
+        if sizes is None:
+            made.append(Largest(how, sizes, beyond))
+        else:
             parameters = sum(p.numel() for p in asked.family.build(sizes).parameters())
-        made.append(Largest(how, sizes, beyond, parameters))
+            made.append(Largest(how, sizes, beyond, parameters, tried[sizes]))
         tell(f"  {line_of(asked, made[-1])}")
         if sizes is not None and sizes[axis] > asked.sizes[axis]:
             start.append(sizes)  # a pipeline can mostly train this model, too
@@ -232,7 +236,9 @@ def line_of(asked: Asked, found: Largest) -> str:
     least = "at least " if found.beyond is None else ""
     title = titled(name, found.sizes)
     end = "" if found.beyond else ", where the search ends"
-    return f"{found.how}: {least}{title}: {found.parameters / 1e6:,.1f} M parameters{end}"
+    parameters = f"{found.parameters / 1e6:,.1f} M parameters"
+    needed = f"{amount(found.needed)} on the fullest device"
+    return f"{found.how}: {least}{title}: {parameters}, {needed}{end}"
 
 
 def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]:
@@ -256,13 +262,33 @@ def lines_of(asked: Asked, axis: int, found: Sequence[Largest]) -> Iterator[str]
     yield "predicted bytes allocated to tensors, not measured"
 
 
-def _needed(asked: Asked, how: str, tell: Callable[[str], object], sizes: Sizes) -> float:
+def _told(
+    asked: Asked,
+    how: str,
+    tell: Callable[[str], object],
+    tried: dict[Sizes, float],
+    sizes: Sizes,
+) -> float:
+    """Return how many bytes a model needs, as `_needed` does, and tell the user about it.
+
+    The result is also stored in `tried`, with the model's sizes as the key.
+    """
+    title = titled(asked.family.name, sizes)
+    tell(f"  {how}: trying {title}")
+    needed = tried[sizes] = _needed(asked, how, sizes)
+    verdict = "fits" if needed <= asked.memory else "too large"
+    if needed < inf:
+        verdict = f"needs {amount(needed)} on the fullest device: {verdict}"
+    tell(f"  {how}: {title} {verdict}")
+    return needed
+
+
+def _needed(asked: Asked, how: str, sizes: Sizes) -> float:
     """Return how many bytes a model with these sizes needs on the fullest device.
 
     `how` is the kind of training: "naive" for naive model parallelism, or "pipelined". The result
     is infinite if none of the schedules can run the model's layers.
     """
-    tell(f"  {how}: trying {titled(asked.family.name, sizes)}")
     counts = asked.family.counts(sizes)
     predictor = Predictor(counts, asked.hardware)
     optimizer = optimizer_named(

@@ -177,7 +177,7 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
 
 
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
-    """Yield the size and the number of parameters of each largest model that fits, as fields.
+    """Yield the size, the parameters and the memory of each largest model that fits, as fields.
 
     A size is, for example, the depth of the model. `title` becomes the field `experiment`.
     """
@@ -191,6 +191,7 @@ def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
         if each.beyond is None:
             parameters["reason"] = "at least: no larger size was tried"
         yield parameters
+        yield {**about, "metric": "memory", "unit": "bytes", "value": each.needed}
 
 
 def _of_prediction(

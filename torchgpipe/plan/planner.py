@@ -18,7 +18,7 @@ from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
 from torchgpipe.plan.precision import check_precision, precision_of
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.profiled import predictor_here
-from torchgpipe.plan.reasons import TAKE, fastest_alternative, has_room
+from torchgpipe.plan.reasons import advice, fastest_alternative, has_room
 from torchgpipe.plan.report import Plan
 from torchgpipe.plan.search.alternatives import Alternative, alternatives
 from torchgpipe.plan.search.impossible import Impossible, refuse_hopeless
@@ -186,7 +186,7 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
         fastest = fastest_alternative(several, room)
         if fastest is None:
             raise
-        raise Impossible(f"{error}; {has_room(fastest)}: take {TAKE[fastest.way]}") from None
+        raise Impossible(f"{error}; {has_room(fastest)}: {advice(fastest)}") from None
 
 
 def _by_schedule(

@@ -98,8 +98,17 @@ def fastest_alternative(
 
 def has_room(alternative: Alternative) -> str:
     """Say that this training fits the memory."""
+    if alternative.devices == 1:
+        return "Plain training on 1 device has room"
     way = "FSDP" if alternative.way == "FSDP" else "Data parallel training"
     return f"{way} on {alternative.devices} devices has room"
+
+
+def advice(alternative: Alternative) -> str:
+    """Say what to use for this training, which needs no pipeline."""
+    if alternative.devices == 1:
+        return "no pipeline is needed"
+    return f"take {TAKE[alternative.way]} in place of a pipeline"
 
 
 def about_alternatives(
@@ -118,8 +127,7 @@ def about_alternatives(
     if fastest is None or fastest.seconds * CLEARLY >= best.seconds:
         return ""
     gain = best.seconds / fastest.seconds - 1
-    take = f"take {TAKE[fastest.way]} in place of a pipeline."
-    return f"{has_room(fastest)}, and is {gain:.0%} faster: {take}"
+    return f"{has_room(fastest)}, and is {gain:.0%} faster: {advice(fastest)}."
 
 
 def about_bubble(

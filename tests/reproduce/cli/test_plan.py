@@ -55,7 +55,7 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         (
             f"{HERE}:deep",
             "--largest layers --memory 2MB --headroom 0 --batch-size 4",
-            f"pipelined: {HERE}:deep (28): 0.5 M parameters - only layers grows.",
+            f"pipelined: {HERE}:deep (28): 0.5 M parameters, 1.8 MiB on the fullest device - only",
         ),
         pytest.param(
             "unet",
@@ -107,12 +107,13 @@ def test_times_of_schedules_are_in_one_unit(command: Any) -> None:
 
 
 def test_the_largest_models_as_numbers() -> None:
-    found = [Largest("naive", None, (1, 8)), Largest("pipelined", (1, 56), None, 21_649_348)]
-    none, size, parameters = of_largest(found, "a title")
+    found = [Largest("naive", None, (1, 8)), Largest("pipelined", (1, 56), None, 21_649_348, 1e9)]
+    none, size, parameters, memory = of_largest(found, "a title")
     assert (none["row"], none["reason"]) == ("naive", "no size fits")
     assert (size["row"], size["metric"], size["value"]) == ("pipelined", "size", [1, 56])
     assert parameters["value"] == 21_649_348
     assert parameters["reason"] == "at least: no larger size was tried"
+    assert (memory["unit"], memory["value"]) == ("bytes", 1e9)
 
 
 def wide(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:

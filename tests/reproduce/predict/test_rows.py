@@ -130,6 +130,10 @@ def faster_and_faster(steps: float) -> float:
     return float(steps**3)
 
 
+def with_a_high_power(steps: float) -> float:
+    return float(steps) ** 20
+
+
 def in_leaps(steps: float) -> float:
     return 1.5 ** (min(steps, 400) // 40)
 
@@ -140,11 +144,15 @@ def in_leaps(steps: float) -> float:
         ((5, 64), 5, (5, 64), (6, 64)),
         ((5, 64), 1, (1, 64), (2, 64)),
         ((5, 64), 97, (97, 64), (98, 64)),
+        ((5, 64), 200, (200, 64), (201, 64)),
         ((5, 64), 0, None, (1, 64)),
         ((5, 64), 10**6, (384, 64), None),
     ],
 )
-@pytest.mark.parametrize(("growth", "most"), [(evenly, 6), (faster_and_faster, 15), (in_leaps, 17)])
+@pytest.mark.parametrize(
+    ("growth", "most"),
+    [(evenly, 6), (faster_and_faster, 17), (with_a_high_power, 18), (in_leaps, 18)],
+)
 def test_the_largest_that_fits(
     start: tuple[int, int],
     limit: int,
