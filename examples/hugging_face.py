@@ -8,7 +8,8 @@ Without a pipeline, the loss is `module(**inputs, labels=labels).loss`. With a p
 (`loss_of`) computes the loss of each micro-batch, by the model's own loss function. This loss is a
 mean over all labels except those of padding, and their number differs between micro-batches. So the
 argument `weight` of `step` is a function that counts these labels. The model has random weights; to
-load trained weights, call `from_pretrained`.
+load trained weights, call `from_pretrained`. Llama does not need the `attention_mask`, because the
+padding is on the right. The guide's section "Attention without a mask" says how to leave it out.
 """
 
 import os
