@@ -1,4 +1,4 @@
-"""List the modules of a model, and replace attributes of modules temporarily."""
+"""List the modules of a model, look up attributes of several modules, and replace attributes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +25,34 @@ def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
         if "_stages" in module.__dict__:
             found.update(modules_of(module))
     return found
+
+
+class SeveralParts:
+    """Several modules that are parts of one module, and together have all of its attributes.
+
+    For example, if a layer has `model.embed`, and another layer has `model.blocks.0`, each of them
+    has a module `model`. These two modules are parts of the traced module's `model`.
+
+    Args:
+        parts: The modules.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        # The two underscores make the name private, so that no part has an attribute of this name.
+        self.__parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        found: list[nn.Module] = []
+        for part in self.__parts:
+            for registered in (part._parameters, part._buffers):
+                if name in registered:
+                    return registered[name]
+            child = part._modules.get(name)
+            if child is not None:
+                found.append(child)
+        if not found:
+            raise AttributeError(f"none of the modules has {name!r}")
+        return found[0] if len(found) == 1 else SeveralParts(found)
 
 
 class Swap(NamedTuple):

@@ -44,7 +44,7 @@ from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors
 from torchgpipe.tensors.observe import NOTHING, Observer
-from torchgpipe.trace.layer import Layers, keep_names
+from torchgpipe.trace.layer import Layers, NamedAsTraced, keep_names
 from torchgpipe.uncompiled import run_uncompiled
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ P = TypeVar("P", bound="Partitioned")
 _BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
 
 
-class Partitioned(CompilesLayers, FixedDevices, Fixed, ABC):
+class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
     """A model that is split into partitions; this process holds and runs some or all of them.
 
     The layers of this process are children of this module, under their names in the model. So their

@@ -14,7 +14,7 @@ from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.known import Alike
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.predict import Setup
-from torchgpipe.trace.layer import flat
+from torchgpipe.trace.sequential import flat
 
 ALIKE = Alike()  # a cache of counted layers: models of one family have many equal layers
 

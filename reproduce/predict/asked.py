@@ -23,7 +23,8 @@ from reproduce.models.resnet import torchvision_model
 from reproduce.predict.largest import Family, Sizes
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.tensors.microbatch import mapped
-from torchgpipe.trace.layer import Layers, flat
+from torchgpipe.trace.layer import Layers
+from torchgpipe.trace.sequential import flat
 
 # The largest value that is tried for an argument of the user's function.
 MOST = 2**20

@@ -23,7 +23,7 @@ from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.profiled import predictor_here
-from torchgpipe.trace.layer import flat
+from torchgpipe.trace.sequential import flat
 
 # The tables for which the errors of the predictions are reported.
 SPEED_TABLES = ("amoebanet-speed", "unet-speed", "resnet101-speed")

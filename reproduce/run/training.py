@@ -22,7 +22,7 @@ from torchgpipe.gpipe import EngineName
 from torchgpipe.plan import plan
 from torchgpipe.tensors.observe import Observer, Task, observed
 from torchgpipe.timeline.stopwatch import Stopwatch
-from torchgpipe.trace.layer import flat
+from torchgpipe.trace.sequential import flat
 
 PROFILE_SECONDS = 1.0
 """For how many seconds the layers of a model are profiled."""

@@ -31,8 +31,8 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.layer import batched, flat
 from torchgpipe.trace.parts import as_tensors, taken_apart
+from torchgpipe.trace.sequential import batched, flat
 
 T = TypeVar("T")
 

@@ -8,10 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.distributed.liveness.liveness import EQUALLY_OFTEN
+from torchgpipe.distributed.wires.message import Message
 from torchgpipe.partitioned import Partitioned
 
 Settings = Mapping[str, Any]
 """Maps the name of a setting, as error messages write it, to the setting's value."""
+
+_METHODS = ("clip_grad_norm_", "save", "load")
+"""The methods, beside those that run a mini-batch, that all ranks of a pipeline have to call."""
 
 
 def settings_of(
@@ -75,3 +80,27 @@ def check_alike(what: str, own: Settings, theirs: Settings, rank: int, peer: int
                 f"every rank has to call {what} with the same settings, but {name} is {other!r} on "
                 f"rank {peer} and {value!r} on rank {rank}"
             )
+
+
+def in_other_mini_batches(
+    rank: int, serial: int, what: str | None, peer: int, message: Message
+) -> RuntimeError:
+    """Return the error that two ranks are in different mini-batches, because one left out a call.
+
+    Args:
+        rank: The number of this rank.
+        serial: The number of the mini-batch that this rank has begun last.
+        what: The name of the message that this rank waits for, or `None` if it has no name. The
+            messages of a method such as `save` have the name of the method.
+        peer: The number of the other rank.
+        message: The message that the other rank has sent.
+    """
+    told = message.about[0] if what else None
+    return RuntimeError(
+        f"rank {peer} is in {_place(message.serial, told)}, but rank {rank} is in "
+        f"{_place(serial, what)}: {EQUALLY_OFTEN}; after a failure, call close() on all ranks"
+    )
+
+
+def _place(serial: int, what: str | None) -> str:
+    return f"{what}() after mini-batch {serial}" if what in _METHODS else f"mini-batch {serial}"

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.caught import in_one_line
-from torchgpipe.distributed.alike import Settings, check_alike
+from torchgpipe.distributed.alike import Settings, check_alike, in_other_mini_batches
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import (
@@ -215,20 +215,19 @@ class Connections(Wires):
         """Make a message of this mini-batch's number, plain Python values (`about`) and tensors."""
         return Message(self.serial, about, tensors)
 
-    def take(self, receiver: Receiver) -> tuple[Any, Flat]:
+    def take(self, receiver: Receiver, what: str | None = None) -> tuple[Any, Flat]:
         """Wait for the next message of a wire; return the message's plain values and tensors.
+
+        Args:
+            receiver: The end of the wire.
+            what: The name of the message if it is sent with `tell`, for an error message.
 
         Raises:
             RuntimeError: If the message belongs to another mini-batch than the one of this rank.
         """
         message = receiver.take()
         if message.serial != self.serial:
-            raise RuntimeError(
-                f"rank {receiver.rank} is in mini-batch {message.serial}, but rank {self.own} is "
-                f"in mini-batch {self.serial}: every rank has to call the pipeline, and then "
-                "backward(), equally often and in the same order; after a failure, call close() on "
-                "all ranks"
-            )
+            raise in_other_mini_batches(self.own, self.serial, what, receiver.rank, message)
         return message.about, message.tensors
 
     def tell(self, what: str, tensors: Flat, about: Hashable = None, kind: str = "control") -> None:
@@ -259,7 +258,7 @@ class Connections(Wires):
         receiver = self.wire(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
-        (told, about), tensors = self.take(receiver)
+        (told, about), tensors = self.take(receiver, what)
         self.liveness.activity.hears = False
         if told != what:
             raise RuntimeError(

@@ -251,7 +251,7 @@ class DistributedGPipe(Partitioned):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         raise TypeError(
-            "DistributedDataParallel does not notice calls of a pipeline's loss(); instead, use "
+            "DistributedDataParallel of a pipeline would not notice its step() and loss(); use "
             "replicate(model, device_mesh=...) or fully_shard(model.partition, mesh=...)"
         )
 

@@ -67,6 +67,24 @@ class LayerPlan:
     stashes: list[tuple[str, int]] = field(default_factory=list)
     sizes: list[SizeRead] = field(default_factory=list)
 
+    def steps(self) -> list[Call]:
+        """Return the layer's calls, and note in each call which tensors can be freed after it.
+
+        These are the tensors that no later call uses and the layer does not return. Their numbers
+        are in the call's field `spent`.
+        """
+        needed = {*self.outputs, *dict(self.stashes).values()}
+        steps: list[Call] = []
+        for call in reversed(self.calls):
+            used = {value.number for value in within((call.args, call.kwargs), Value)}
+            used.update(call.outputs)
+            if call is self.calls[0]:
+                used.update(self.inputs, dict(self.pops).values())
+            steps.append(call._replace(spent=tuple(sorted(used - needed))))
+            needed |= used
+        steps.reverse()
+        return steps
+
 
 Stops = dict[int, list[int]]
 """Maps a tensor's number to the indices of the layers that make, use or pass it, in order."""

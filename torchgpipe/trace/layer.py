@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from torchgpipe.modules import SeveralParts
 from torchgpipe.skip.scope import Namespace, SkipKey, current_scope
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 from torchgpipe.trace.calls import LayerPlan
-from torchgpipe.trace.code.call import Call, Held, Value
+from torchgpipe.trace.code.call import Held
 from torchgpipe.trace.code.source import Source
 from torchgpipe.trace.parts import tensors_in, within
-from torchgpipe.trace.signature import Signature, arguments
+from torchgpipe.trace.signature import Signature
 
 Calls = Callable[["Layer", list[Any]], tuple[Tensor, ...]]
 """A function that makes a layer's calls, given the layer and its input tensors."""
@@ -63,7 +64,7 @@ class Layer(Module):
         super().__init__()
         self.training = root.training
         self.name = plan.name
-        self._steps = _steps(plan)
+        self._steps = plan.steps()
         self._inputs = tuple(plan.inputs)
         self._outputs = tuple(plan.outputs)
         self._sizes_read = plan.sizes
@@ -227,26 +228,40 @@ class Layer(Module):
         return outer if outer == "" or outer.endswith(".") else prefix
 
 
-def _steps(plan: LayerPlan) -> list[Call]:
-    """Return a layer's calls, and note in each call which tensors can be freed after it.
+class NamedAsTraced(Module):
+    """A module with layers of a traced module, which PyTorch finds by the traced module's names.
 
-    These are the tensors that no later call uses and the layer does not return. Their numbers are
-    in the call's field `spent`.
+    PyTorch's functions `get_state_dict` and `set_state_dict`, of
+    `torch.distributed.checkpoint.state_dict`, look up each tensor by its name: for `model.embed`,
+    they read the attribute `model`, and then the attribute `embed` of what they have found. This
+    module has no such attributes. But PyTorch first asks it, by `_fqn_modifiers`, where they are.
     """
-    needed = {*plan.outputs, *dict(plan.stashes).values()}
-    steps: list[Call] = []
-    for call in reversed(plan.calls):
-        used = {value.number for value in within((call.args, call.kwargs), Value)}
-        used.update(call.outputs)
-        if call is plan.calls[0]:
-            used.update(plan.inputs, dict(plan.pops).values())
-        steps.append(call._replace(spent=tuple(sorted(used - needed))))
-        needed |= used
-    steps.reverse()
-    return steps
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return which names PyTorch has to leave out, and where it has to look up other names.
+
+        If the name of a child is among the values, PyTorch leaves it out of the names of the
+        child's tensors. These are the names of layers. If the name of an attribute is among the
+        keys, PyTorch reads the attribute not from this module, but from the object that this
+        module has under the value. This object is `_as_traced`.
+        """
+        modifiers: dict[str, str] = {}
+        for key, layer in _traced_layers(self).items():
+            # PyTorch looks up no name with a dot. So only the value has an effect.
+            modifiers[f"{key}."] = key
+            for registered in (layer._modules, layer._parameters, layer._buffers):
+                for name in registered:
+                    modifiers[name] = "_as_traced"
+        return modifiers
+
+    @property
+    def _as_traced(self) -> SeveralParts:
+        """An object that has the attributes of all layers of the traced module."""
+        layers = _traced_layers(self)
+        return SeveralParts([*layers.values()])
 
 
-class Layers(nn.Sequential):
+class Layers(NamedAsTraced, nn.Sequential):
     """The layers of a traced module: an `nn.Sequential` that is called like the module.
 
     A traced module is one that `sequential` has cut into layers. The layers together have the same
@@ -274,27 +289,6 @@ class Layers(nn.Sequential):
         return self.signature.structured(outputs)
 
 
-def flat(module: Module, sample: Any) -> TensorOrTensors:
-    """Convert the arguments of a model's call to the input of the model's first layer.
-
-    Args:
-        module: The model, a sequence of layers. Only one that `sequential` has made (`Layers`)
-            needs the conversion; for others, `sample` is returned as it is.
-        sample: The arguments: a tensor, a tuple, or a dictionary from names to arguments.
-    """
-    signature = module.signature if isinstance(module, Layers) else None
-    return sample if signature is None else signature.flat(*arguments(sample))
-
-
-def batched(module: Module) -> Sequence[bool] | None:
-    """Return for each input of `module` whether it has a batch dimension; `None` if all have one.
-
-    Only a `Layers`, a sequence that `sequential` has made, can have inputs without one.
-    """
-    signature = module.signature if isinstance(module, Layers) else None
-    return None if signature is None else signature.batched
-
-
 def keep_names(module: Module) -> None:
     """Let `load_state_dict` of a sequence of layers take the state of the module that was traced.
 
@@ -310,13 +304,12 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
     This is a hook of `load_state_dict`.
     """
     given = dict(state)
-    for key, layer in module._modules.items():
-        if isinstance(layer, Layer) and layer.name == key:
-            inner = f"{prefix}{key}."
-            for name in layer.state_dict(prefix=inner, keep_vars=True):
-                if name in given:
-                    state[inner + name.removeprefix(prefix)] = given[name]
-                    state.pop(name, None)
+    for key, layer in _traced_layers(module).items():
+        inner = f"{prefix}{key}."
+        for name in layer.state_dict(prefix=inner, keep_vars=True):
+            if name in given:
+                state[inner + name.removeprefix(prefix)] = given[name]
+                state.pop(name, None)
 
 
 def _out_of_layers(module: Module, incompatible: Any) -> None:
@@ -324,10 +317,22 @@ def _out_of_layers(module: Module, incompatible: Any) -> None:
 
     This is a hook of `load_state_dict`.
     """
-    for key, layer in module._modules.items():
-        if isinstance(layer, Layer) and layer.name == key:
-            for names in incompatible:
-                names[:] = [name.replace(f"{key}.", "", 1) for name in names]
+    for key in _traced_layers(module):
+        for names in incompatible:
+            names[:] = [name.replace(f"{key}.", "", 1) for name in names]
+
+
+def _traced_layers(module: Module) -> dict[str, Layer]:
+    """Return the children of a module that are layers of a traced module, by their names.
+
+    A child that has another name than the layer itself is left out, because PyTorch then puts this
+    other name before the names of the layer's tensors.
+    """
+    return {
+        key: layer
+        for key, layer in module._modules.items()
+        if isinstance(layer, Layer) and layer.name == key
+    }
 
 
 class _Around(Module):

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torchgpipe.caught import shortened
 from torchgpipe.skip.scope import Namespace
 from torchgpipe.tensors._autograd import is_compiled
+from torchgpipe.tensors.microbatch import TensorOrTensors
 from torchgpipe.trace.calls import cut, sizes_read
 from torchgpipe.trace.code.call import Call, Held
 from torchgpipe.trace.compare import (
@@ -320,3 +321,24 @@ def _check_root(module: Module) -> None:
                 f"the module {kind} has a scripted part, {name or kind!r}; give sequential the "
                 "module as it was before torch.jit.script"
             )
+
+
+def flat(module: Module, sample: Any) -> TensorOrTensors:
+    """Convert the arguments of a model's call to the input of the model's first layer.
+
+    Args:
+        module: The model, a sequence of layers. Only one that `sequential` has made (`Layers`)
+            needs the conversion; for others, `sample` is returned as it is.
+        sample: The arguments: a tensor, a tuple, or a dictionary from names to arguments.
+    """
+    signature = module.signature if isinstance(module, Layers) else None
+    return sample if signature is None else signature.flat(*arguments(sample))
+
+
+def batched(module: Module) -> Sequence[bool] | None:
+    """Return for each input of `module` whether it has a batch dimension; `None` if all have one.
+
+    Only a `Layers`, a sequence that `sequential` has made, can have inputs without one.
+    """
+    signature = module.signature if isinstance(module, Layers) else None
+    return None if signature is None else signature.batched

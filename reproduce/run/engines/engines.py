@@ -29,7 +29,7 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.skip.layout import skip_layout
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
 from torchgpipe.tensors.microbatch import tensors_of
-from torchgpipe.trace.layer import flat
+from torchgpipe.trace.sequential import flat
 
 ONLY_EMULATED = "rows with the published balance are only emulated"
 FEW = "it needs at least as many micro-batches as partitions"

@@ -1,4 +1,7 @@
-"""Test that ranks refuse a kind of data parallelism which would not average their gradients."""
+"""Test replicas of a pipeline over ranks: how they train and are saved, and what is refused.
+
+Ranks refuse a kind of data parallelism which would not average their gradients.
+"""
 
 import gc
 from collections.abc import Callable
@@ -10,17 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from examples.works_with import WithLoss
+from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
+from ..trace.test_names import Language
 from .test_calls import TARGET, WORLD, X, gradients, linears, loss_of, small
-from .test_tied import gpt, words
+from .test_saves import shared_folder
+from .test_tied import adam, gpt, words
 from .training import assert_same
 
 pytestmark = pytest.mark.ranks(WORLD)
@@ -44,7 +54,7 @@ def test_averaging_layers_by_themselves_is_refused() -> None:
         fully_shard(model, mesh=mesh["dp"])
 
     changes: list[tuple[Callable[[Any], object], str]] = [
-        (average, r"does not notice calls of a pipeline's loss\(\)"),
+        (average, r"would not notice its step\(\) and loss\(\); use replicate\(model"),
         (lambda model: average(model.partition), "runs once for each"),
         (put_into_a_layer, "runs once for each micro-batch"),
         (
@@ -158,3 +168,68 @@ def test_layers_within_a_partition_share_a_weight_that_is_sharded() -> None:
     fully_shard(model.partition, mesh=mesh["dp"])
     for _ in range(2):
         model.step(nn.functional.mse_loss, X, X)
+
+
+def of_traced(way: str, seed: int) -> DistributedGPipe | GPipe:
+    """Return a pipeline of a traced module.
+
+    Args:
+        way: How replicas average their gradients: "replicate" or "fully_shard". With "alone", there
+            is one pipeline over all ranks. With "one process", it is a `GPipe`.
+        seed: The random seed of the module's parameters.
+    """
+    layers = sequential(Language(seed), words()[0])
+    assert len(layers) == 5
+    if way == "one process":
+        return GPipe(layers, [1, 4], devices=["cpu"] * 2, chunks=2)
+    if way == "alone":
+        return DistributedGPipe(layers, [2, 1, 1, 1], chunks=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model = DistributedGPipe(layers, [2, 3], mesh=mesh["pp"], chunks=2)
+    if way == "replicate":
+        replicate(model, device_mesh=mesh["dp"])
+    for part in model.modules():
+        # The embedding is not sharded, because the last partition shares its weight.
+        if way == "fully_shard" and isinstance(part, nn.Linear):
+            fully_shard(part, mesh=mesh["dp"])
+    return model
+
+
+def losses(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> list[float]:
+    """Train on a mini-batch for each random seed, the same in all replicas; return the losses."""
+    found = []
+    for seed in seeds:
+        found.append(model.step(cross_entropy, *words(seed)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("way", ["alone", "replicate", "fully_shard"])
+def test_going_on(way: str, *, cpu_offload: bool) -> None:
+    """Save a pipeline of a traced module, and go on on as many ranks and in one process."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=cpu_offload)
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer, options=options)
+        return {"model": weights, "optimizer": moments}
+
+    folder = shared_folder()
+    model = of_traced(way, 0)
+    optimizer = adam(model)
+    losses(model, optimizer, 0, 1)
+    save(state(model, optimizer), checkpoint_id=folder)
+    expected = losses(model, optimizer, 2, 3)
+    for other_way in (way, "one process"):
+        other = of_traced(other_way, 1)
+        optimizer = adam(other)
+        found = state(other, optimizer)
+        load(found, checkpoint_id=folder)
+        both: Any = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(other, optimizer, **both, options=options)
+        went_on = losses(other, optimizer, 2, 3)
+        if other_way == way:
+            assert went_on == expected
+        assert_close(went_on, expected)

@@ -219,3 +219,27 @@ def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks() -> None:
         saves.save(0, model, None, scheduler=value)
     model.close()
     assert saves.load(model, None) is None
+
+
+@pytest.mark.parametrize(
+    "name, only, told",
+    [
+        ("save", 0, r"rank 0 is in save\(\) after mini-batch 3, but rank . is in mini-batch 4: "),
+        (
+            "clip_grad_norm_",
+            1,
+            r"rank 0 is in mini-batch 4, but rank 1 is in clip_grad_norm_\(\) after mini-batch 3: ",
+        ),
+    ],
+)
+def test_a_call_on_one_rank_only_is_named(name: str, only: int, told: str) -> None:
+    model = DistributedGPipe(layers(), [2, 2, 2, 2])
+    optimizer = adam(model)
+    trained(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match=f"{told}every rank has to .* the same holds for clip_"):
+        if dist.get_rank() == only and name == "save":
+            Saves(tempfile.mkdtemp()).save(0, model, optimizer)
+        elif dist.get_rank() == only:
+            model.clip_grad_norm_(1.0)
+        trained(model, optimizer, 1)
+    model.close()

@@ -30,6 +30,12 @@ Broken = Callable[[BaseException], None]
 """A function that is called with the error of gloo when a connection breaks."""
 
 
+EQUALLY_OFTEN = (
+    "every rank has to call the pipeline, and then backward(), equally often and in the same "
+    "order; the same holds for clip_grad_norm_(), and for save() and load() of Saves"
+)
+
+
 class RankFailed(RuntimeError):
     """Raised if another rank has failed. The message names the rank, and quotes its error."""
 
@@ -191,8 +197,7 @@ class Liveness:
         if why is not None:
             self.fail(
                 f"rank {peer} has ended, or called close(), but rank {self._own} needs more from "
-                "it: every rank has to call the pipeline, and then backward(), equally often "
-                f"({why})"
+                f"it: {EQUALLY_OFTEN} ({why})"
             )
 
     def _tell(self, peer: int, *told: Any) -> None:

@@ -33,7 +33,7 @@ from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
-from torchgpipe.trace.layer import batched
+from torchgpipe.trace.sequential import batched
 
 LayerCounts = tuple[LayerCount, ...]
 Footprints = tuple[Footprint, ...]

@@ -31,7 +31,7 @@ from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
-from torchgpipe.trace.layer import batched
+from torchgpipe.trace.sequential import batched
 
 LEAST = 2
 """The fewest samples of a timed micro-batch. The largest one has at least twice as many.
