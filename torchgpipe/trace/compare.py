@@ -175,7 +175,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         A list of the outputs and then the buffers, and a dictionary from names to gradients.
         Both are empty if a tensor is on `meta`, where tensors have no values.
     """
-    if _is_on_meta(module, inputs):
+    if is_on_meta(module, inputs):
         return [], {}
     slow = mock.patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)
     with as_it_was(module), torch.inference_mode(False), torch.enable_grad(), slow:
@@ -187,7 +187,7 @@ def ran(module: Module, run: Module, signature: Signature, inputs: Tensors) -> R
         return values, _gradients(outputs, wanted)
 
 
-def _is_on_meta(module: Module, inputs: Tensors) -> bool:
+def is_on_meta(module: Module, inputs: Tensors) -> bool:
     """Return whether a tensor of the module or an input is on `meta`, and so has no contents."""
     held = (*inputs, *module.parameters(), *module.buffers())
     return any(x.is_meta for x in held)
@@ -247,7 +247,7 @@ def check_samples(
         kept: The submodules that the user keeps whole. They may compare samples. Then the halves
             of the sample may rightly give other outputs than the sample, and are not checked.
     """
-    if not kept and not _is_on_meta(module, inputs):
+    if not kept and not is_on_meta(module, inputs):
         _check_halves(module, signature, inputs)
     if signature.compared:
         warnings.warn(

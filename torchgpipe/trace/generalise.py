@@ -105,6 +105,11 @@ def generalise(
     return calls
 
 
+def have_same_functions(one: RecordedCalls, other: RecordedCalls) -> bool:
+    """Return whether two recordings call the same functions and submodules, with any arguments."""
+    return list(map(_fixed, one.calls)) == list(map(_fixed, other.calls))
+
+
 def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
     """Check that recordings agree in the module's constant tensors and the result's structure.
 

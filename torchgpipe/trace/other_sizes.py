@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from torchgpipe.trace.calls import RecordedCalls
 from torchgpipe.trace.code.call import Call
 from torchgpipe.trace.code.sizes import Sizes
-from torchgpipe.trace.generalise import OTHER_MODE, generalise
+from torchgpipe.trace.generalise import OTHER_MODE, generalise, have_same_functions
 from torchgpipe.trace.kept import NeedsResults
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.record import Recorded, record
@@ -72,6 +73,8 @@ class OtherSizes:
         self._whole: list[str] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._state: State = (module.training, _autocast(inputs[0]))
+        # The calls for a single sample, if they differ, but the layers compute the same.
+        self._one_sample: RecordedCalls | None = None
         self._known: set[tuple[Any, ...]] = set()
         training, cast = self._state
         for recording in recorded.recordings:
@@ -147,7 +150,52 @@ class OtherSizes:
     def __deepcopy__(self, memo: object) -> "OtherSizes":
         return self
 
+    def keep_one_sample(self, tensors: Tensors) -> bool:
+        """Let the layers run on a single sample, even if the module makes other calls for it.
+
+        Args:
+            tensors: Inputs with a single sample.
+
+        Returns:
+            Whether the module makes other calls for a single sample. The caller has to check
+            whether the layers compute the same as the module, and otherwise has to call
+            `forget_one_sample`. If the module raises an error, the result is false.
+        """
+        training, _ = self._state
+        try:
+            self(tensors, training)
+        except Exception:
+            pass
+        else:
+            return False
+        sizes = self._signature.sizes_of(tensors)
+        try:
+            self._one_sample = self._recorded(tensors, sizes, self._state)
+        except Exception:
+            return False
+        self._known.add((sizes, *self._state))
+        return True
+
+    def forget_one_sample(self) -> None:
+        """From now on, refuse a single sample if the module makes other calls for it."""
+        self._one_sample = None
+        self._known = {known for known in self._known if known[0][0] > 1}
+
     def _check(self, tensors: Tensors, sizes: Sizes, state: State) -> None:
+        training, _ = state
+        found = self._recorded(tensors, sizes, state)
+        one = self._one_sample
+        if sizes[0] == 1 and one is not None and have_same_functions(one, found):
+            return
+        advice = OTHER_MODE if training != self._state[0] else None
+        generalise(self._module, [*self._recordings[training], found], advice)
+
+    def _recorded(self, tensors: Tensors, sizes: Sizes, state: State) -> RecordedCalls:
+        """Record the calls that the module makes for these tensors, sizes, mode and autocast.
+
+        Raises:
+            Untraceable: If the calls cannot be recorded.
+        """
         training, cast = state
         notes: Notes = {}
         module, device = self._module, tensors[0].device
@@ -175,8 +223,7 @@ class OtherSizes:
         if state != self._state:
             mode = "training" if training else "evaluation"
             found.state = f" ({mode} mode, {cast or 'no'} autocast)"
-        advice = OTHER_MODE if training != self._state[0] else None
-        generalise(module, [*self._recordings[training], found], advice)
+        return found
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

@@ -25,6 +25,7 @@ from torchgpipe.trace.compare import (
 )
 from torchgpipe.trace.generalise import check_batch
 from torchgpipe.trace.layer import Layer, Layers
+from torchgpipe.trace.one_sample import check_one_sample
 from torchgpipe.trace.other_sizes import OtherSizes
 from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import in_both_modes, record_all
@@ -156,6 +157,7 @@ def _first_that_fits(
                     check_other_lengths(module, layers, signature, inputs)
                     check_other_mode(module, layers, signature, inputs)
                     check_samples(module, signature, inputs, kept)
+                    check_one_sample(module, layers, signature, inputs)
                     return layers
         if first is None:
             raise Untraceable(
