@@ -16,8 +16,10 @@ from torch.nn import Module
 from torchgpipe.trace.calls import RecordedCalls
 from torchgpipe.trace.code.call import Call
 from torchgpipe.trace.code.sizes import Sizes
+from torchgpipe.trace.compare import check_outputs, is_on_meta, ran
 from torchgpipe.trace.generalise import OTHER_MODE, generalise, have_same_functions
 from torchgpipe.trace.kept import NeedsResults
+from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
 from torchgpipe.trace.record import Recorded, record
 from torchgpipe.trace.recorder import Recorder
@@ -224,6 +226,37 @@ class OtherSizes:
             mode = "training" if training else "evaluation"
             found.state = f" ({mode} mode, {cast or 'no'} autocast)"
         return found
+
+
+def check_one_sample(module: Module, layers: Layers, signature: Signature, inputs: Tensors) -> None:
+    """Find out whether the layers of a module may run on a single sample.
+
+    A module may make other calls for a single sample: for example, it may expand a tensor only if
+    there are several samples. The layers then often compute the same nevertheless.
+
+    They may run if the module makes the same calls for it as for several samples, or if the layers'
+    outputs and gradients are the same as the module's. Otherwise, they refuse a single sample.
+
+    Args:
+        module: The module.
+        layers: The layers that were made of the module.
+        signature: The module's signature, which says which inputs have a batch dimension.
+        inputs: The tensors of the sample.
+    """
+    if is_on_meta(module, inputs):
+        return
+    one: list[Tensor] = []
+    for x, batched in zip(inputs, signature.batched, strict=True):
+        first = x.detach()[:1] if batched else x.detach()
+        one.append(first.requires_grad_(x.requires_grad))
+    sizes: Any = layers[0].sizes
+    if not sizes.keep_one_sample(one):
+        return
+    try:
+        expected = ran(module, module, signature, one)
+        check_outputs(module, ran(module, layers, signature, one), expected)
+    except Exception:
+        sizes.forget_one_sample()
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

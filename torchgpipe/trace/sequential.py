@@ -25,8 +25,7 @@ from torchgpipe.trace.compare import (
 )
 from torchgpipe.trace.generalise import check_batch
 from torchgpipe.trace.layer import Layer, Layers
-from torchgpipe.trace.one_sample import check_one_sample
-from torchgpipe.trace.other_sizes import OtherSizes
+from torchgpipe.trace.other_sizes import OtherSizes, check_one_sample
 from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable, advising_a_tuple

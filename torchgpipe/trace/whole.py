@@ -125,6 +125,11 @@ def add_note(notes: Notes, module: Module, what: str) -> None:
 
     A module keeps its first note. Only the note that it reads its mode is replaced by others,
     because a module that does nothing else can be recorded.
+
+    Args:
+        notes: The notes of all modules.
+        module: The module.
+        what: The name of what it uses.
     """
     known = notes.get(module)
     if known is None or known[0] == TRAINING:
