@@ -99,7 +99,7 @@ class Training:
         """
         if self.model == "linear":  # nearly all of the step is overhead of the pipeline
             small = [nn.Linear(8, 8) for _ in self.balance]
-            return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.sum
+            return nn.Sequential(*small), torch.randn(self.batch, 8), Tensor.mean
         if self.model == "matrices":
             # Matrix products release Python's global interpreter lock (GIL), so partitions can
             # compute at the same time. All layers are equal, so partitions take equal time.

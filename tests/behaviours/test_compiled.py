@@ -4,7 +4,6 @@ The tests use `model(x)` and `model.step`, on every engine, in every mode of che
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +67,7 @@ def by_step(run: Any, x: Tensor, target: Tensor) -> None:
         run.step(mse_loss, x, target)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("train", [by_call, by_step])
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
 def test_compiled_layers(
@@ -92,7 +91,7 @@ def test_compiled_layers(
     assert differences(own, plain, REORDERED) == []
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_around])
 def test_a_compiled_batch_norm(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
@@ -147,7 +146,7 @@ def of_several_kinds() -> nn.Sequential:
     return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("train", [by_call, by_step])
 @pytest.mark.parametrize("make", [residual, of_several_kinds])
 def test_layers_are_compiled_as_often_as_without_a_pipeline(
@@ -167,22 +166,7 @@ def four() -> nn.Sequential:
     return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize(("schedule", "warns"), [("1F1B", False), ("ZBH1", True)])
-def test_a_schedule_that_would_split_backwards_warns(schedule: str, warns: bool) -> None:
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model = piped(layers, [1, 1], CHUNKS, schedule=schedule)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        model.compile(backend="aot_eager")
-    assert [each.filename for each in warned] == [__file__] * warns
-    if warns:
-        assert "saves no time; take another one, such as 1F1B" in str(warned[0].message)
-        x = torch.randn(8, 6)
-        model.step(mse_loss, x, x)
-        assert "backward is not split" in model.schedule.report()
-
-
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:the schedule .* splits backwards")
 @pytest.mark.parametrize("schedule", NAMED)
 def test_no_schedule_adds_compilations(schedule: str, engine: str) -> None:

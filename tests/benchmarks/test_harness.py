@@ -220,11 +220,9 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        # Each of these models has something special. In this order: auxiliary outputs, a class
-        # token, windows with masks, a dictionary as its output, and concatenated tensors.
+        # Each of these models has something special. In this order: auxiliary outputs, a dictionary
+        # as its output, and concatenated tensors.
         pytest.param("googlenet", marks=SLOW),
-        pytest.param("vit_b_32", marks=SLOW),
-        pytest.param("swin_t", marks=SLOW),
         pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),
         pytest.param("squeezenet1_0", marks=SLOW),
     ],

@@ -242,6 +242,17 @@ def test_time_in_dimension_0_warns(
     assert {each.filename for each in warned} <= {__file__}
 
 
+@pytest.mark.parametrize(("schedule", "warns"), [("1F1B", False), ("ZBH1", True)])
+def test_a_schedule_that_would_split_backwards_warns(schedule: str, warns: bool) -> None:
+    model = made(schedule=schedule)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.compile()  # layers are compiled only when they run
+    assert [each.filename for each in warned] == [__file__] * warns
+    for each in warned:
+        assert "saves no time; take another one, such as 1F1B" in str(each.message)
+
+
 def test_the_advice_works() -> None:
     """Check that the code which the error message for a missing balance suggests works."""
     with pytest.raises(ValueError, match="balance is required") as caught:

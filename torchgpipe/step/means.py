@@ -6,6 +6,7 @@ is wrong if a criterion sums, ignores some targets, or weights classes.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,8 @@ def counted(loss: Tensor) -> Counted | None:
 def _is_sum(node: Any) -> bool:
     """Return whether a loss is surely a sum over samples, or consists of such sums.
 
-    A sum that is divided or multiplied by something can be a mean, so it does not count as a sum.
+    A sum that is divided or multiplied by something can be a mean, so it does not count as a sum. A
+    sum of a single number is a mean, too.
 
     Args:
         node: The autograd node of the loss, or `None`.
@@ -103,7 +105,8 @@ def _is_sum(node: Any) -> bool:
             nodes += [term for term, _ in node.next_functions if term is not None]
         elif node.name() == "SumBackward0":
             summed, _ = node.next_functions[0]
-            if summed is None or summed.name().startswith(_SCALED):
+            single = prod(node._saved_self_sym_sizes) == 1
+            if single or summed is None or summed.name().startswith(_SCALED):
                 return False
         elif getattr(node, "_saved_reduction", None) != _SUM:
             return False

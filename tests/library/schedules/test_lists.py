@@ -17,7 +17,7 @@ from torchgpipe.schedules.replay import Event
 
 from .pictures import pictured
 
-SLOW_DEVICES = [pytest.param(n, marks=pytest.mark.slow) for n in range(5, 17)]
+SLOW_DEVICES = [pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8, 11, 16)]
 DEVICES = [1, 2, 3, 4, *SLOW_DEVICES]
 
 

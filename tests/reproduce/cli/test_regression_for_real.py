@@ -30,7 +30,6 @@ FOREIGN = "--package mine --cases mine.txt --build 'mkdir src; cp mine.txt src/m
     ("asked", "ends", "code", "said"),
     [
         ("--base HEAD --also HEAD~1 --restarts 9 --rounds 1", None, 0, "reproduce: "),
-        ("--base HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
         ("--base HEAD --restarts 100000", signal.SIGTERM, 143, "reproduce: ended by SIGTERM\n"),
         ("--bisect HEAD~1 HEAD --restarts 100000", signal.SIGINT, 130, "reproduce: interrupted\n"),
         (f"--base HEAD --restarts 8 --rounds 1 {FOREIGN}", None, 0, "reproduce: "),
