@@ -205,8 +205,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     With PyTorch 2.11, run a test that compiles in threads in a process of its own.
     """
-    compiles = "compile" in pyfuncitem.nodeid and "graph" not in pyfuncitem.nodeid
-    if COMPILING_CRASHES and compiles and ALONE not in os.environ:
+    in_threads = "compile" in pyfuncitem.nodeid and "workers" in pyfuncitem.nodeid
+    if COMPILING_CRASHES and in_threads and ALONE not in os.environ:
         run_alone(pyfuncitem)
         return True
     marker = pyfuncitem.get_closest_marker("ranks")
