@@ -70,7 +70,6 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
     _traced_instead: str  # what to trace or export instead of a pipeline, for an error message
     _partitions: nn.ModuleList
     _schedule: str | Schedule
-    _stepped = False  # whether `step` was called
 
     def __init__(  # noqa: PLR0913 - those of `GPipe`
         self,
@@ -122,7 +121,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
 
     def _build(self) -> None:
         """Make locks, streams and threads, which cannot be copied or pickled with this pipeline."""
-        self.logs = []
+        self.logs, self._calls_of_step = [], 0
         self._stages = []
         for (j, device), partition in zip(self._held, self._partitions, strict=True):
             self._stages.append(Stage(j, partition, device))
@@ -204,8 +203,9 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             RankFailed: Another rank has failed.
         """
         self.logs = []
-        first, self._stepped = not self._stepped, True
-        request = StepRequest(criterion, target, reduction, weight, self.logs, scaler, first=first)
+        self._calls_of_step += 1
+        looks = self._calls_of_step.bit_count() == 1  # in the calls 1, 2, 4, 8, ...
+        request = StepRequest(criterion, target, reduction, weight, self.logs, scaler, looks=looks)
         return cast(Tensor, run_uncompiled(self._traced_instead, self._step, input, request))
 
     def _step(self, input: Any, request: StepRequest) -> Tensor:

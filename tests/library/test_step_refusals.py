@@ -100,8 +100,8 @@ def test_a_step_sees_what_any_criterion_counts(
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_checkpointed_criterion_is_looked_at_in_the_first_step_only(weighted: bool) -> None:
-    """Check that `step` examines a checkpointed criterion only in its first call.
+def test_a_checkpointed_criterion_is_looked_at_in_few_steps(weighted: bool) -> None:
+    """Check that `step` examines a checkpointed criterion only in the calls 1, 2, 4, 8, ...
 
     To find out which samples such a criterion counts, `step` has to compute the loss again. If
     the caller gives a weight, there is nothing to find out.
@@ -118,13 +118,23 @@ def test_a_checkpointed_criterion_is_looked_at_in_the_first_step_only(weighted: 
     weight = (lambda target: (target != -100).sum()) if weighted else None
     model = pipeline()
     counts = []
-    for _ in range(2):
+    for _ in range(5):
         calls.clear()
         model.step(checkpointed, X, CLASSES, weight=weight)
         counts.append(len(calls))
-    first, second = counts
-    assert second == 6  # a forward and a recomputation of each of three micro-batches
-    assert first == second if weighted else first > second
+    plain = 6  # a forward and a recomputation of each of three micro-batches
+    looked_at = [1, 2, 4]
+    for number, count in enumerate(counts, 1):
+        assert (count > plain) == (number in looked_at and not weighted)
+
+
+def test_padding_that_begins_later_warns() -> None:
+    model = pipeline()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.step(crossed, X, CLASSES)
+    with pytest.warns(UserWarning, match=WEIGHT.format(-100)):
+        model.step(crossed, X, T)
 
 
 def of_next(y: Tensor, labels: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
 
 HERE = "here"
 """The value of `hardware` that asks for a profile on the sample's device."""
+HARDLY = 1.005
+"""More devices are not used if the step is shorter by less than this factor."""
 
 
 def plan(  # noqa: PLR0913 - each is an option of the user's
@@ -149,10 +151,8 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     with _naming_another_way(beside, room):
         found = search(predictor, choices, partitions, Aim(room, progress=progress))
     by_devices = merged(found)
-    candidates = [setups.best for setups in by_devices.values() if setups.best is not None]
-    candidates.sort(key=lambda candidate: candidate.seconds)
     return Plan(
-        candidates,
+        _in_order([each.best for each in by_devices.values() if each.best is not None]),
         bound=min([setups.bound for setups in by_devices.values()]),
         memory=each,
         room=room,
@@ -165,6 +165,18 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         predictor=predictor,
         module=module,
     )
+
+
+def _in_order(candidates: list[Candidate]) -> list[Candidate]:
+    """Return setups, the fastest first; but first the one with the fewest devices that is near it.
+
+    More devices are not used for hardly any gain (see `HARDLY`).
+    """
+    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
+    near = [each for each in ordered if each.seconds <= ordered[0].seconds * HARDLY]
+    best = min(near, key=lambda candidate: len(candidate.devices))
+    ordered.remove(best)
+    return [best, *ordered]
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class Losses(BatchIO):
         self.counted: list[Counted | None] = [None] * len(self.targets)
         # Whether to look at what the criterion counts. A single micro-batch needs no weight.
         several = len(self.targets) > 1
-        self._looks = request.first and request.weight is None and several
+        self._looks = request.looks and request.weight is None and several
         self._under_way: dict[int, tuple[Flat, Tensor, int]] = {}
         self._losses: dict[int, Tensor] = {}
         self._logs: dict[int, Any] = {}

@@ -119,14 +119,14 @@ def warn_of_other_means(
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
     The loss can be a sum, a mean over fewer targets (`ignore_index`), or a mean with class weights.
-    In the first step of a pipeline, the graphs of the losses show which it is. In later steps and
-    in `evaluate`, the options of a PyTorch criterion show it.
+    In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show which it is. In other
+    steps and in `evaluate`, the options of a PyTorch criterion show it.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
-        found: In the first step, the targets over which a cross entropy has averaged in each
-            micro-batch.
+        found: The targets over which a cross entropy has averaged in each micro-batch. It is empty
+            if no graph was looked at.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return

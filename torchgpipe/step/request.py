@@ -25,8 +25,8 @@ class StepRequest(NamedTuple):
     scaler: torch.amp.GradScaler | None = None
     backward: bool = True
     """Whether to run backwards, as `step` does. `evaluate` runs only forwards."""
-    first: bool = False
-    """Whether this is the first step of the pipeline."""
+    looks: bool = False
+    """Whether to look at the losses' graphs for what the criterion counts, which takes time."""
 
     @property
     def call(self) -> str:

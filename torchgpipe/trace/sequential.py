@@ -30,7 +30,7 @@ from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable, advising_a_tuple
 from torchgpipe.trace.signature import Signature, Tensors, arguments
-from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user
+from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user, refuse_own_checkpointing
 
 Batched = tuple[bool, ...]
 """For each input tensor, whether it has a batch dimension."""
@@ -102,6 +102,7 @@ def sequential(
         TypeError: If `whole` or `shared` is not a list, or the sample has no tensors.
     """
     _check_root(module)
+    refuse_own_checkpointing(module)
     signature = Signature(module, sample, dynamic_shapes)
     inputs = signature.tensors(*arguments(sample))
     if not inputs:

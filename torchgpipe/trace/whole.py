@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from torchgpipe.caught import shortened
 from torchgpipe.tensors._autograd import is_compiled
-from torchgpipe.trace.refuse import Where, refused, where
+from torchgpipe.trace.refuse import Untraceable, Where, refused, where
 
 Whole = Module | type[Module]
 """A submodule, or a class of submodules."""
@@ -134,6 +134,17 @@ def add_note(notes: Notes, module: Module, what: str) -> None:
     known = notes.get(module)
     if known is None or known[0] == TRAINING:
         notes[module] = (what, where())
+
+
+def refuse_own_checkpointing(root: Module) -> None:
+    """Raise `Untraceable` if gradient checkpointing of Hugging Face is enabled in a module."""
+    for part in root.modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise Untraceable(
+                f"the module {type(root).__name__} has gradient checkpointing of its own, which a "
+                "recording cannot repeat; call module.gradient_checkpointing_disable(), because "
+                "the pipeline does its own checkpointing: GPipe(…, checkpoint='always')"
+            )
 
 
 def check_notes(root: Module, notes: Notes) -> None:

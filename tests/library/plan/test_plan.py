@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, Sequential
+from torch.nn import Embedding, Linear, Module, Sequential
 
+import torchgpipe
+from reproduce.machine.description import ROOT
 from torchgpipe import GPipe
 from torchgpipe.plan import Hardware, Impossible, Plan, load_hardware, plan
 from torchgpipe.plan.hardware.amount import amount, parse_amount
@@ -267,3 +269,35 @@ def test_a_model_on_meta_cannot_be_moved() -> None:
             found.gpipe(devices=devices)
     on_meta = ["meta"] * len(found.balance)
     assert found.gpipe(devices=on_meta).balance == found.balance
+
+
+class Words(Module):
+    """A model that returns scores for each word of a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Embedding(1000, 8)
+        self.second = Linear(8, 8)
+        self.head = Linear(8, 1000)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.second(self.first(ids)))
+
+
+def test_the_page_plans_with_the_loss() -> None:
+    page = (ROOT / "docs" / "prediction.md").read_text()
+    _, _, after = page.partition("**The loss.**")
+    _, code, _ = after.split("```", 2)
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "torchgpipe": torchgpipe}
+    names |= {"plan": plan, "model": Words(), "sample": torch.zeros(2, 16, dtype=torch.long)}
+    exec(code.removeprefix("python"), names)
+    layers = torchgpipe.sequential(names["model"], names["sample"])
+    without = plan(layers, names["sample"], batch_size=64, devices=4, hardware="a100x8")
+    found = names["p"]
+    assert sum(found.balance) == len(layers)
+    best = without.by_devices[1].best
+    beside = found.by_devices[1].best
+    assert best is not None and beside is not None
+    scores = 64 * 16 * 1000 * 4
+    assert beside.peak > best.peak + scores / 2
+    assert "without the loss" in str(without)

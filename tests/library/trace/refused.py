@@ -239,6 +239,11 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "time before the batch": (recurrent, False, COMPARES),
     "scripted": (lambda: Sequential(torch.jit.script(ReLU())), False, [SCRIPTED_PART]),
     "lazy": (lambda: Sequential(LazyLinear(2)), False, [WITHOUT_SHAPES]),
+    "checkpointing of its own": (
+        lambda: after(lambda m: setattr(m, "gradient_checkpointing", True)),
+        False,
+        ["call module.gradient_checkpointing_disable()", "checkpoint='always'"],
+    ),
     "a state of its own": (WithExtraState, False, ["_extra_state"]),
 }
 CASES = dict(OTHERS)
