@@ -205,9 +205,9 @@ def find_largest(asked: Asked, axis: int, tell: Callable[[str], object]) -> list
         else:
             parameters = sum(p.numel() for p in asked.family.build(sizes).parameters())
             made.append(Largest(how, sizes, beyond, parameters, tried[sizes]))
+            if sizes[axis] > asked.sizes[axis]:
+                start.append(sizes)  # a pipeline can mostly train this model, too
         tell(f"  {line_of(asked, made[-1])}")
-        if sizes is not None and sizes[axis] > asked.sizes[axis]:
-            start.append(sizes)  # a pipeline can mostly train this model, too
     return made
 
 

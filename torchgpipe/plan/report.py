@@ -45,7 +45,8 @@ class Plan:
     candidates: Sequence[Candidate]
     """The best setup for each number of partitions, the fastest first.
 
-    If fewer devices are slower by at most 0.5 %, the setup with the fewest of these comes first.
+    There is one exception: a setup that takes at most 0.5 % longer than the fastest one, but has
+    fewer devices, comes before it.
     """
     bound: float
     """The lowest seconds that any setup can reach, among the setups that were asked for."""

@@ -1,6 +1,7 @@
-"""Test that PyTorch finds a pipeline's tensors by the names that they have in a traced module.
+"""Test `get_state_dict`, `set_state_dict` and the like of PyTorch with traced modules.
 
-The functions under test are those of `torch.distributed.checkpoint.state_dict`.
+These functions, of `torch.distributed.checkpoint.state_dict`, look up the tensors of a pipeline by
+the names that the tensors have in the traced module.
 """
 
 import copy
