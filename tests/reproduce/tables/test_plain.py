@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from reproduce.records.places import RESULTS
 from reproduce.records.record import Result, load, save
 from reproduce.tables.all import tables
-from reproduce.tables.layout import WIDTH
+from reproduce.tables.layout import WIDTH, number
 
 from ..made import one_line, record, row
 
@@ -52,7 +52,7 @@ def test_benchmarks_have_quartiles_units_and_versions(command: Any) -> None:
     found = load(RESULTS / "benchmarks/machinery.json")
     low, high, _ = found.results[0].values["spread"]["forward"]
     out = shown("benchmarks/machinery", command)
-    assert f"({low:.1f}-{high:.1f})" in out
+    assert f"({number(low)}-{number(high)})" in out
     assert "- forward, backward, both: us/task" in out
     assert "- in brackets: quartiles" in out
     assert "- other: torchgpipe 0.0.7" in out
