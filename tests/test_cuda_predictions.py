@@ -19,7 +19,7 @@ from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 
 from .gpus import needs
 from .parts import OPTIMIZERS

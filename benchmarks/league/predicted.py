@@ -13,7 +13,8 @@ from torchgpipe.plan.count.known import Alike
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.hardware import load_hardware
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 
 UNITS = {
     "throughput": "samples/s of all devices; data parallel ones cost nothing beside",

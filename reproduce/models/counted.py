@@ -13,7 +13,7 @@ from reproduce.models.built import SizedModel
 from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.known import Alike
 from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.trace.sequential import flat
 
 ALIKE = Alike()  # a cache of counted layers: models of one family have many equal layers

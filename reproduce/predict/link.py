@@ -10,7 +10,8 @@ from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.models.counted import counted
 from torchgpipe.plan.hardware.hardware import Hardware, hardware_names
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 
 
 class Link:

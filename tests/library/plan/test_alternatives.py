@@ -11,7 +11,8 @@ from torchgpipe.plan import load_hardware
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.search.alternatives import Alternative, alternatives
 from torchgpipe.tensors.checkpoint import Mode
 

@@ -14,7 +14,7 @@ from reproduce.machine.description import ROOT
 from torchgpipe import GPipe
 from torchgpipe.plan import Hardware, Impossible, Plan, load_hardware, plan
 from torchgpipe.plan.hardware.amount import amount, parse_amount
-from torchgpipe.plan.predict.predict import micro_batch_sizes
+from torchgpipe.plan.predict.setup import micro_batch_sizes
 from torchgpipe.plan.search.search import chunk_choices
 from torchgpipe.schedules import make
 

@@ -18,7 +18,8 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.plan import load_hardware
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.search.balances import Work, heaviest
 from torchgpipe.plan.search.search import Aim, search
 from torchgpipe.plan.search.trial import Candidate, Choices, assess

@@ -11,7 +11,8 @@ from torchgpipe.plan import load_hardware, plan
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 
 WORDS, WIDTH = 1000, 16
 WEIGHT = WORDS * WIDTH * 4

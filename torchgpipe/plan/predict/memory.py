@@ -36,7 +36,7 @@ from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.task_bytes import TaskBytes
 from torchgpipe.plan.predict.between import crossing, exchanged_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.predict.stages import HeldBytes, Routes, StageBytes, routes_of
 from torchgpipe.tensors.checkpoint import checkpointed
 

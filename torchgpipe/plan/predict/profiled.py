@@ -28,7 +28,8 @@ from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, dev
 from torchgpipe.plan.hardware.others import warn_if_disturbed
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, Setup, apart
+from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, apart
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
 from torchgpipe.trace.sequential import batched

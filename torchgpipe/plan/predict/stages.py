@@ -8,7 +8,7 @@ from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed
 from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.predict.between import Cuts
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.tensors.checkpoint import checkpointed
 
 Routes = Mapping[tuple[int, int], tuple[float, float]]

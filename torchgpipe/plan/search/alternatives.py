@@ -30,7 +30,8 @@ from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.predict.between import all_reduce
 from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.schedules import Action, Schedule
 from torchgpipe.tensors.checkpoint import Mode
 

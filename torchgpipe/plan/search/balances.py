@@ -12,8 +12,9 @@ from torchgpipe.balance.minimise import minimise_heaviest
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.plan.count.footprint import LayerCount
 from torchgpipe.plan.count.optimizer import Optimizer
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.replay import recomputing
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.tensors.checkpoint import checkpointed
 
 SAFE = 1 - 1e-9

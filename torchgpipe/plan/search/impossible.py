@@ -8,7 +8,8 @@ from torchgpipe.caught import how_many
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.count.task_bytes import task_bytes
 from torchgpipe.plan.hardware.amount import amount
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.search.balances import Work, held_by_layers
 from torchgpipe.plan.search.trial import Candidate, Choices, assess
 

@@ -22,7 +22,8 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from torchgpipe.plan.predict.predict import Predictor, Setup, micro_batch_sizes
+from torchgpipe.plan.predict.predict import Predictor
+from torchgpipe.plan.predict.setup import Setup, micro_batch_sizes
 from torchgpipe.plan.search.balances import Work, heaviest, held_by_layers
 from torchgpipe.plan.search.impossible import Impossible, least, why
 from torchgpipe.plan.search.trial import MOST_TASKS, Candidate, Choices, Trial, assess

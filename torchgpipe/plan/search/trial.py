@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torchgpipe.plan.count.optimizer import STATELESS, Optimizer
 from torchgpipe.plan.predict.memory import DeviceBytes, peaks_of_devices, setup_memory
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.replay import Timeline
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.search.balances import Work
 from torchgpipe.schedules import Schedule
 from torchgpipe.tensors.checkpoint import MODES, Mode

@@ -18,7 +18,7 @@ from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.known import Alike, Remembered
 from torchgpipe.plan.count.optimizer import Optimizer
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.trace.parts import tensors_in
 

@@ -30,7 +30,7 @@ from torchgpipe.plan.count.count import Counts, count
 from torchgpipe.plan.count.live import Live
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.predict.memory import setup_memory
-from torchgpipe.plan.predict.predict import Setup
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors.checkpoint import MODES

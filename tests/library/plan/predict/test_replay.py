@@ -20,8 +20,9 @@ from torchgpipe import GPipe
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.optimizer import optimizer_named
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
-from torchgpipe.plan.predict.predict import Predictor, Setup
+from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.predict.replay import Costs, Event, Timeline, replay, shared
+from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.tensors.observe import Kind, Task
 
 
