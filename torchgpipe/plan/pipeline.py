@@ -14,6 +14,7 @@ from torchgpipe.layers.devices import check_list
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.schedules import Schedule
+from torchgpipe.step.request import Criterion
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.trace.sequential import sequential
 from torchgpipe.trace.whole import Whole
@@ -34,6 +35,8 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     schedule: str | Schedule | None = None,
     schedules: Sequence[str | Schedule] | None = None,
     autocast: torch.dtype | None = None,
+    criterion: Criterion | None = None,
+    target: Any = None,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
     dynamic_shapes: Any = None,
@@ -68,6 +71,8 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         schedules: The schedules to choose from, in place of `schedule`.
         autocast: The dtype of autocast in training, as for `plan`. The training itself has to
             enable autocast.
+        criterion: The criterion of the training, as for `plan`, so that the plan is with the loss.
+        target: The target of the sample, for the criterion.
         whole: Submodules, or classes of submodules, that `sequential` must not split into several
             layers.
         shared: The names of arguments without a batch dimension, as for `sequential`.
@@ -97,6 +102,8 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         checkpoint=checkpoint,
         schedules=schedules_of(schedule, schedules),
         autocast=autocast,
+        criterion=criterion,
+        target=target,
     )
     print(found.summary, file=sys.stderr)
     used = len(found.best.devices)

@@ -12,6 +12,7 @@ from torch.nn import Sequential
 
 from torchgpipe.balance.profile import checked_sample
 from torchgpipe.plan.count.count import count
+from torchgpipe.plan.count.loss import loss_of
 from torchgpipe.plan.count.optimizer import OPTIMIZERS, optimizer_named
 from torchgpipe.plan.hardware.amount import parse_amount
 from torchgpipe.plan.hardware.hardware import Hardware, load_hardware
@@ -25,6 +26,7 @@ from torchgpipe.plan.search.impossible import Impossible, refuse_hopeless
 from torchgpipe.plan.search.search import Aim, Found, merged, search, unheard
 from torchgpipe.plan.search.trial import Candidate, Choices
 from torchgpipe.schedules import Schedule, make
+from torchgpipe.step.request import Criterion
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.tensors.microbatch import TensorOrTensors, tensors_of
@@ -50,6 +52,8 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
     schedules: str | Schedule | Sequence[str | Schedule] = "GPipe",
     autocast: torch.dtype | None = None,
     master_weights: bool = False,
+    criterion: Criterion | None = None,
+    target: Any = None,
     progress: Callable[[str], object] = unheard,
 ) -> Plan:
     """Find the pipeline for `module` with the shortest predicted step that fits the memory.
@@ -92,6 +96,11 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         autocast: The dtype of autocast in training, such as `torch.bfloat16`. By default, it is the
             dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
+        criterion: The criterion of the training, as for `GPipe.step`, to predict the seconds and
+            the bytes of the loss, too. For a language model with a large vocabulary, they can be as
+            many as those of all other layers of the last stage. By default, predictions are without
+            a loss. The criterion's own parameters are not counted.
+        target: The target of the sample, with as many samples as the sample has.
         progress: A function that is called again and again with one line of text, which says what
             the planner is doing.
 
@@ -121,17 +130,18 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
         check = partial(_check_number, "chunks", most=batch_size)
         numbers = _several("chunks", chunks, "whole number", check)
     check_precision(module, autocast, master_weights=master_weights)
+    loss = loss_of(criterion, target, module, sample)
     asked = None if memory is None else parse_amount(memory)
     _check_headroom(headroom)
 
     on_cpu = node.cpu if node is not None else tensors_of(sample)[0].device.type == "cpu"
     kind = "cpu" if on_cpu else accelerator.KIND
     progress("counting the operators of the layers")
-    counts = count(module, sample, device=kind, autocast=autocast)
+    counts = count(module, sample, device=kind, autocast=autocast, loss=loss)
     if node is None:
         progress("timing the layers")
         with nullcontext() if autocast is None else torch.autocast(kind, autocast):
-            here = predictor_here(module, sample, counts, devices=devices, memory=asked)
+            here = predictor_here(module, sample, counts, devices=devices, memory=asked, loss=loss)
         predictor: Predictor = here
         node = here.hardware
         source = f"{here.profile}; {node.sources['link_bandwidth']}"

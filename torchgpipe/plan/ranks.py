@@ -20,6 +20,7 @@ from torchgpipe.plan.pipeline import schedules_of
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.plan.report import Plan
 from torchgpipe.schedules import Schedule
+from torchgpipe.step.request import Criterion
 from torchgpipe.tensors.checkpoint import MODES, Mode
 from torchgpipe.trace.sequential import sequential
 from torchgpipe.trace.whole import Whole
@@ -41,6 +42,8 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     schedule: str | Schedule | None = None,
     schedules: Sequence[str | Schedule] | None = None,
     autocast: torch.dtype | None = None,
+    criterion: Criterion | None = None,
+    target: Any = None,
     whole: Iterable[Whole] = (),
     shared: Iterable[str] | None = None,
     dynamic_shapes: Any = None,
@@ -71,6 +74,8 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
         schedule: See `torchgpipe.pipeline`.
         schedules: See `torchgpipe.pipeline`.
         autocast: See `torchgpipe.pipeline`.
+        criterion: See `torchgpipe.pipeline`.
+        target: See `torchgpipe.pipeline`.
         whole: See `torchgpipe.pipeline`.
         shared: See `torchgpipe.pipeline`.
         dynamic_shapes: See `torchgpipe.pipeline`.
@@ -110,6 +115,8 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
                 checkpoint=checkpoint,
                 schedules=choices,
                 autocast=autocast,
+                criterion=criterion,
+                target=target,
             )
             fastest, found = found, found.on(len(ranks))
         except Exception as error:

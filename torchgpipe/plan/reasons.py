@@ -51,6 +51,7 @@ def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
     for device, own in enumerate(layers):
         for layer in own:
             work[device] += seconds[layer]
+    work[setup.lists.placement[-1]] += sum(predictor.loss(setup.sizes[0]))
     device = work.index(max(work))
     slowest = max(layers[device], key=seconds.__getitem__)
     share = seconds[slowest] / (work[device] or 1.0)

@@ -218,7 +218,7 @@ class Plan:
             f"schedule    {setup.lists.name}",
             f"precision   {self.precision}",
             f"step        {duration(best.seconds)} predicted, {rate} samples/s",
-            f"{INDENT}without the loss, which a prediction leaves out",
+            f"{INDENT}{self._about_loss()}",
             f"{INDENT}no balance, chunks or checkpoint can be {faster}",
             f"bubble      {best.bubble:.1%} of the devices' time",
             f"memory      at most {peak} of {memory} on a device, allocated to tensors",
@@ -229,6 +229,15 @@ class Plan:
         source = f"predicted, not measured: {self.source}"
         lines.append(fill(source, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         return "\n".join(lines)
+
+    def _about_loss(self) -> str:
+        """Say how long the losses of a step take, or that the prediction is without them."""
+        if not self.predictor.with_loss:
+            return "without the loss; give a criterion and a target to include it"
+        seconds = 0.0
+        for size in self.best.setup.sizes:
+            seconds += sum(self.predictor.loss(size))
+        return f"with the loss: {duration(seconds)} of work on the last device"
 
     @property
     def reason(self) -> str:

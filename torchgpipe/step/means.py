@@ -60,7 +60,8 @@ def counted(loss: Tensor) -> Counted | None:
     """Find a cross entropy in the graph of a loss; return the targets over which it has averaged.
 
     For a loss that is a sum, the result only says so, also if the loss is no cross entropy. For all
-    other losses, and for a loss without a graph, return `None`.
+    other losses, for a loss without a graph, and for one on `meta`, which has no value, return
+    `None`.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -73,7 +74,7 @@ def counted(loss: Tensor) -> Counted | None:
         if node is None or node.name() not in _AROUND:
             break
         node = node.next_functions[0][0]
-    if node is None or node.name() not in _CROSS_ENTROPY:
+    if node is None or node.name() not in _CROSS_ENTROPY or loss.is_meta:
         return None
     if node._saved_reduction == _SUM:
         return None  # a sum that is divided can be a mean

@@ -44,6 +44,13 @@ def made(**changed: Any) -> GPipe:
     return pipeline(module, sample, **{"devices": ["cpu"], **OPTIONS, **changed})
 
 
+def test_a_plan_can_be_with_the_loss() -> None:
+    without, found = made(), made(criterion=mse_loss, target=torch.rand(2, 8))
+    assert isinstance(found.plan, Plan) and isinstance(without.plan, Plan)
+    assert found.plan.seconds > without.plan.seconds
+    assert "with the loss" in str(found.plan)
+
+
 def test_the_plan_is_kept_and_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     model = made()
     assert isinstance(model.plan, Plan)

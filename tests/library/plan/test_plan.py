@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Linear, Module, Sequential
+from torch.nn import CrossEntropyLoss, Embedding, Linear, Module, Sequential
+from torch.nn.functional import cross_entropy, mse_loss
 
 import torchgpipe
 from reproduce.machine.description import ROOT
@@ -231,6 +232,23 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             Impossible,
             r"none of the schedules that were asked for can run 8 layers on 8 devices",
         ),
+        ({"target": X}, TypeError, "give criterion=, too, or leave it out"),
+        (
+            {"criterion": mse_loss},
+            TypeError,
+            "mse_loss .* needs a target: give the sample's target",
+        ),
+        ({"criterion": "mse", "target": X}, TypeError, "criterion must be a function .*'mse'"),
+        (
+            {"criterion": mse_loss, "target": X[:3]},
+            ValueError,
+            r"needs the number of the sample's samples, 4, .* has the shape \(3, 32\)",
+        ),
+        (
+            {"criterion": cross_entropy, "target": torch.empty(4, 9)},
+            ValueError,
+            r"the criterion fails on \(2, 8\) float32: .*; check the target",
+        ),
         ({"checkpoint": "often"}, ValueError, "checkpoint must be among .*, got 'often'"),
         ({"module": Linear(1, 1)}, TypeError, "only an nn.Sequential"),
         ({"master_weights": True}, ValueError, "master_weights is for parameters in 16 bits"),
@@ -285,19 +303,75 @@ class Words(Module):
 
 
 def test_the_page_plans_with_the_loss() -> None:
+    """Check that the code of the page makes a plan, which has the time and memory of the loss."""
     page = (ROOT / "docs" / "prediction.md").read_text()
     _, _, after = page.partition("**The loss.**")
     _, code, _ = after.split("```", 2)
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "torchgpipe": torchgpipe}
     names |= {"plan": plan, "model": Words(), "sample": torch.zeros(2, 16, dtype=torch.long)}
     exec(code.removeprefix("python"), names)
-    layers = torchgpipe.sequential(names["model"], names["sample"])
+    layers = names["layers"]
     without = plan(layers, names["sample"], batch_size=64, devices=4, hardware="a100x8")
     found = names["p"]
     assert sum(found.balance) == len(layers)
+    assert found.seconds > without.seconds
+    assert "with the loss: " in str(found)
     best = without.by_devices[1].best
     beside = found.by_devices[1].best
     assert best is not None and beside is not None
     scores = 64 * 16 * 1000 * 4
     assert beside.peak > best.peak + scores / 2
     assert "without the loss" in str(without)
+
+
+class Scores(NamedTuple):
+    scores: Tensor
+    ids: Tensor
+
+
+class Structured(Words):
+    """A model that returns its scores in a structure."""
+
+    def forward(self, ids: Tensor) -> Scores:
+        return Scores(super().forward(ids), ids)
+
+
+@pytest.mark.parametrize("hardware", ["here", "a100x8"])
+def test_a_criterion_gets_the_output_as_the_module_returns_it(hardware: str) -> None:
+    weights = torch.rand(1000)
+    seen = []
+
+    class Criterion(CrossEntropyLoss):
+        def forward(self, output: Any, target: Any) -> Any:
+            seen.append((type(output), len(output.scores), len(target["ids"])))
+            loss = super().forward(output.scores.transpose(1, 2), target["ids"])
+            return loss, {"logged": 1}
+
+    sample = torch.zeros(4, 16, dtype=torch.long)
+    layers = torchgpipe.sequential(Structured(), sample)
+    criterion = Criterion(weight=weights)
+    target = {"ids": sample, "name": "text"}
+    options: dict[str, Any] = {"batch_size": 8, "devices": 2, "memory": "1GiB"}
+    options |= {"criterion": criterion, "target": target, "schedules": "1F1B"}
+    found = plan(layers, sample, hardware=hardware, **options)
+    assert all(type_ is Scores and ours == theirs for type_, ours, theirs in seen)
+    assert {ours for _, ours, _ in seen} == {2, 4}
+    loss = found.predictor.loss(4)
+    assert loss.forward > 0 and loss.backward > 0
+    assert criterion.weight is weights and weights.device.type == "cpu"
+
+
+def test_a_criterion_needs_as_much_as_its_device_has() -> None:
+    """Check that a plan is refused if its loss does not fit, and that the message helps."""
+    layers = torchgpipe.sequential(Words(), torch.zeros(2, 16, dtype=torch.long))
+    sample = torch.zeros(2, 16, dtype=torch.long)
+
+    def criterion(scores: Tensor, ids: Tensor) -> Tensor:
+        return cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+    asked: dict[str, Any] = {"batch_size": 64, "devices": 1, "hardware": NODE, "memory": "10MiB"}
+    assert plan(layers, sample, **asked).chunks == 1
+    with pytest.raises(Impossible, match="with the schedule 1F1B"):
+        plan(layers, sample, **asked, criterion=criterion, target=sample)
+    found = plan(layers, sample, **asked, criterion=criterion, target=sample, schedules="1F1B")
+    assert found.chunks > 1

@@ -20,16 +20,15 @@ from torch import Tensor
 from torch.nn import Sequential
 
 from torchgpipe.balance.profile import Rehearsal, rehearse, undisturbed
-from torchgpipe.caught import caught
 from torchgpipe.plan.count.as_on import as_on
-from torchgpipe.plan.count.counter import Counter
+from torchgpipe.plan.count.counter import count_layer
 from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed, list_skips
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.known import Alike, Remembered
+from torchgpipe.plan.count.loss import Loss
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
-from torchgpipe.plan.count.task_bytes import TaskBytes, task_bytes
+from torchgpipe.plan.count.task_bytes import NO_TASK, TaskBytes, task_bytes
 from torchgpipe.plan.count.tied import counted_once, tied_parameters
-from torchgpipe.plan.hardware.operators import Operator, dtype_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import is_compiled
 from torchgpipe.tensors.microbatch import TensorOrTensors, like, tensors_of
@@ -44,11 +43,6 @@ SIZES = (2, 4)
 
 A single sample is not counted, because batch normalization can refuse it.
 """
-ADVICE = (
-    "check the sample's shape and dtype; layers are counted on device 'meta', where tensors have "
-    "no values, so a layer that needs values cannot be counted: find the balance with "
-    "torchgpipe.balance, which runs the layers"
-)
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,8 @@ class Counts:
     """The bytes of one sample of the model's input."""
     copied: bool = True
     """Whether a partition gets copies of its inputs. CPU devices share memory and copy nothing."""
+    loss: "Counts | None" = field(default=None, repr=False)
+    """The counts of the criterion, as the only layer; `None` if no criterion was given."""
     known: dict[int, Footprints] = field(default_factory=dict, repr=False, compare=False)
     """A cache, which maps micro-batch sizes to footprints."""
     tasks: dict[tuple[int, int, int, bool], TaskBytes] = field(
@@ -130,6 +126,15 @@ class Counts:
             )
         return self.tasks[key]
 
+    def loss_task(self, size: int) -> TaskBytes:
+        """Return the bytes that the loss of `size` samples takes; all are 0 without a criterion.
+
+        The output of the last layer does not count, because the pipeline holds it.
+        """
+        if self.loss is None:
+            return NO_TASK
+        return self.loss.task(size, 0, 1, checkpoint=False)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without the caches, which a pickle or a copy leaves out."""
         return {**vars(replace(self, known={}, tasks={}, cache={}))}
@@ -150,13 +155,14 @@ def _line(low: Any, high: Any, size: int) -> Any:
     return between(low, high, (size - smaller) / (larger - smaller), {})
 
 
-def count(
+def count(  # noqa: PLR0913 - each decides what is counted
     module: Sequential,
     sample: TensorOrTensors,
     *,
     device: str = accelerator.KIND,
     autocast: torch.dtype | None = None,
     alike: Alike | None = None,
+    loss: Loss | None = None,
 ) -> Counts:
     """Count the operations and bytes of the layers of `module`, for inputs like `sample`.
 
@@ -168,6 +174,7 @@ def count(
             leave autocast as it is.
         alike: A cache of counts, which several calls can share. A layer that behaves like an
             earlier layer, of this or another model, is not counted again.
+        loss: The criterion and its target, if the loss is to be counted, too.
 
     Raises:
         TypeError: If a layer cannot be copied.
@@ -181,16 +188,23 @@ def count(
     _refuse_compiled(module)
     alike = alike or Alike()
     split = batched(module)
-    smaller, larger = SIZES
+
+    def at(size: int) -> tuple[LayerCounts, Footprints]:
+        longer = module if loss is None else loss.behind(module, size, META)
+        return _at(_empty(sample, size, split), longer, alike)
+
     with undisturbed(META), Remembered(), as_on(device, autocast):
         alike.begin(module, device)
-        low, low_held = _at(_empty(sample, smaller, split), module, alike)
-        high, high_held = _at(_empty(sample, larger, split), module, alike)
+        (low, low_held), (high, high_held) = map(at, SIZES)
     check_growth(low, high, SIZES)
     one = 0.0
     for x in tensors_of(sample):
         one += x[:1].numel() * x.element_size()
-    return Counts(low, high, (low_held, high_held), one, device != "cpu")
+    copied = device != "cpu"
+    if loss is None:
+        return Counts(low, high, (low_held, high_held), one, copied)
+    found = Counts(low[-1:], high[-1:], (low_held[-1:], high_held[-1:]), 0.0, copied)
+    return Counts(low[:-1], high[:-1], (low_held[:-1], high_held[:-1]), one, copied, found)
 
 
 def _at(
@@ -206,7 +220,7 @@ def _at(
     names = list(module._modules)
     tied = tied_parameters(module)
     storages = StorageNumbers(len(tensors_of(sample)))
-    measure_count = partial(_count_layer, names)
+    measure_count = partial(count_layer, names)
 
     def does(rehearsal: Rehearsal) -> LayerCount:
         found = alike.once(measure_count, rehearsal)
@@ -231,83 +245,6 @@ def _refuse_compiled(module: Sequential) -> None:
                     f"layer {name!r} is compiled by torch.compile, and fused operators cannot be "
                     "counted: count or plan the layers before they are compiled"
                 )
-
-
-def _count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
-    """Run one layer on `meta`, and return its operators and the bytes of its tensors.
-
-    Args:
-        names: The names of all layers.
-        rehearsal: The layer and its input.
-
-    Raises:
-        ValueError: If the layer raises an exception. The message is one line and names the layer.
-    """
-    name = names[rehearsal.index]
-    layer = rehearsal.layer
-    value = rehearsal.prepare()
-    reached: set[int] = set()
-    given = tuple([_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))])
-    for key, skip in rehearsal.scope.items():
-        if skip is not None:
-            rehearsal.scope[key] = _Entry.apply(reached, -1, skip)
-    forward, backward = Counter(), Counter()
-    try:
-        with forward:
-            rehearsal.forward(like(value, given))
-        roots = [x for x in rehearsal.results() if x.requires_grad]
-        gradients = [torch.empty_like(x) for x in roots]
-        with backward:
-            torch.autograd.backward(roots, gradients)
-    except Exception as error:
-        which = f"layer {rehearsal.index} ({name!r}, {type(rehearsal.original).__name__})"
-        inputs = ", ".join([f"{tuple(x.shape)} {dtype_of(x)}" for x in tensors_of(value)])
-        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        message = f"{which} fails on {inputs}: {first.rstrip('.')}; {ADVICE}"
-        raise ValueError(message) from caught(error)
-    sizes = []
-    accumulate = []
-    frozen = sum([buffer.nbytes for buffer in layer.buffers()])
-    for parameter in layer.parameters():
-        nbytes = parameter.nbytes
-        if parameter.requires_grad:
-            sizes.append(nbytes)
-            dtype = dtype_of(parameter)
-            accumulate.append(Operator("elementwise", dtype, 0.0, 3.0 * nbytes))
-        else:
-            frozen += nbytes
-    return LayerCount(
-        name=name,
-        forward=tuple(forward.operators),
-        backward=tuple(backward.operators),
-        accumulate=tuple(accumulate),
-        output=float(sum([x.nbytes for x in tensors_of(rehearsal.output)])),
-        parameters=sum(sizes),
-        parameter_sizes=tuple(sizes),
-        frozen=frozen,
-        gives=tuple([i in reached for i in range(len(given))]),
-    )
-
-
-class _Entry(torch.autograd.Function):
-    """An autograd node in front of a layer, whose backward notes that a gradient reaches the input.
-
-    Without this node, the input would be a leaf of the autograd graph. If a layer's backward passes
-    the output's gradient on to a leaf unchanged, PyTorch copies it for `.grad`. A pipeline makes no
-    such copy, so it must not be counted.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, reached: set[int], number: int, x: Tensor) -> Tensor:
-        ctx.reached, ctx.number = reached, number
-        ctx.set_materialize_grads(False)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
-        if grad is not None:
-            ctx.reached.add(ctx.number)
-        return None, None, None
 
 
 def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:

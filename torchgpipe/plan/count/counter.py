@@ -1,21 +1,37 @@
-"""List the operators that run, each with its class, its floating-point operations and its bytes.
+"""List the operators of a layer, each with its class, its floating-point operations and its bytes.
 
 The floating-point operations come from PyTorch's own formulas (`torch.utils.flop_counter`). An
 operator without a formula counts as one that only moves bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe.balance.profile import Rehearsal
+from torchgpipe.caught import caught
 from torchgpipe.plan.count.attention import attention_operator
 from torchgpipe.plan.count.convolution import convolution
+from torchgpipe.plan.count.footprint import LayerCount
+from torchgpipe.plan.count.loss import LossLayer
 from torchgpipe.plan.hardware.operators import Operator, OperatorClass, bytes_of, dtype_of, flops_of
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import without_torch_function
+from torchgpipe.tensors.microbatch import like, tensors_of
 from torchgpipe.trace.parts import tensors_in
+
+ADVICE = (
+    "check the sample's shape and dtype; layers are counted on device 'meta', where tensors have "
+    "no values, so a layer that needs values cannot be counted: find the balance with "
+    "torchgpipe.balance, which runs the layers"
+)
+ADVICE_OF_LOSS = (
+    "check the target; the criterion is counted on device 'meta', where tensors have no values: "
+    "plan without a criterion if it needs values"
+)
 
 # The class of operators without a formula for floating-point operations, by a part of their name.
 # An operator whose name has none of these parts is elementwise.
@@ -103,3 +119,83 @@ def _operators(
 def _makes_views(func: Any) -> bool:
     """Return whether an operator computes nothing: it returns views or uninitialized tensors."""
     return getattr(func, "is_view", False) or str(func).startswith(VIEWS)
+
+
+def count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
+    """Run one layer on `meta`, and return its operators and the bytes of its tensors.
+
+    Args:
+        names: The names of all layers.
+        rehearsal: The layer and its input.
+
+    Raises:
+        ValueError: If the layer raises an exception. The message is one line and names the layer.
+    """
+    name = names[rehearsal.index]
+    layer = rehearsal.layer
+    value = rehearsal.prepare()
+    reached: set[int] = set()
+    given = tuple([_Entry.apply(reached, i, x) for i, x in enumerate(tensors_of(value))])
+    for key, skip in rehearsal.scope.items():
+        if skip is not None:
+            rehearsal.scope[key] = _Entry.apply(reached, -1, skip)
+    forward, backward = Counter(), Counter()
+    try:
+        with forward:
+            rehearsal.forward(like(value, given))
+        roots = [x for x in rehearsal.results() if x.requires_grad]
+        gradients = [torch.empty_like(x) for x in roots]
+        with backward:
+            torch.autograd.backward(roots, gradients)
+    except Exception as error:
+        which = f"layer {rehearsal.index} ({name!r}, {type(rehearsal.original).__name__})"
+        advice = ADVICE
+        if isinstance(rehearsal.original, LossLayer):
+            which, advice = name, ADVICE_OF_LOSS
+        inputs = ", ".join([f"{tuple(x.shape)} {dtype_of(x)}" for x in tensors_of(value)])
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        message = f"{which} fails on {inputs}: {first.rstrip('.')}; {advice}"
+        raise ValueError(message) from caught(error)
+    sizes = []
+    accumulate = []
+    frozen = sum([buffer.nbytes for buffer in layer.buffers()])
+    for parameter in layer.parameters():
+        nbytes = parameter.nbytes
+        if parameter.requires_grad:
+            sizes.append(nbytes)
+            dtype = dtype_of(parameter)
+            accumulate.append(Operator("elementwise", dtype, 0.0, 3.0 * nbytes))
+        else:
+            frozen += nbytes
+    return LayerCount(
+        name=name,
+        forward=tuple(forward.operators),
+        backward=tuple(backward.operators),
+        accumulate=tuple(accumulate),
+        output=float(sum([x.nbytes for x in tensors_of(rehearsal.output)])),
+        parameters=sum(sizes),
+        parameter_sizes=tuple(sizes),
+        frozen=frozen,
+        gives=tuple([i in reached for i in range(len(given))]),
+    )
+
+
+class _Entry(torch.autograd.Function):
+    """An autograd node in front of a layer, whose backward notes that a gradient reaches the input.
+
+    Without this node, the input would be a leaf of the autograd graph. If a layer's backward passes
+    the output's gradient on to a leaf unchanged, PyTorch copies it for `.grad`. A pipeline makes no
+    such copy, so it must not be counted.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reached: set[int], number: int, x: Tensor) -> Tensor:
+        ctx.reached, ctx.number = reached, number
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        if grad is not None:
+            ctx.reached.add(ctx.number)
+        return None, None, None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torchgpipe.plan.count.footprint import SUMMED, Footprint
 
@@ -39,6 +39,10 @@ class TaskBytes:
     """
     arrivals: float
     """The skips among the inputs."""
+
+
+NO_TASK = TaskBytes(*[0.0] * len(fields(TaskBytes)))
+"""The bytes of a task that does nothing."""
 
 
 def task_bytes(

@@ -11,7 +11,10 @@ all micro-batches have the same size. These tensors are on a device during an ac
   keeps its inputs. A task without checkpointing keeps the tensors that its autograd graph has
   saved. If a backward is split into halves, a task keeps what its weights' gradients need until
   they are computed;
-- working: the tensors that the action itself allocates, from the footprints of its layers;
+- working: the tensors that the action itself allocates, from the footprints of its layers. If a
+  criterion was given, the loss and its backward allocate tensors, too: with GPipe's schedule once
+  for the whole mini-batch, after all forwards, and otherwise for each micro-batch, after its
+  forward on the last stage. What autograd saves for a loss's backward counts as stashed;
 - copies: tensors that are being copied between devices. These are the next task's input, the
   gradient of this task's output, and the gradient of the previous task's input;
 - skips: the skips between two stages, and their gradients on the way back;
@@ -25,20 +28,22 @@ CPU devices share their memory, so nothing is copied between them. If several of
 it counts on only one of them.
 
 The prediction leaves out some memory: what an allocator reserves beyond the tensors, the workspaces
-of libraries such as cuDNN, the tensors that a criterion keeps, and the copies of buffers that
-checkpointed tasks make.
+of libraries such as cuDNN, and the copies of buffers that checkpointed tasks make.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchgpipe.plan.count.count import Counts
-from torchgpipe.plan.count.task_bytes import TaskBytes
+from torchgpipe.plan.count.task_bytes import NO_TASK, TaskBytes
 from torchgpipe.plan.predict.between import crossing, exchanged_parameters
 from torchgpipe.plan.predict.moments import Moment, Traffic, moments
 from torchgpipe.plan.predict.setup import Setup
 from torchgpipe.plan.predict.stages import HeldBytes, Routes, StageBytes, routes_of
 from torchgpipe.tensors.checkpoint import checkpointed
+
+WITH_LOSS = "forward", "backward", "backward_inputs"
+"""The actions of the last stage during which a loss, or the backward of a loss, is computed."""
 
 
 class DeviceBytes(NamedTuple):
@@ -115,6 +120,10 @@ class _Device:
         self._recomputed = checkpointed(setup.checkpoint, self._m)
         self._last = len(setup.balance) - 1
         self._stages = {s: StageBytes.of(counts, setup, s) for s in own}
+        self._whole_loss = counts.loss_task(setup.batch_size)
+        # With GPipe's schedule, no micro-batch has a loss of its own.
+        self._several_losses = counts.loss is not None and not self._gathered
+        self._loss = counts.loss_task(setup.sizes[0]) if self._several_losses else NO_TASK
         self._held = HeldBytes.of(counts, setup.cuts, own)
         frozen = self._held.frozen
         if 0 in own:
@@ -135,6 +144,9 @@ class _Device:
         backward, or during the optimizer's step.
         """
         found = [self._at(moment) for moment in moments]
+        if self._several_losses:
+            at_last = [moment for moment in moments if moment.stage == self._last]
+            found += [self._in_loss(moment) for moment in at_last if moment.kind in WITH_LOSS]
         gathered = 0.0
         if self._gathered and self._last in self._stages:
             gathered = self._m * self._stages[self._last].plain.output
@@ -142,7 +154,9 @@ class _Device:
         for stage in self._stages.values():
             stashed += stage.stashed(self._recomputed, self._m - self._recomputed)
         if gathered:
-            working = gathered if self._m > 1 else 0.0
+            whole = self._whole_loss
+            concatenated = gathered if self._m > 1 else 0.0
+            working = max(concatenated, whole.graph, whole.kept + whole.first)
             found.append(self._always._replace(stashed=stashed + gathered, working=working))
         gradients = self._parameters
         if not self._gathered:
@@ -190,8 +204,28 @@ class _Device:
             copies=copies,
         )
 
+    def _in_loss(self, now: Moment) -> DeviceBytes:
+        """Return the bytes on the last stage's device while a micro-batch's loss is computed.
+
+        The loss is computed at the end of the last stage's forward, and its backward runs at the
+        beginning of the last stage's backward.
+
+        Args:
+            now: The forward or backward of the last stage.
+        """
+        found, loss = self._at(now), self._loss
+        stage = self._stages[self._last]
+        plain = stage.plain
+        task = stage.checkpointed if now.recomputed else plain
+        if now.kind == "forward":
+            kept = task.inputs if now.recomputed else task.kept
+            return found._replace(working=kept + plain.output + loss.graph)
+        # `found` counts the output's gradient, which the backward of the loss makes, too.
+        working = task.kept + loss.kept + loss.first - plain.output_grad
+        return found._replace(working=working)
+
     def _outputs(self, plain: TaskBytes, now: Moment, waiting: int, here: bool) -> float:
-        """Return the bytes that the last stage's outputs and their gradients take during an action.
+        """Return the bytes of the last stage's outputs, losses and gradients during an action.
 
         Args:
             plain: The bytes that one task of the last stage takes without checkpointing.
@@ -201,9 +235,12 @@ class _Device:
         """
         if self._gathered and now.kind != "forward":
             return self._m * (plain.output + plain.output_grad)
-        if here:
-            return (waiting + 1) * plain.output + plain.output_grad
-        return waiting * plain.output
+        kept = waiting * (plain.output + self._loss.kept)
+        if not here:
+            return kept
+        if now.kind == "recompute":
+            kept += self._loss.kept
+        return kept + plain.output + plain.output_grad
 
     def _working(self, now: Moment, stage: StageBytes, task: TaskBytes, first: bool) -> float:
         """Return the bytes of the tensors that an action itself allocates.

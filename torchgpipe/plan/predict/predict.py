@@ -7,9 +7,11 @@ The seconds of a layer are computed from its counted operators and a hardware de
 for each micro-batch size.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from torchgpipe.engine.arrangement import overlaps
 from torchgpipe.plan.count.count import Counts
@@ -46,6 +48,13 @@ class LayerSeconds:
     layers: Sequence[LayerCount]
 
 
+class LossSeconds(NamedTuple):
+    """The seconds to compute the loss from outputs, and to compute the outputs' gradients."""
+
+    forward: float
+    backward: float
+
+
 def apart(
     seconds: Sequence[float], products: Sequence[float], backward: Sequence[float]
 ) -> Seconds:
@@ -77,6 +86,24 @@ class Predictor:
         self.counts = counts
         self.hardware = hardware
         self._known: dict[int, LayerSeconds] = {}
+
+    @functools.cached_property
+    def _of_loss(self) -> "Predictor | None":
+        """A predictor of the criterion, as the only layer; `None` if no criterion was given."""
+        loss = self.counts.loss
+        return None if loss is None else Predictor(loss, self.hardware)
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether predictions include the loss, because a criterion was given."""
+        return self._of_loss is not None
+
+    def loss(self, size: int) -> LossSeconds:
+        """Return the seconds of the loss of `size` samples; both are 0 without a criterion."""
+        if self._of_loss is None:
+            return LossSeconds(0.0, 0.0)
+        layers = self._of_loss.layers(size)
+        return LossSeconds(layers.graph[0], layers.backward[0])
 
     def layers(self, size: int) -> LayerSeconds:
         """Return the seconds of every layer for micro-batches of `size` samples."""
@@ -129,13 +156,21 @@ class Predictor:
                 known[kind] = self._row(cuts, *kind, halves=halves)
             rows.append(known[kind])
         forward, backward, recompute, weights = map(list, zip(*rows, strict=True))
+        loss = None
+        losses = [self.loss(size) for size in sizes]
+        if setup.gathered:
+            loss = sum(map(sum, losses))
+        else:
+            for i, each in enumerate(losses):
+                forward[i] = [*forward[i][:-1], forward[i][-1] + each.forward]
+                backward[i] = [*backward[i][:-1], backward[i][-1] + each.backward]
         copies, skips = self.copies(setup)
         return Costs(
             forward,
             backward,
             recompute,
             copies,
-            loss=0.0 if setup.gathered else None,
+            loss=loss,
             skips=skips,
             blocking=not setup.streams,
             # On a CPU, if partitions cannot run at the same time, they run one after another. Then

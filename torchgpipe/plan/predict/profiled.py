@@ -8,12 +8,11 @@ and so on. For other micro-batch sizes, the seconds are interpolated or extrapol
 
 from __future__ import annotations
 
-from bisect import bisect
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from statistics import fmean
 from time import perf_counter
 
 import torch
@@ -23,10 +22,12 @@ from torch.nn import Module, Sequential
 from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import LayerCount
+from torchgpipe.plan.count.loss import Loss
 from torchgpipe.plan.hardware.hardware import Hardware
-from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, device_name, sharing
+from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, sharing
 from torchgpipe.plan.hardware.others import warn_if_disturbed
 from torchgpipe.plan.hardware.timing import Seconds, time_alone, time_step
+from torchgpipe.plan.predict.curves import Curve, Profile
 from torchgpipe.plan.predict.memory import setup_memory
 from torchgpipe.plan.predict.predict import LayerSeconds, Predictor, apart
 from torchgpipe.plan.predict.setup import Setup
@@ -52,83 +53,6 @@ The first layers that take so long are run, and not the whole model.
 """
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The seconds that one layer takes, as a function of the micro-batch size.
-
-    The layer was timed at several sizes. Between these, the function is linear.
-
-    Attributes:
-        sizes: The micro-batch sizes at which the layer was timed, the smallest first.
-        seconds: The seconds for each of these sizes.
-    """
-
-    sizes: Sequence[int]
-    seconds: Sequence[float]
-
-    @classmethod
-    def through(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-        """Return the curve through the measured seconds of one layer.
-
-        By chance, a smaller micro-batch can take longer than a larger one. The curve then goes
-        through the mean of the two measurements, so that the seconds never fall as the size grows.
-        """
-        level: list[list[float]] = []  # groups of measurements, for their means
-        for measured in seconds:
-            level.append([measured])
-            while len(level) > 1 and fmean(level[-2]) > fmean(level[-1]):
-                group = level.pop()
-                level[-1] += group
-        means: list[float] = []
-        for group in level:
-            means += [fmean(group)] * len(group)
-        return cls(tuple(sizes), tuple(means))
-
-    def at(self, size: int) -> float:
-        """Return the seconds that the layer takes for a micro-batch of `size` samples.
-
-        Between two timed sizes, the seconds are interpolated linearly. Above or below all timed
-        sizes, they are extrapolated linearly from the nearest two, but they grow at most in
-        proportion to the size: a steeper line would give negative seconds for zero samples. If only
-        one size was timed, the seconds are in proportion to the size.
-        """
-        if len(self.sizes) == 1:
-            return self.seconds[0] * size / self.sizes[0]
-        k = bisect(self.sizes, size)
-        k = min(max(k, 1), len(self.sizes) - 1)
-        a, b = self.sizes[k - 1], self.sizes[k]
-        x, y = self.seconds[k - 1], self.seconds[k]
-        line = x + (y - x) * (size - a) / (b - a)
-        if size < a:
-            return max(line, x * size / a)
-        if size > b:
-            return min(line, y * size / b)
-        return line
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The measured seconds of every layer for several micro-batch sizes, and how they were taken.
-
-    `print` shows how the layers were timed: on which device, alone or together, with which sizes.
-    """
-
-    curves: tuple[list[Curve], list[Curve], list[Curve]]
-    """Curves of forwards without an autograd graph, of forwards with a graph, and of backwards."""
-    device: torch.device
-    sizes: tuple[int, ...]
-    whole: bool
-    """Whether the layers were timed in steps of the model. Otherwise each layer was timed alone."""
-    workspace: float = 0.0
-    """Bytes that libraries, such as cuBLAS, allocated during the timing and still hold."""
-
-    def __str__(self) -> str:
-        *others, last = map(str, self.sizes)
-        sizes = f"{', '.join(others)} and {last}" if others else last
-        how = "in whole steps" if self.whole else "each alone"
-        return f"layers profiled on {device_name(self.device)}, {how}, in micro-batches of {sizes}"
-
-
 class ProfiledPredictor(Predictor):
     """Predict the seconds of tasks from measured times, and all else from counted bytes.
 
@@ -144,6 +68,13 @@ class ProfiledPredictor(Predictor):
         super().__init__(counts, hardware)
         self.profile = profile
 
+    @functools.cached_property
+    def _of_loss(self) -> Predictor | None:
+        loss, curves = self.counts.loss, self.profile.loss
+        if loss is None or curves is None:
+            return None
+        return ProfiledPredictor(loss, self.hardware, replace(self.profile, curves=curves))
+
     def _timed(self, size: int, layers: Sequence[LayerCount]) -> LayerSeconds:
         forwards, graphs, backwards = self.profile.curves
         forward = [curve.at(size) for curve in forwards]
@@ -158,13 +89,14 @@ class ProfiledPredictor(Predictor):
         return LayerSeconds(forward, graph, backward, weights, added, layers)
 
 
-def predictor_here(
+def predictor_here(  # noqa: PLR0913 - those of `plan` that a profile needs
     module: Sequential,
     sample: TensorOrTensors,
     counts: Counts,
     *,
     devices: int | None = None,
     memory: float | None = None,
+    loss: Loss | None = None,
 ) -> ProfiledPredictor:
     """Time the layers on the sample's device, and return a predictor for several such devices.
 
@@ -179,6 +111,7 @@ def predictor_here(
         counts: The layers, with the operations and bytes counted for each layer.
         devices: How many devices there are; by default all devices that are found.
         memory: The bytes of each device; by default all of the device's memory.
+        loss: The criterion and its target, if the loss is to be timed, too.
 
     Raises:
         ValueError: If the sample is on `meta`, a layer does not fit the device, or the system does
@@ -191,7 +124,7 @@ def predictor_here(
     needed = step.peak  # bytes for a step, and below for the copies of the layers that run it
     for layer in counts.low:
         needed += layer.parameters + layer.frozen
-    profile = profile_layers(module, sample, whole=needed <= node.memory)
+    profile = profile_layers(module, sample, whole=needed <= node.memory, loss=loss)
     if node.cpu and node.devices > 1 and profile.whole:
         medium = profile.sizes[len(profile.sizes) // 2]
         given = _rows(module, sample, medium)
@@ -228,7 +161,9 @@ def _copy(module: Sequential, device: torch.device, layers: int | None = None) -
     return copy
 
 
-def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool = True) -> Profile:
+def profile_layers(
+    module: Sequential, sample: TensorOrTensors, *, whole: bool = True, loss: Loss | None = None
+) -> Profile:
     """Time each layer on the sample's device, with micro-batches of several sizes.
 
     The micro-batches are as large as the sample, half as large, and so on. Layers on `meta` are
@@ -240,6 +175,7 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
         sample: An input on the device to profile on.
         whole: Whether to time the layers in steps of the whole model, on a copy. If not, or if the
             memory is too small for such a step, each layer is timed alone.
+        loss: The criterion and its target. If it is given, the criterion is timed like a layer.
 
     Raises:
         ValueError: If the sample is on `meta`, or a layer does not fit the device.
@@ -248,11 +184,12 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
     sizes = _sizes(module, sample)
     before = accelerator.allocated(device)
     with undisturbed(device):
-        found = _in_steps(module, sample, sizes, device) if whole else []
+        found = _in_steps(module, sample, sizes, device, loss) if whole else []
         whole = bool(found)
         if not found:
             for size in sizes:
-                found.append(time_alone(module, _rows(module, sample, size), device, RUNS))
+                layers = module if loss is None else loss.behind(module, size, device)
+                found.append(time_alone(layers, _rows(module, sample, size), device, RUNS))
     sizes = sizes[: len(found)]
     medians = []
     for runs in found:
@@ -261,8 +198,13 @@ def profile_layers(module: Sequential, sample: TensorOrTensors, *, whole: bool =
         medians.append(measured.median(dim=0).values)
     forward, graph, backward = torch.stack(medians, dim=1)
     curves = _curves(sizes, forward), _curves(sizes, graph), _curves(sizes, backward)
+    of_loss = None
+    if loss is not None:
+        # The last curve of each pass is the criterion's.
+        of_loss = tuple([each[-1:] for each in curves])
+        curves = tuple([each[:-1] for each in curves])
     workspace = accelerator.allocated(device) - before
-    return Profile(curves, device, sizes, whole, max(0.0, workspace))
+    return Profile(curves, device, sizes, whole, of_loss, max(0.0, workspace))
 
 
 def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
@@ -274,13 +216,17 @@ def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:
 
 
 def _in_steps(
-    module: Sequential, sample: TensorOrTensors, sizes: Sequence[int], device: torch.device
+    module: Sequential,
+    sample: TensorOrTensors,
+    sizes: Sequence[int],
+    device: torch.device,
+    loss: Loss | None,
 ) -> list[list[Seconds]]:
     """Time training steps of the whole model, for one micro-batch size after another.
 
-    After `PATIENCE` seconds, no further size is timed. Return a list for each size that was timed,
-    with the measured seconds of each step. If the memory is too small for a step, return an empty
-    list.
+    If a criterion is given (`loss`), it is timed as one more layer. After `PATIENCE` seconds, no
+    further size is timed. Return a list for each size that was timed, with the measured seconds of
+    each step. If the memory is too small for a step, return an empty list.
     """
     start = perf_counter()
     with suppress(torch.OutOfMemoryError):
@@ -290,11 +236,12 @@ def _in_steps(
             if found and perf_counter() >= start + PATIENCE:
                 break
             given = _rows(module, sample, size)
+            layers = copy if loss is None else loss.behind(copy, size, device)
             end = start + PATIENCE * k / len(sizes)
-            warm_up = time_step(copy, given, device)
+            warm_up = time_step(layers, given, device)
             runs: list[Seconds] = []
             while len(runs) < RUNS and perf_counter() < end:
-                runs.append(time_step(copy, given, device))
+                runs.append(time_step(layers, given, device))
             found.append(runs or [warm_up])
         return found
     return []

@@ -98,14 +98,15 @@ class _Share:
     def forward(self) -> float:
         """The seconds of a micro-batch's forward."""
         layers = self.predictor.layers(self.size)
-        return self._slowed(sum(layers.forward if self.recomputed else layers.graph))
+        seconds = sum(layers.forward if self.recomputed else layers.graph)
+        return self._slowed(seconds + self.predictor.loss(self.size).forward)
 
     @property
     def backward(self) -> float:
         """The seconds of one micro-batch's recomputation (if any) and backward."""
         layers = self.predictor.layers(self.size)
         again = sum(layers.graph) if self.recomputed else 0.0
-        return self._slowed(again + sum(layers.backward))
+        return self._slowed(again + sum(layers.backward) + self.predictor.loss(self.size).backward)
 
     @property
     def added(self) -> float:

@@ -73,6 +73,12 @@ class Work:
             self.seconds.append(others + beyond)
         self._way: float = sum(ways)
         """The seconds of one micro-batch's forward and backward through all layers."""
+        losses = [sum(predictor.loss(size)) for size in sizes]
+        self._loss = sum(losses) if gathered else 0.0
+        """The seconds of a loss for the whole mini-batch, between all forwards and backwards."""
+        if not gathered:
+            self.seconds[-1] += sum(losses)
+            self._way += min(losses)
         if setup.halves:
             self._way -= sum(full.weights)
         transfer = predictor.hardware.transfer
@@ -97,7 +103,7 @@ class Work:
         parameters = [self._parameters / n] * n
         update = self.predictor.update(setup, parameters)
         way = self._way + max(copies, self._cheapest[n - 1])
-        step = way + most if setup.gathered else max(way, most)
+        step = way + most + self._loss if setup.gathered else max(way, most)
         return (step + update) * SAFE
 
     def bound_of(self, balance: Sequence[int]) -> float:

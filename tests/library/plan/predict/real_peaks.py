@@ -1,6 +1,6 @@
 """Measure the peak memory of a real pipeline on `meta` devices, by counting live tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -62,11 +62,13 @@ def real_peaks(
     checkpoint: Any,
     make: Any,
     zeroed: bool = False,
+    loss: Callable[[Tensor], Tensor] | None = None,
 ) -> list[int]:
     """Run two steps with an optimizer, and return each device's peak live bytes in the second step.
 
     During the step, the mini-batch stays alive on the first device. The output stays alive until
-    the parameters are updated.
+    the parameters are updated. The backward begins at `loss(output)`, or, without `loss`, at the
+    output.
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
@@ -104,9 +106,12 @@ def real_peaks(
                 live.peak = list(live.live)
                 output = pipeline(x)
                 live.last = n - 1
-                gradient = torch.empty_like(output)
-                output.backward(gradient)
-                del gradient
+                if loss is None:
+                    gradient = torch.empty_like(output)
+                    output.backward(gradient)
+                    del gradient
+                else:
+                    loss(output).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not zeroed)
                 del output
