@@ -128,10 +128,10 @@ def planned_for(case: Case, pipelines: int = 1, memory: float | None = None) -> 
         Impossible: If no setup fits into the memory.
     """
     given = find_given(f"{MODULE}:{case.model}", (), ())
-    module, sample = given.built(1, torch.device("meta"))
+    module, built = given.built(1, torch.device("meta"))
     return plan(
         module,
-        sample,
+        built.sample,
         batch_size=case.batch_size // pipelines,
         devices=case.devices // pipelines,
         memory=memory,

@@ -147,7 +147,8 @@ def plan(**options: Any) -> None:
     """Predict the best setup to train MODEL on a node.
 
     MODEL is amoebanet, unet, resnet101, torchvision:NAME, or your own function, written as
-    package.module:function. The function returns a model, or a model and an example batch.
+    package.module:function. The function returns a model; a model and an example batch; or a model,
+    an example batch, a criterion and a target, to predict the loss, too.
     """
     source = click.get_current_context().get_parameter_source("hardware")
     asked = Options(**options, by_default=source is ParameterSource.DEFAULT)
@@ -269,10 +270,10 @@ def show_best(asked: Options) -> None:
     largest = min(batch_size, asked.profiled or PROFILED)  # micro-batch to profile layers with
     with found.in_use(), precision(asked.fp32_precision), shown_progress() as progress:
         progress("building the model")
-        module, sample = given.built(largest, found.first(1)[0])
+        module, built = given.built(largest, found.first(1)[0])
         planned = make_plan(
             module,
-            sample,
+            built.sample,
             batch_size=batch_size,
             devices=devices,
             memory=asked.memory,
@@ -282,6 +283,8 @@ def show_best(asked: Options) -> None:
             schedules=asked.schedules,
             autocast=asked.autocast_dtype,
             master_weights=asked.master_weights,
+            criterion=built.criterion,
+            target=built.target,
             progress=progress,
         )
     where = f"on {planned.hardware.name}"

@@ -22,6 +22,8 @@ from reproduce.models.counted import ALIKE, counted
 from reproduce.models.resnet import torchvision_model
 from reproduce.predict.largest import Family, Sizes
 from torchgpipe.plan.count.count import Counts, count
+from torchgpipe.plan.count.loss import loss_of
+from torchgpipe.step.targets import with_tensors
 from torchgpipe.tensors.microbatch import mapped
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.sequential import flat
@@ -71,31 +73,45 @@ PAPERS = {  # by the name on the command line
 }
 
 
+class Built(NamedTuple):
+    """A model, with what is needed to predict its training.
+
+    Attributes:
+        module: The model.
+        sample: An example input: a tensor, a tuple of tensors, or a dictionary of keyword
+            arguments.
+        criterion: The criterion, or `None` to predict the training without a loss.
+        target: The target of the example input.
+    """
+
+    module: nn.Module
+    sample: Any
+    criterion: Any = None
+    target: Any = None
+
+
 @dataclass(frozen=True)
 class Given:
     """A model that the user named, with the default batch size and optimizer of its training."""
 
     title: str
-    build: Callable[[], tuple[nn.Module, Any]]
-    """Return the model and an example input.
-
-    The input is a tensor, a tuple of tensors, or a dictionary of keyword arguments.
-    """
+    build: Callable[[], Built]
     batch_size: int = 128
     optimizer: str = "sgd"
 
-    def on_meta(self) -> tuple[nn.Module, Any]:
-        """Return the model on `meta`, without data for its parameters, and the example input."""
+    def on_meta(self) -> Built:
+        """Return the model on `meta`, without data for its parameters."""
         with torch.device("meta"):
             return self.build()
 
-    def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Any]:
+    def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Built]:
         """Return the model as a sequence of layers, and an input with `samples` samples.
 
-        The model is on the device `meta`, without data for its parameters, and the input is on
-        `device`. Raise `ValueError` if the model cannot be split into layers.
+        The model is on the device `meta`, without data for its parameters. The input and the
+        target are on `device`. Raise `ValueError` if the model cannot be split into layers.
         """
-        module, sample = self.on_meta()
+        given = self.on_meta()
+        module, sample = given.module, given.sample
         with torch.device("meta"):
             if not isinstance(module, nn.Sequential):
                 module = torchgpipe.sequential(module, sample)
@@ -109,16 +125,17 @@ class Given:
             repeated = torch.arange(samples, device=device) % len(x)
             return placed(x)[repeated]
 
+        given = given._replace(target=with_tensors(batched, given.target))
         signature = module.signature if isinstance(module, Layers) else None
         if not isinstance(sample, dict) or signature is None:
-            return module, mapped(batched, sample)
+            return module, given._replace(sample=mapped(batched, sample))
         has_batch = dict(zip(signature.names, signature.batched, strict=True))
         arguments = {}
         for name, x in sample.items():
             if name in has_batch:  # else it is no tensor
                 x = batched(x) if has_batch[name] else placed(x)
             arguments[name] = x
-        return module, arguments
+        return module, given._replace(sample=arguments)
 
 
 def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
@@ -140,8 +157,9 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
             "(package.module:function)"
         )
     if where == "torchvision":
-        shape = shape or IMAGE
-        return Given(name, lambda: (torchvision_model(what, shape[-1]), torch.empty(1, *shape)))
+        image = shape or IMAGE
+        size = image[-1]
+        return Given(name, lambda: Built(torchvision_model(what, size), torch.empty(1, *image)))
     function = _function(where, what)
     return Given(name, lambda: _returned(name, function(), shape))
 
@@ -180,8 +198,10 @@ def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
 
     @functools.cache
     def counts(sizes: Sizes) -> Counts:
-        module, sample = given_size(sizes).built(1, torch.device("meta"))
-        return count(module, flat(module, sample), alike=ALIKE)
+        module, given = given_size(sizes).built(1, torch.device("meta"))
+        sample = flat(module, given.sample)
+        loss = loss_of(given.criterion, given.target, module, sample)
+        return count(module, sample, alike=ALIKE, loss=loss)
 
     return Family(name, (grows,), (start,), (1,), (MOST,), build, counts, MOST_LAYERS)
 
@@ -190,8 +210,8 @@ def _of_paper(paper: Paper, sizes: Sizes) -> Given:
     model = models.MODELS[paper.name]
     sizes = sizes or paper.sizes
 
-    def build() -> tuple[nn.Module, Any]:
-        return model.build(*sizes), torch.empty(1, *model.input_shape)
+    def build() -> Built:
+        return Built(model.build(*sizes), torch.empty(1, *model.input_shape))
 
     return Given(models.titled(paper.name, sizes), build, paper.batch_size, paper.optimizer)
 
@@ -214,25 +234,26 @@ def _function(where: str, what: str) -> Callable[[], Any]:
     return function
 
 
-def _returned(name: str, found: Any, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
+def _returned(name: str, found: Any, shape: tuple[int, ...]) -> Built:
     """Return a model and an example input, taken from what the user's function returned (`found`).
 
-    If `shape` is given, return an example input of this shape instead of the function's own.
+    The function can also return a criterion and a target. If `shape` is given, return an example
+    input of this shape instead of the function's own.
     """
-    module = found
-    sample: Any = None
-    if isinstance(found, tuple) and len(found) == 2:
-        module, sample = found
-    if not isinstance(module, nn.Module):
-        kind = type(module).__name__
+    built = Built(found, None)
+    if isinstance(found, tuple) and len(found) in (2, 4):
+        built = Built(*found)
+    if not isinstance(built.module, nn.Module):
+        kind = type(built.module).__name__
         raise ValueError(
-            f"{name} has to return a model, or a model and an example input; it returned {kind}"
+            f"{name} has to return a model; a model and an example input; or a model, an example "
+            f"input, a criterion and a target. It returned {kind}"
         )
     if shape:
-        sample = torch.empty(1, *shape)
-    if sample is None:
+        built = built._replace(sample=torch.empty(1, *shape))
+    if built.sample is None:
         raise ValueError(
             f"{name} returns a model but no example input: let it return both, "
             "or give the shape of an input, such as --input 3x224x224"
         )
-    return module, sample
+    return built

@@ -36,9 +36,25 @@ def own_by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Masked(), {"mask": mask, "x": rows()}
 
 
+def with_loss(layers: int = 2) -> tuple[nn.Module, torch.Tensor, Any, torch.Tensor]:
+    """Return a model with a large output, a sample input, a criterion, and a target."""
+    hidden = [nn.Linear(8, 8) for _ in range(layers)]
+    model = nn.Sequential(*hidden, nn.Linear(8, 5000))
+    return model, torch.rand(2, 8), nn.CrossEntropyLoss(), torch.zeros(2, dtype=torch.long)
+
+
+def without_loss(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    """Return the model and the sample of `with_loss`."""
+    model, sample, _, _ = with_loss(layers)
+    return model, sample
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
+        (f"{HERE}:with_loss", "--hardware here", " with the loss: "),
+        (f"{HERE}:with_loss", "--hardware h100x8", " with the loss: "),
+        (f"{HERE}:without_loss", "--hardware h100x8", " without the loss; give a criterion"),
         (
             "unet",
             "--size 1 8 --memory 1GiB --batch-size 8",
@@ -149,6 +165,17 @@ def test_options_of_the_largest_model(
     assert f"{said} - naive: " in text
     assert (f"pipelined: none: not even {HERE}:{function} (1) fits" in text) == (not fits)
     assert ("try --schedules 1F1B" in text) == (not fits)
+
+
+def test_the_largest_model_has_room_for_its_loss(command: Any) -> None:
+    options = "--largest layers --devices 2 --headroom 0 --batch-size 8 --memory 1MB --format json"
+    sizes = {}
+    for function in ("with_loss", "without_loss"):
+        output, _ = command("plan", f"{HERE}:{function}", *options.split())
+        sizes[function] = [each["value"] for each in json.loads(output)["numbers"]]
+    assert sizes["with_loss"] != sizes["without_loss"]
+    for ours, theirs in zip(sizes["with_loss"], sizes["without_loss"], strict=True):
+        assert ours <= theirs
 
 
 def single() -> tuple[nn.Module, torch.Tensor]:

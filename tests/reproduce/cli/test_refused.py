@@ -115,7 +115,7 @@ REFUSED = {
     "plan torchvision:resnet18 --input 3,32,32": "a sample's shape is written as 3x224x224",
     "plan nowhere:model": "nowhere:model cannot be imported: No module named 'nowhere'",
     "plan math:pi": "math:pi has to be a function that returns a model, but it is of type float",
-    "plan torch:Generator": "or a model and an example input; it returned Generator",
+    "plan torch:Generator": "input, a criterion and a target. It returned Generator",
     f"plan {OWN}": "returns a model but no example input: let it return both",
     "plan unet --largest depth --hardware here": "nothing is timed for it: name a description",
     "plan unet --profile 8": "nothing is timed with a description; leave it out",

@@ -133,7 +133,11 @@ def loss_of(
 ) -> Loss | None:
     """Return the loss that a plan includes, or `None` if no criterion was given.
 
-    The arguments are those of `Loss`.
+    Args:
+        criterion: The criterion, as for `GPipe.step`, or `None`.
+        target: The target of the sample.
+        module: The model.
+        sample: An input of the first layer.
 
     Raises:
         TypeError: If there is a target without a criterion, or `Loss` refuses the type of an

@@ -196,15 +196,12 @@ def profile_layers(
         # The dimensions of a tensor of `runs` are: run, kind of pass, layer.
         measured = torch.tensor(runs, dtype=torch.float64, device="cpu")
         medians.append(measured.median(dim=0).values)
-    forward, graph, backward = torch.stack(medians, dim=1)
-    curves = _curves(sizes, forward), _curves(sizes, graph), _curves(sizes, backward)
+    forward, graph, backward = [_curves(sizes, each) for each in torch.stack(medians, dim=1)]
     of_loss = None
-    if loss is not None:
-        # The last curve of each pass is the criterion's.
-        of_loss = tuple([each[-1:] for each in curves])
-        curves = tuple([each[:-1] for each in curves])
+    if loss is not None:  # The last curve of each pass is the criterion's.
+        of_loss = [forward.pop()], [graph.pop()], [backward.pop()]
     workspace = accelerator.allocated(device) - before
-    return Profile(curves, device, sizes, whole, of_loss, max(0.0, workspace))
+    return Profile((forward, graph, backward), device, sizes, whole, of_loss, max(0.0, workspace))
 
 
 def _curves(sizes: Sequence[int], seconds: Tensor) -> list[Curve]:

@@ -22,7 +22,8 @@ from torchgpipe.plan.hardware import here
 from torchgpipe.plan.hardware.here import describe_here
 from torchgpipe.plan.hardware.timing import time_step
 from torchgpipe.plan.predict import profiled
-from torchgpipe.plan.predict.profiled import Curve, predictor_here, profile_layers
+from torchgpipe.plan.predict.curves import Curve
+from torchgpipe.plan.predict.profiled import predictor_here, profile_layers
 
 from ...simulated import Clock, spend
 
