@@ -134,8 +134,8 @@ def members_of(
         owner: The class.
         members: The names of the methods and properties.
         described: The methods that the page has described so far, with links to them. This function
-            adds the methods of the class. If several classes share a method, only the first class
-            describes it, and the others have a link.
+            adds the methods of this class to it. If several classes share a method, only the first
+            class describes it, and the others have a link.
     """
     properties = []
     elsewhere = []

@@ -37,7 +37,7 @@ class Undivided(nn.BatchNorm2d):
 
 
 class Plain(nn.Sequential):
-    """Layers without a pipeline, with whose results those of a pipeline are compared.
+    """Layers without a pipeline. Tests compare the results of a pipeline with theirs.
 
     The layers run on one micro-batch after another, and the outputs are concatenated.
     """

@@ -1,4 +1,4 @@
-"""Training steps whose tasks have to overlap, and simulations that say when each task runs."""
+"""Training steps whose tasks have to overlap, and simulations of when each task has to run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

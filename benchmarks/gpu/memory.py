@@ -1,4 +1,4 @@
-"""Measure the memory of each device of the papers' memory tables, one device at a time.
+"""Measure the memory of each device in the papers' experiments on memory, one device at a time.
 
 Each partition runs alone on the GPU, with zeros in place of what other partitions would send (see
 `alone.py`). So one GPU is enough for a table of eight devices. Each partition runs one training
@@ -163,7 +163,7 @@ def _needs(fields: Fields, j: int) -> str:
 
 
 def _published(experiment: Experiment, row: Row) -> float | None:
-    """Return the published bytes that the allocator reserved on all devices together, if any."""
+    """Return how many bytes the paper's allocator reserved on all devices, if the paper says it."""
     table = published(str(experiment.table))
     for paper in table.results:
         if paper.row == row.published:

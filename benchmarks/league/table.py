@@ -1,7 +1,7 @@
 """Make the league's table, which shows how far predictions are from published numbers.
 
-The league is a set of tables of training speeds that other projects published, for each of which
-this library predicts the same numbers.
+The league has tables of training speeds that other projects have published. For each published
+speed, this library makes a prediction.
 """
 
 from collections.abc import Sequence

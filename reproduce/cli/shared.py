@@ -63,7 +63,7 @@ on = click.option(
 
 
 def devices_by_default(default: str) -> Option:
-    """Return a click option `--devices` (`-n`), whose help text ends with the text `default`.
+    """Return a click option `--devices` (`-n`), whose help text ends with the argument `default`.
 
     `default` says how many devices are used if the option is not given.
     """

@@ -20,7 +20,8 @@ PUBLISHED_SPEED: Published = (
 )
 
 # Rows that are compared at equal batch size have a batch size of 192. This number is divisible by
-# all numbers of micro-batches of these rows. A micro-batch of 192 samples still fits on two P40s.
+# all numbers of micro-batches of these rows. With a single micro-batch of 192 samples, the model
+# still fits on two P40s.
 BASE = Row(model="ResNet-101", batch_size=192)
 SMALL = replace(
     BASE, model="thin ResNet-101", size=(32, 2), input_shape=(3, 112, 112), batch_size=32

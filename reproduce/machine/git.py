@@ -27,9 +27,9 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     changes: str | None = None
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return the first digits of the commit's hash, then `sign` and the digest of any changes.
+        """Return the commit's hash (its first digits), then `sign` and the digest of any changes.
 
-        An example is `3f2a91c+0b7d44e2`.
+        If `sign` is "+", an example is `3f2a91c+0b7d44e2`.
         """
         revision = self.revision[:digits]
         if not self.dirty:

@@ -116,9 +116,9 @@ def likeness(one: Entry, other: Entry) -> int:
 
 
 def value_text(line: Line, name: str) -> str:
-    """Return the value of a field as text, or a dash if the line has no such field.
+    """Return the value of a field of a comparison as text, or a dash if there is no such field.
 
-    The field is one of `FIELDS`, or a field in the configuration of the line's rows.
+    The field is one of `FIELDS`, or a field in the configuration of the two compared rows.
     """
     name = ALIASES.get(name, name)
     if name == "experiment":

@@ -198,7 +198,7 @@ def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
 
 
 def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> None:
-    """Run the forked process: answer the requests from `link` until this connection is closed."""
+    """Run the forked process: answer the requests from the connection `link` until it is closed."""
     os.dup2(2, 1)  # stdout is for the job's lines, not for what the package prints
     sys.path.insert(0, str(folder))
     torch.set_num_threads(1)

@@ -70,7 +70,7 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Note in the record that the run ends now, and how. The file is not written."""
+        """Note in the record that the run ends now, and how; do not write the record's file."""
         self.empty = closed(self.empty, state)
 
 

@@ -42,8 +42,8 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# Rounds that other programs disturb are run again. But all rounds together are at most this
-# multiple of the number of rounds that are wanted.
+# Rounds that other programs disturb are run again. But no more rounds are run than this number
+# times the number of rounds that are wanted.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0

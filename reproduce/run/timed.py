@@ -152,8 +152,8 @@ def busy(timeline: Timeline) -> Values:
 def ask_driver(devices: Sequence[torch.device], step: Callable[[], object]) -> list[float]:
     """Run steps for some seconds; return each CUDA device's mean utilization, from 0 to 1.
 
-    The utilization is the share of a short period in which any kernel ran. The driver (NVML)
-    reports it. The driver is asked every 0.05 seconds, as in the published runs.
+    The driver (NVML) reports the utilization: in what share of a short period a kernel ran. The
+    driver is asked every 0.05 seconds, as in the published runs.
 
     Raises:
         Error: The driver does not report the utilization, or the steps took less than 0.05 seconds.

@@ -50,8 +50,8 @@ KINDS = {  # maps a device and the name of a value to a kind of bytes
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the tables of a memory experiment.
 
-    The first table has the sizes of the published models, if they were counted. Then there is a
-    table for each kind of bytes, such as allocated bytes, with the peak of each device.
+    The first table has the sizes of the papers' models, if the run has counted them. Then there is
+    a table for each kind of bytes, such as allocated bytes, with the peak of each device.
     """
     counted = []
     run = []

@@ -116,8 +116,8 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 def of_entry(entry: Entry) -> Numbers:
     """Yield a dictionary of fields for each value of a row.
 
-    A value is a number, or words such as the outcome of a check. If the row has no values, yield
-    one dictionary, which says why.
+    A value is a number, or text such as the outcome of a check. If the row has no values, yield one
+    dictionary, which says why it has none.
     """
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}

@@ -184,7 +184,7 @@ class Rows:
 
     @property
     def published_on(self) -> str:
-        """Return the GPUs of the published table as a text, such as `8 x Tesla P40`."""
+        """Return the GPUs of the paper's table as text, such as `8 x Tesla P40`."""
         hardware = self.publication.hardware or {}
         return f"{hardware.get('num_gpus')} x {hardware.get('gpu')}"
 

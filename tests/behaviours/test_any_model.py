@@ -181,8 +181,8 @@ def _reader() -> tuple[nn.Sequential, DeepReader]:
 def test_packed_sequences_in_a_layer_that_is_kept_whole(schedule: str, way: dict[str, Any]) -> None:
     """Trace and train a module with a layer that takes packed sequences.
 
-    The option `whole` keeps this layer from being traced. It must never run on made-up zeros,
-    because an LSTM raises an error for a sequence of length zero.
+    The option `whole` keeps this layer from being traced. Nothing must run it on zeros in place of
+    real inputs, because an LSTM raises an error for a sequence of length zero.
     """
     layers, module = copy.deepcopy(_reader())
     plain = copy.deepcopy(module)

@@ -102,7 +102,7 @@ def pipeline(journal: Journal, way: dict[str, Any]) -> GPipe:
 
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Journal:
-    """Make a `Journal`, which records tasks. It is told when an error has stopped the workers."""
+    """Make a `Journal`, which records tasks, and tell it when an error has stopped the workers."""
     journal = Journal(checkpoint)
     stop = Relay.stop
 

@@ -208,9 +208,9 @@ class Messages(Links):
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what to send for an item (output or skip) of stage s: a description, and tensors.
 
-        Users can set Python attributes on tensors, such as `x.scale = 2`, and return plain values
-        together with tensors. The last of the returned tensors encodes these attributes and values,
-        or is `None` if there are none.
+        Layers can set Python attributes on tensors, such as `x.scale = 2`, and return plain values
+        together with tensors. The last tensor to send encodes these attributes and values. It is
+        `None` if there are none.
         """
         form: Hashable
         values: list[Any] = []

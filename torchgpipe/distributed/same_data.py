@@ -66,7 +66,7 @@ def warn_if_unlike(own: list[int], theirs: list[int], last: int, first: int) -> 
 
 
 def _checksum(value: Any) -> int:
-    """Return a checksum of all tensors in a value, or 0 if there is nothing to compare."""
+    """Return a checksum of all tensors in a value, or 0 if the value has no tensors."""
     tensors = list(tensors_in(value))
     if any(type(x) is not Tensor or x.device.type != "cpu" for x in tensors):
         return 0

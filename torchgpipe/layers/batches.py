@@ -106,7 +106,7 @@ def joined(outputs: list[Any]) -> Any:
     Mappings and dataclasses become one mapping or dataclass, whose tensors are concatenated.
 
     Raises:
-        TypeError: If the outputs have another structure, or differ in more than their tensors.
+        TypeError: If the outputs differ in structure, or in values that are no tensors.
         ValueError: If tensors cannot be concatenated.
     """
     if len(outputs) == 1 or not (isinstance(outputs[0], Mapping) or is_dataclass(outputs[0])):

@@ -71,7 +71,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         schedules: The schedules to choose from, in place of `schedule`.
         autocast: The dtype of autocast in training, as for `plan`. The training itself has to
             enable autocast.
-        criterion: The criterion of the training, as for `plan`, so that the plan is with the loss.
+        criterion: The criterion of the training, as for `plan`, to include the loss in predictions.
         target: The target of the sample, for the criterion.
         whole: Submodules, or classes of submodules, that `sequential` must not split into several
             layers.

@@ -180,7 +180,7 @@ class Plan:
                 "build it on a real device, and make the pipeline with "
                 f"GPipe(model, {self.balance}, chunks={self.chunks}, "
                 f"checkpoint={self.checkpoint!r}, schedule={schedule!r}); "
-                "or call gpipe(devices=…) with 'meta' devices"
+                "or call the plan's gpipe(devices=…) with 'meta' devices"
             )
         return GPipe(
             self.module,

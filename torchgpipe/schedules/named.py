@@ -300,7 +300,7 @@ def make(
 
 
 def _check_fits(schedule: Schedule, n: int, m: int, v: int | None) -> None:
-    """Raise `ValueError` if a given schedule is not for n devices, m micro-batches and v stages."""
+    """Raise `ValueError` unless a schedule is for n devices, m micro-batches, and v stages each."""
     devices, stages = len(schedule.lists), len(schedule.placement)
     if devices != n or v not in (None, stages / n):
         asked = f"{n} devices" if v is None else f"{n} devices with {v} on each"

@@ -70,7 +70,7 @@ def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
 
 
 def written(file: File, units: Timeline) -> None:
-    """Write a schedule file, in which a row lists what a device does in each unit of time."""
+    """Return the text of a schedule file: a row lists what a device does in each unit of time."""
     with open(file, "w", newline="") as opened:
         writer = csv.writer(opened)
         for events in units.devices:

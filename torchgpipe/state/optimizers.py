@@ -139,7 +139,7 @@ class OptimizerState:
         return states
 
     def put(self, packed: Content) -> None:
-        """Load a state into the optimizer: a dictionary that the method `packed` has returned."""
+        """Load into the optimizer a state (a dictionary) that the method `packed` has returned."""
         self._optimizer.load_state_dict(packed)
         # `load_state_dict` has converted the tensors of the state to the dtypes of their
         # parameters. Convert them back to the dtypes in which they were saved.

@@ -137,10 +137,11 @@ class _Splitter:
         return Split(later, now, reasons)
 
     def _side(self, begin: int) -> set[int]:
-        """Return the node `begin` and all nodes behind it, if they are a side of a matrix product.
+        """Return the node `begin` and all nodes that its backward reaches, if they are one side.
 
-        They are a side if only one edge leads to them from the rest of the graph, and if none of
-        them is a matrix product or a custom Function. Otherwise, the result is an empty set.
+        They are a side (all that makes one factor of a matrix product) if only one edge leads to
+        them from the rest of the graph, and if none of them is a matrix product or a custom
+        Function. Otherwise, the result is an empty set.
         """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile

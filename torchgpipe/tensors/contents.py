@@ -43,7 +43,7 @@ class BuffersOfThread(UserDict[str, Tensor | None]):
         self._own, self._others = own, others
 
     def __reduce__(self) -> Any:
-        """Let `copy` and `pickle` make a plain dictionary of the buffers that this thread sees."""
+        """Let `copy` and `pickle` make a plain dictionary of the buffers of this thread."""
         return dict, (self.copy(),)
 
     def copy(self) -> dict[str, Tensor | None]:  # type: ignore[override]

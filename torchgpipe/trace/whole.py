@@ -155,7 +155,7 @@ def check_notes(root: Module, notes: Notes) -> None:
 
     Args:
         root: The module.
-        notes: For each submodule that uses such a thing, the name of the thing, and the line.
+        notes: For each submodule that uses something of this kind, its name, and the line of code.
     """
     for what, at in notes.values():
         if what != TRAINING:

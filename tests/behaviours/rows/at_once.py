@@ -65,7 +65,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Let another thread draw a random number, in forward only, and then apply dropout.
+    """Let another thread draw a random number, but not in a recomputation, and then apply dropout.
 
     If both threads share a random generator, dropout draws different numbers in a recomputation.
     """

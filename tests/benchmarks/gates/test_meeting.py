@@ -36,7 +36,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """Run the program, and check that it finds that all tasks overlap as they should.
+    """Run `benchmarks.gates.meeting`, and check that it finds all tasks to overlap as they should.
 
     The program runs in another process, because it forks.
     """

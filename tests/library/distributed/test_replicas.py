@@ -174,8 +174,9 @@ def of_traced(way: str, seed: int) -> DistributedGPipe | GPipe:
     """Return a pipeline of a traced module.
 
     Args:
-        way: How replicas average their gradients: "replicate" or "fully_shard". With "alone", there
-            is one pipeline over all ranks. With "one process", it is a `GPipe`.
+        way: The kind of pipeline. With "replicate" or "fully_shard", it is a replica, and this
+            function averages the gradients. With "alone", it is over all ranks. With "one process",
+            it is a `GPipe`.
         seed: The random seed of the module's parameters.
     """
     layers = sequential(Language(seed), words()[0])

@@ -230,7 +230,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
             Impossible,
             r"none of the schedules that were asked for can run 8 layers on 8 devices",
         ),
-        ({"target": X}, TypeError, "give criterion=, too, or leave it out"),
+        ({"target": X}, TypeError, "give criterion=, too, or leave out target="),
         (
             {"criterion": mse_loss},
             TypeError,

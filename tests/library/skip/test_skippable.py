@@ -203,8 +203,8 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     assert sorted(found) == sorted(straight if portals else through)
 
 
-# The faults that are reported for a model. The model's layers are written as words, and their names
-# are their indices. "+a" stashes the skip `a`, "-a" pops it, and "." does neither.
+# The faults that are reported for a model. Each layer is written as a word, and has its index as
+# its name. "+a" stashes the skip `a`, "-a" pops it, and "." does neither.
 FAULTS = {
     "+a .": ["layer '0' stashes 'a', which no later layer pops"],
     ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],

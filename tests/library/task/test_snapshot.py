@@ -18,7 +18,7 @@ from ...behaviours.parts.layers import Do
 
 
 def look(layer: Any) -> tuple[dict[str, float], float, bool]:
-    """Return a layer's state as a dictionary of numbers, its attribute `count`, and its mode.
+    """Return three values of a layer: its state as a dictionary of numbers, `count`, and its mode.
 
     The mode is whether the layer is in training mode.
     """

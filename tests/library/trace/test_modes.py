@@ -49,7 +49,7 @@ class WithAuxiliaryHead(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of texts with padding. In evaluation, PyTorch has a faster path for it."""
+    """A classifier of padded texts. In evaluation, PyTorch runs its encoder by other operators."""
 
     def __init__(self) -> None:
         super().__init__()

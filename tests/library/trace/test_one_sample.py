@@ -22,7 +22,7 @@ X = torch.linspace(-1, 1, 4 * 6 * 8).view(4, 6, 8)
 
 
 class Positions(nn.Module):
-    """A module with positions, which it repeats for each sample if there are several samples."""
+    """A module with position embeddings. It expands them if there are several samples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
 
 
 def masked(**given: Any) -> dict[str, Any]:
-    """Return the usual arguments for `traced.Masked`, but with the values in `given`."""
+    """Return arguments for `traced.Masked`: those in `given`, and the usual ones for all others."""
     mask = torch.arange(WIDTH) > 2
     return {"x": rows(), "mask": mask, "double": True, **given}
 

@@ -1,6 +1,6 @@
 """Tests of the command `compare`, which compares records of benchmark results.
 
-They check the output formats, and when the option `--fail-on-regression` fails.
+They check the output formats, and when `compare --fail-on-regression` fails.
 """
 
 import csv

@@ -71,7 +71,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a record of rows x and y that get slower. The row y is `factor` times as fast as x."""
+    """Make a record of two rows with ever slower samples. Row y is `factor` times as fast."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))

@@ -219,10 +219,10 @@ def test_a_step_is_its_tasks_replayed(
 
 
 def test_a_task_takes_its_share_in_the_median_run() -> None:
-    """Check that a task's emulated time is its median share of a step, times a median step.
+    """Check that an emulated task takes its median share of a step, times a step's median time.
 
-    So a step in which one task was disturbed has no effect. In a step in which the whole machine
-    was slow, the shares are the usual ones.
+    So a step in which one task was disturbed has no effect on the medians. A step in which the
+    whole machine was slow has no effect either, because all its tasks take their usual shares.
     """
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     first, second = 1.0, 2.0  # seconds of a task on each partition

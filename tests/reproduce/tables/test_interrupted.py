@@ -1,6 +1,7 @@
 """Tests of the tables of an interrupted run.
 
-They must say that the run was interrupted, and how many steps its rows (configurations) have.
+The tables must say that the run was interrupted, and how many steps of each row (configuration)
+were measured.
 """
 
 import pytest

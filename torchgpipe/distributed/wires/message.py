@@ -115,8 +115,9 @@ class Predicted:
     def begin(self) -> None:
         """Begin a mini-batch, and predict the description of its first message.
 
-        This is the description of the previous mini-batch's first message. But if a description is
-        predicted already, keep it, because the receiver has started to receive such a message.
+        The predicted description is that of the previous mini-batch's first message. If a
+        description is predicted already, it stays, because the receiver is already waiting for a
+        message with this description.
         """
         self._before, self._now = self._now, []
         if self.number is None:

@@ -189,7 +189,7 @@ def _made(device: torch.device, store: Store, own: int) -> Pair:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Let process groups for NCCL that are made within this context have no watchdog thread.
+    """Within this context, make process groups for NCCL without their watchdog threads.
 
     When another rank dies, the watchdog would end this process, too.
     """

@@ -25,7 +25,7 @@ class Sender(End):
 
     Attributes:
         rank: The rank that receives the messages.
-        thread: The thread that waits until messages are received.
+        thread: The thread that waits until the other rank has received the messages.
     """
 
     def __init__(self, address: WireAddress) -> None:

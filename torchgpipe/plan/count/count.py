@@ -248,7 +248,7 @@ def _refuse_compiled(module: Sequential) -> None:
 
 
 def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:
-    """Return tensors on `meta` like those of the sample, but with `size` samples.
+    """Return an input on `meta` like the given one, `sample`, but with a batch size of `size`.
 
     `split` says which tensors have a batch dimension; with `None`, all have one.
     """

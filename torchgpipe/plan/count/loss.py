@@ -147,5 +147,7 @@ def loss_of(
     if criterion is not None:
         return Loss(criterion, target, module, sample)
     if target is not None:
-        raise TypeError("target is the criterion's target: give criterion=, too, or leave it out")
+        raise TypeError(
+            "a target is only for a criterion: give criterion=, too, or leave out target="
+        )
     return None

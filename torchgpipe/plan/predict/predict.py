@@ -173,8 +173,8 @@ class Predictor:
             loss=loss,
             skips=skips,
             blocking=not setup.streams,
-            # On a CPU, if partitions cannot run at the same time, they run one after another. Then
-            # a recomputation waits for the gradient that its backward needs.
+            # On a CPU, if partitions cannot run at the same time, they run one after another: a
+            # recomputation then comes after the backward of the next partition.
             ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
             weights=weights,
         )

@@ -77,7 +77,7 @@ def replay(costs: Costs, schedule: Schedule | None = None) -> Timeline:
 
     Args:
         costs: The seconds of every task and copy.
-        schedule: A schedule from `recomputing`; by default GPipe's schedule.
+        schedule: A schedule that the function `recomputing` has returned; by default GPipe's.
     """
     n = len(costs.forward[0])
     schedule = schedule or recomputing("GPipe", n, len(costs.forward))

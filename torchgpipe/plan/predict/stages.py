@@ -77,7 +77,7 @@ class HeldBytes(NamedTuple):
     def of(cls, counts: Counts, cuts: Cuts, own: Sequence[int]) -> "HeldBytes":
         """Return the bytes of parameters and buffers of the stages on one device.
 
-        The result is kept in `counts.cache`, because many setups have equal stages.
+        The result is kept in `counts.cache`, because the same stages occur in many setups.
 
         Args:
             counts: The counts of the model.
@@ -133,7 +133,7 @@ class StageBytes:
     def of(cls, counts: Counts, setup: Setup, s: int) -> "StageBytes":
         """Return the bytes that a task of stage `s` takes, with and without checkpointing.
 
-        The result is kept in `counts.cache`, because many setups have equal stages.
+        The result is kept in `counts.cache`, because the same stages occur in many setups.
 
         Args:
             counts: The operators and tensors that were counted in the model's layers.

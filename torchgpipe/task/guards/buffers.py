@@ -199,8 +199,9 @@ class Buffers(Guard):
     def _has_changed(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
         """Return whether a buffer must be copied: it is new, or has changed since its last copy.
 
-        The values of a large buffer that is not on the CPU are only compared when the backward
-        begins. To compare them before each forward, the CPU would have to wait for the GPU.
+        For a large buffer on a GPU, the result is false before a forward, and its values are
+        compared when the backward begins. To compare them before each forward, the CPU would have
+        to wait for the GPU.
         """
         slot = self._slots.get((module, name))
         if slot is None or slot.tensor is not buffer or versions((buffer,)) != slot.version:

@@ -109,7 +109,7 @@ class AmbientModes(Guard):
         return context
 
     def again(self) -> Context:
-        """Return a context that sets the recorded modes, at a later time or in another thread.
+        """Return a context that sets the recorded modes, such as autocast, again.
 
         Grad mode and inference mode are left as they are.
         """

@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Value:
-    """A placeholder in recorded arguments for an input, or for a tensor that a call returned.
+    """Stands for a tensor in the recorded arguments of a call: an input, or the result of a call.
 
-    Its `number` says which tensor it stands for: first all inputs of the module are numbered, then
-    the tensors that calls return.
+    Its `number` says which tensor this is. The inputs of the module have the first numbers, and the
+    tensors that calls return have the next ones.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 def result_of(value: Any, outputs: Sequence[int]) -> Any:
-    """Return the structure of a call's result, with a number in the place of each tensor.
+    """Return the structure of a call's result, in which a number stands for each tensor.
 
     Args:
         value: The result of the call.

@@ -262,7 +262,7 @@ class Source:
 
 
 def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Make a function of its code.
+    """Make a function from the text of its code.
 
     The function gets a file name that no other function has, and tracebacks show its lines of code.
 
@@ -309,7 +309,7 @@ def _identifier(name: str) -> str:
 
 
 def _variable(name: str) -> str:
-    """Return `name` as the variable for a length, or `name_` if the code uses `name` otherwise."""
+    """Return a name for the variable of a tensor's length: `name`, or `name_` if that is taken."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
