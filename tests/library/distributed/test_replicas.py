@@ -3,6 +3,7 @@
 Ranks refuse a kind of data parallelism which would not average their gradients.
 """
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from examples.works_with import WithLoss
+from reproduce.machine.description import ROOT
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 
@@ -234,3 +236,33 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
         if other_way == way:
             assert went_on == expected
         assert_close(went_on, expected)
+
+
+@pytest.mark.ranks(4)
+def test_replicas_with_different_numbers_of_targets_can_take_the_mean_over_all_targets() -> None:
+    """Train as docs/processes.md says, and compare with a plain model and the whole batch."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 50))
+    plain = copy.deepcopy(layers)
+    texts = torch.randint(50, (16, 8))
+    targets = texts.clone()
+    targets[:8, 3:] = -100
+    targets[8:, 7:] = -100
+    cross_entropy(plain(texts).transpose(1, 2), targets).backward()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model = DistributedGPipe(layers, [2, 2], mesh=mesh["pp"], chunks=4, schedule="1F1B")
+    replicate(model, device_mesh=mesh["dp"])
+    first = 8 * mesh["dp"].get_local_rank()
+    names: dict[str, Any] = {"dist": dist, "mesh": mesh, "model": model}
+    names |= {"cross_entropy": cross_entropy, "x": texts[first : first + 8]}
+    names["target"] = targets[first : first + 8]
+    page = (ROOT / "docs" / "processes.md").read_text()
+    _, _, after = page.partition("**Replicas with different numbers of targets.**")
+    _, code, _ = after.split("```", 2)
+    exec(code.removeprefix("python"), names)
+
+    expected = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        assert_close(p.grad, expected[name].grad)
+    model.close()
