@@ -288,7 +288,7 @@ def _update(group: Sequence[_Tracked]) -> None:
     for (layer, parts), width in zip(group, channels, strict=True):
         rows.append([width, layer.momentum or 0.0, *(count for count, _ in parts)])
     # The numbers of channels, the momenta and the counts of all layers are in one table, so that a
-    # single copy moves them to the GPU. From pinned memory, it does so while the CPU goes on.
+    # single copy moves them to the GPU. A copy from pinned memory runs while the CPU goes on.
     pinned = accelerator.has_streams(device)
     table = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=pinned)
     table = table.to(device, non_blocking=True).t()

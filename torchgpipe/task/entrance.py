@@ -17,11 +17,11 @@ from torchgpipe.tensors.microbatch import Flat, carrying
 
 
 def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | None]) -> Flat:
-    """Begin a task's graph: return its inputs, detached, as outputs of a new autograd node.
+    """Detach the inputs of a task, and return them as the outputs of a new autograd node.
 
-    In backward, the node writes the gradients of the inputs into the list `input_grads`. The node
-    refers to this list, and not to the task. Otherwise the node and the task would keep each other
-    alive.
+    The task's graph begins at this node. In backward, the node writes the gradients of the inputs
+    into the list `input_grads`. The node refers to this list and not to the task, because otherwise
+    the node and the task would keep each other alive.
 
     Args:
         inputs: The inputs of the task.
@@ -58,7 +58,8 @@ class _Entrance(torch.autograd.Function):
 def refuse_unusual_backward(grads: Flat) -> None:
     """Raise `RuntimeError` if the backward in progress is of a kind that tasks do not support.
 
-    These kinds are a backward with `is_grads_batched=True`, and one with `create_graph=True`.
+    Not supported are backwards with `is_grads_batched=True`, and backwards with
+    `create_graph=True`.
 
     Args:
         grads: The gradients that the backward has given to a node.
@@ -90,7 +91,7 @@ def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
 
 
 def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
-    """Return the tensors detached, so that they are leaves.
+    """Return the tensors as leaves: detached from their autograd graphs.
 
     Args:
         tensors: The tensors. An entry that is `None` stays `None`.

@@ -1,8 +1,8 @@
 """Split the backward of a task: compute gradients of inputs first, gradients of weights later.
 
-Zero bubble schedules need this (Qi et al., arXiv:2401.10241), because the device before waits only
-for the gradients of inputs. In this file, a product is a matrix product, such as that of a linear
-layer, or a convolution. The part of the graph that leads from a weight to a product is called a
+Zero bubble schedules need this (Qi et al., arXiv:2401.10241), because the previous stage waits only
+for the gradients of inputs. In this file, a product is a convolution, or a matrix product such as
+that of a linear layer. The part of the graph that leads from a weight to a product is called a
 side. The two halves are:
 
     inputs ──▶ … ──▶ product ──▶ …      first half: everything except the sides of products
@@ -92,7 +92,7 @@ class _Later:
         """Compute the weight gradients, and run the backward from the product to its parameters.
 
         Args:
-            keep_graph: Whether this graph can be used for another backward.
+            keep_graph: Whether to keep the graph of this backward, so that it can run again.
 
         Raises:
             RuntimeError: If a tensor in `saved` was changed in place since it was kept.
@@ -111,7 +111,7 @@ class _Later:
 
 
 def _run_all(later: list[_Later], keep_graph: bool) -> None:
-    """Compute all weight gradients of `later`, and free the tensors that were kept for them."""
+    """Compute the weight gradients of all products in `later`; free the tensors kept for them."""
     while later:
         later.pop().run(keep_graph)
 
@@ -119,9 +119,9 @@ def _run_all(later: list[_Later], keep_graph: bool) -> None:
 class Halves:
     """Split the backward of a stage's tasks: gradients of inputs first, gradients of weights later.
 
-    Which gradients are computed later is decided only once for all graphs with the same structure.
-    For the user, `str()` says how many matrix products get their weight gradients later, and why
-    others do not.
+    This object decides once for each structure of graphs which gradients are computed later. Its
+    `str()` tells the user how many matrix products get their weight gradients later, and why other
+    products get them at once.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -157,7 +157,7 @@ class Halves:
         Args:
             roots: The edges at which the backward starts.
             grads: The gradient of each root.
-            keep_graph: Whether the graph can be used for another backward.
+            keep_graph: Whether to keep the graph, so that another backward can use it.
         """
         if not self._whole and hooked_in_the_old_way(self._modules):
             self._whole = OLD_HOOK
@@ -191,7 +191,7 @@ class Halves:
         Args:
             roots: The edges at which the backward starts.
             nodes: The nodes of the graph.
-            rows: A description of each node: together, they are the structure of the graph.
+            rows: A description of each node. All of them together describe the graph's structure.
         """
         if rows not in self._splits:
             if len(self._splits) == SPLITS:

@@ -1,8 +1,8 @@
 """Find the matrix products in a task's graph whose weight gradients can be computed later.
 
-A weight gradient can be computed later if nothing but the product uses the part of the graph from
-the parameter to the product. Such a part is called a side; it can be the parameter alone, or also
-its transpose or its cast. The file halves.py computes the gradients.
+The part of the graph from a parameter to a product is called a side. It is the parameter alone, or
+the parameter with its transpose or its cast. A weight gradient can be computed later if only the
+product uses the side. The file halves.py computes the gradients.
 """
 
 from collections import Counter
@@ -42,13 +42,14 @@ PACKED = (
 class Split(NamedTuple):
     """How to split the backward of a graph into two halves: what is computed in which half.
 
-    Nodes of the graph are given by their numbers. So one split is valid for all graphs with the
+    Nodes are given by their numbers, from `numbered`. So one split is valid for all graphs with the
     same structure.
 
     Attributes:
         later: The nodes of the matrix products whose weight gradients are computed in the second
-            half. Each comes with the indices of the arguments whose gradients are computed then.
-        now: The nodes at which the first half ends: those leaves of the graph that are in no side.
+            half. With each node are the indices of the arguments that get these gradients.
+        now: The nodes at which the first half ends: those leaves of the graph that are in no side
+            (the part of the graph from a parameter to a product).
         reasons: Reasons why other matrix products get their weight gradients in the first half.
     """
 
@@ -137,11 +138,11 @@ class _Splitter:
         return Split(later, now, reasons)
 
     def _side(self, begin: int) -> set[int]:
-        """Return the node `begin` and all nodes that its backward reaches, if they are one side.
+        """Return the node `begin` and all nodes behind it, if only one matrix product needs them.
 
-        They are a side (all that makes one factor of a matrix product) if only one edge leads to
-        them from the rest of the graph, and if none of them is a matrix product or a custom
-        Function. Otherwise, the result is an empty set.
+        Such nodes are called a side: they compute one factor of the product. Only one edge may lead
+        to them from the rest of the graph. None of them may be a matrix product or a custom
+        Function. If they are no side, the result is an empty set.
         """
         found = [begin] if begin >= 0 else []
         for k in found:  # the list grows meanwhile

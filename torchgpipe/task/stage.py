@@ -117,8 +117,9 @@ class Stage:
     def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
         """Return a dictionary that says whether the outputs of earlier tasks required grad.
 
-        `OutputGradients` fills it. A key says for each input of a task whether the input requires
-        grad. The value says whether then all floating-point outputs of the task require grad.
+        A key says for each input of a task whether the input requires grad. The value says whether
+        all floating-point outputs of such a task require grad. The guard `OutputGradients` fills
+        the dictionary.
 
         Args:
             kind: The training modes of the layers, and the `requires_grad` of the parameters.
@@ -139,7 +140,7 @@ class Stage:
 
         Returns:
             A tuple of tensors (those of the output, then the skips that leave the partition), and
-            the form of the output: its class, or a function that makes the output of its tensors.
+            the form of the output: its class, or a function that makes the output from its tensors.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -166,10 +167,10 @@ class Stage:
         return y, tuple(skips)
 
     def _copies(self) -> list[Swap]:
-        """Return the changes that put copies of parameters on this device into the layers.
+        """Return the changes that replace parameters on other devices by copies on this device.
 
-        Only parameters on another device are copied. If gradients are on, the layers already have
-        stand-ins for them (detached copies on this device), and there is nothing to change.
+        If gradients are on, the layers already have stand-ins for these parameters (detached copies
+        on this device). Then the list is empty.
         """
         swaps = []
         for module in self.modules if self.away else ():
@@ -207,9 +208,9 @@ def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
     """Return the locks that a thread has to hold while it uses the modules of a partition.
 
     A layer can itself be a pipeline. For the modules of this inner pipeline, no lock is returned:
-    its own worker threads take their locks, while the outer pipeline's task waits for these
-    threads. If the task held the same locks, the task and the threads would wait for each other
-    forever.
+    the inner pipeline's worker threads take the locks of these modules, while a task of the outer
+    pipeline waits for these threads. If the task held the same locks, the task and the threads
+    would wait for each other forever.
 
     Args:
         modules: The modules. Those that have no lock yet get a common lock.

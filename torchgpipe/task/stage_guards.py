@@ -45,8 +45,8 @@ class StageGuards:
         stage: The stage.
         ambient: The modes (such as autocast) that are active in the caller's code.
         recomputed: Whether some tasks are recomputed, so that they run the layers twice.
-        outer: The ids of stand-ins (detached parameters that tasks use) of an outer run. There is
-            an outer run if a layer or a hook of another mini-batch has called this pipeline.
+        outer: The ids of stand-ins (detached parameters that tasks use) of an outer run. An outer
+            run is another mini-batch, in which a layer or a hook has called this pipeline.
 
     Attributes:
         index: The index of the stage.
@@ -73,8 +73,8 @@ class StageGuards:
         self.lock: Lock = stage.lock
         self.ambient = ambient
         self._recomputed = recomputed
-        # For each name of a method, such as "before_first_pass": this method of all guards that
-        # have it, the outermost guard first.
+        # The keys are names of methods, such as "before_first_pass". The value of a key is a list
+        # with this method of each guard that overrides it, the outermost guard first.
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
         with self.lock:
             refuse_cached_parametrizations()
@@ -123,7 +123,7 @@ class StageGuards:
             self._at[moment].append(getattr(guard, moment))
 
     def around(self, moment: Before, task: GuardedTask) -> Context:
-        """Call the same method of all guards; return a context in which the layers have to run.
+        """Call the method `moment` of all guards; return a context in which the layers have to run.
 
         Args:
             moment: The name of the method, such as "before_first_pass". It says whether a forward,
@@ -160,18 +160,18 @@ class StageGuards:
     def after_all_forwards(self) -> None:
         """Raise `RuntimeError` if a layer has replaced, added or frozen a parameter in its forward.
 
-        Tasks use stand-ins for parameters, so a pipeline does not support such changes.
+        A pipeline does not support such changes, because tasks use stand-ins (detached parameters).
         """
         with self.lock:
             for check in self._at["after_all_forwards"]:
                 check()
 
     def backward_begins(self, backward: int) -> None:
-        """Let all guards check the stage when a backward begins; later calls do nothing.
+        """Let all guards check the stage before the first task of a backward.
 
         Args:
-            backward: The number of the backward. Each task of the stage calls this method with it,
-                but only the first call checks anything.
+            backward: The number of the backward. All tasks of the stage call this method with the
+                same number, but only the first call does anything.
 
         Raises:
             RuntimeError: If layers or gradients have changed since the forward.

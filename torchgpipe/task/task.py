@@ -4,7 +4,7 @@
 
 The backward of a task starts at the edges of the outputs. It ends at the entrance (a node that
 keeps the gradients of the inputs), and at the stand-ins, in which the gradients of all tasks of a
-mini-batch add up.
+mini-batch are added up.
 
 A checkpointed task keeps only its inputs in its forward. It builds its graph in a recomputation
 (GPipe paper, 2.3; torchgpipe paper, 3.2). Guards (`guards/`) make sure that the recomputation does
@@ -47,7 +47,7 @@ class TaskGraph(GuardedTask):
         """Run the layers on a micro-batch; return the detached outputs and the output's form.
 
         A detached output requires grad if the real output does. The form is the output's class, or
-        a function that makes the output of its tensors.
+        a function that makes the output from its tensors.
 
         Args:
             item: The tensors from the previous task.
@@ -113,7 +113,7 @@ class TaskGraph(GuardedTask):
 
         Returns:
             The inputs that the layers got, the outputs, and the form of the output: its class, or a
-            function that makes it of its tensors.
+            function that makes the output from its tensors.
         """
         given = entered(inputs, self.needs, self._input_grads)
         with around:
@@ -155,7 +155,7 @@ class TaskGraph(GuardedTask):
         return input_grads
 
     def backward_weights(self) -> None:
-        """Compute the weight gradients that a backward of kind `"backward_inputs"` has left."""
+        """Compute the weight gradients that a `backward` of kind `"backward_inputs"` left out."""
         with observed(self.observer, "backward_weights", self.i, self.stage.index):
             later, self._later = self._later, None
             if later is not None:

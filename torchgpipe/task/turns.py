@@ -3,7 +3,7 @@
 A run is the work of all forwards, of all backwards, or of a whole step. In a run with gradients,
 the layers contain stand-ins (detached parameters). If two runs used the same layers at the same
 time, they would mistake each other's stand-ins for parameters. So the second run waits until the
-first run has ended. This file calls the exclusive use of layers by a run its turn.
+first run has ended. The time in which a run alone uses its layers is called its turn.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -38,7 +38,7 @@ class _AllOf(AbstractContextManager[object]):
 
 
 def as_one(locks: Set[Lock]) -> Lock:
-    """Return a single lock: whoever takes it takes all of the given locks."""
+    """Return a single lock; a thread that takes it takes all of the given locks."""
     return _AllOf(locks) if len(locks) > 1 else next(iter(locks))
 
 

@@ -22,9 +22,9 @@ _BETWEEN = {
 
 
 def note(error: BaseException, place: str) -> None:
-    """Add a note to an error that says where it was raised, unless there is such a note already.
+    """Note on an error where it was raised, unless the error has such a note already.
 
-    If a pipeline within this pipeline has added a note, that note is more exact.
+    An inner pipeline (a layer that is itself a pipeline) can have added a note. It is more exact.
 
     Args:
         error: The error.
@@ -36,13 +36,13 @@ def note(error: BaseException, place: str) -> None:
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Add a note to an error that names this rank, if another note says where it was raised."""
+    """Note on an error that it was raised on this rank, if it has a note from `note` already."""
     if hasattr(error, "add_note") and place_of(error):
         error.add_note(f"torchgpipe: on rank {rank}")
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised, as `note` has written it; "" if there is no such note."""
+    """Return the place that `note` has written on an error; "" if the error has no such note."""
     for each in getattr(error, "__notes__", ()):
         if each.startswith(_IN):
             return str(each.removeprefix(_IN))
@@ -50,7 +50,7 @@ def place_of(error: BaseException) -> str:
 
 
 def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module) -> None:
-    """Add a note to an error that says which task, which stage and which layer raised it.
+    """Note on an error in which task, in which stage and in which layer it was raised.
 
     Args:
         error: The error.
@@ -75,8 +75,8 @@ def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module
 def shorten(error: BaseException) -> None:
     """Remove this library's frames from the traceback of an error in a layer or a criterion.
 
-    Other errors keep all frames, because they may come from a fault of this library. Call this
-    function in an `except` block, before `raise`.
+    Errors from other places keep all frames, because they may come from a fault of this library.
+    Call this function in an `except` block, before `raise`.
     """
     if not place_of(error).startswith(("layer ", "the criterion")):
         return

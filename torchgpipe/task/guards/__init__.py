@@ -13,5 +13,6 @@ To add a guard:
 1. Write a class that overrides the methods that the guard needs, and add it to `StageGuards`.
 2. Add a row to the table in `docs/how-it-works.md`. A test checks this table.
 3. In tests/behaviours, add test cases that fail without the guard, and that name the guard.
-4. In tests/planted/rows.json, add a fault that leaves the guard out. The tests have to find it.
+4. In tests/planted/rows.json, add a fault: a change of the code that leaves the guard out. A test
+   has to fail if the code has this fault.
 """

@@ -96,7 +96,8 @@ class Buffers(Guard):
         index: The index of the partition.
         modules: The modules of the partition.
         norms: The batch norms in training mode.
-        parameters: The guard that makes stand-ins for parameters, and for such buffers.
+        parameters: The guard that makes stand-ins for parameters, and for buffers that require
+            grad.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Buffers(Guard):
     def before_recomputation(self, task: GuardedTask) -> Context | None:
         """Return a context that gives the buffers the values from before the task's forward.
 
-        If the buffers have these values now, return None.
+        If the buffers still have these values, return None.
         """
         held: HeldBuffers = task.noted[self]
         changed = set()  # modules whose buffers may differ from those before the first pass

@@ -22,14 +22,14 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 class WithoutCastCache(Guard):
     """The guard that keeps `torch.compile` from compiling each layer twice under autocast.
 
-    Layers are compiled anew if autocast's cache of converted weights was turned on or off. PyTorch
-    turns it off in recomputations. So this guard turns it off in forwards, too.
+    A layer is compiled anew if autocast's cache of converted weights is turned on or off. The guard
+    `AmbientModes` turns the cache off in recomputations. So this guard turns it off in forwards.
     """
 
     def before_first_pass(self, task: GuardedTask) -> Context:
         """Return a context that turns off autocast's cache while a task's forward runs.
 
-        PyTorch runs recomputations without this cache.
+        Recomputations run without this cache, too (see the guard `AmbientModes`).
         """
         return _without_cast_cache()
 

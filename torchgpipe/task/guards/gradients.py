@@ -48,8 +48,8 @@ class OutputGradients(Guard):
     first pass (the forward of a checkpointed task) without an autograd graph does not show it.
 
     Args:
-        all_do: Whether all floating-point outputs of earlier tasks required grad. A key of this
-            dictionary says for each input of a task whether the input requires grad. Mini-batches
+        all_do: A dictionary that says whether all floating-point outputs of earlier tasks required
+            grad. A key says for each input of a task whether the input requires grad. Mini-batches
             share the dictionary until a layer's training mode or a parameter's `requires_grad`
             changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
@@ -117,7 +117,8 @@ class OutputGradients(Guard):
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Let later first passes make a graph if `claim` was wrong about this task's outputs.
 
-        The method `claim` had assumed which outputs require grad, and the recomputation shows it.
+        In the first pass, the method `claim` has assumed which outputs require grad. The
+        recomputation shows which outputs really do.
         """
         if task.claimed != task.found:
             self._all_do[task.needs] = False

@@ -75,7 +75,7 @@ class UnchangedLayers(Guard):
     def before_recomputation(self, task: GuardedTask) -> InPlace | None:
         """Return a context that gives the layers the modes and hooks of the task's forward.
 
-        If they are the same now, return None.
+        If the layers have these modes and hooks now, return None.
         """
         before: LayerStates = task.noted[self]
         now = self.states()

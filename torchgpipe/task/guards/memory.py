@@ -89,7 +89,8 @@ def begins_in_place(partition: nn.Module) -> bool:
 def check_attributes(index: int, outputs: Flat) -> None:
     """Raise `RuntimeError` if an output has a Python attribute that is a tensor requiring grad.
 
-    The pipeline hands such an attribute on to the next partition, but not its gradient back.
+    The pipeline hands such an attribute on to the next partition, but does not send its gradient
+    back.
 
     Args:
         index: The index of the partition.

@@ -50,9 +50,9 @@ There are several if a pipeline is a layer of another pipeline.
 class AmbientModes(Guard):
     """The guard that runs worker threads and recomputations in the modes of the caller's code.
 
-    Without it, layers that the user calls within autocast, for example, would compute in float32
-    there, because in PyTorch each thread has its own modes. The guard records these modes of the
-    thread that makes it:
+    In PyTorch, each thread has its own modes. So without this guard, a worker thread would compute
+    in float32, for example, although the user calls the pipeline within autocast. The guard records
+    these modes of the thread that creates the guard:
 
     - grad mode and inference mode
     - autocast and the default dtype
@@ -206,7 +206,7 @@ class AmbientModes(Guard):
         have run, it is not known which modes will change, so all modes are returned.
 
         Args:
-            stacks: The modes to choose from: a list of each of the two kinds.
+            stacks: The modes to choose from: two lists, one for each of the two kinds.
         """
         stacks = _without_private(stacks)
         if stacks is NO_MODES or not self._all_have_run:

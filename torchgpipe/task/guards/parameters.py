@@ -1,8 +1,8 @@
 """Stand-ins: detached parameters that tasks use instead of a partition's parameters.
 
 What goes wrong without this guard: the graphs of tasks end in the parameters, so each task adds its
-own gradient to `.grad`. A hook that clips a parameter's gradient runs for every task, and clips
-each summand instead of the sum. And `torch.autograd.grad` does not work.
+own gradient to `.grad`. If a hook clips the gradient of a parameter, it runs for every task, and
+clips each summand instead of the sum. And `torch.autograd.grad` does not work.
 
 With this guard, the layers contain stand-ins (in_place.py puts them there), and the gradients of
 all tasks are summed in the stand-ins. The caller's graph has a node whose inputs are the
@@ -80,8 +80,8 @@ class StandInParameters(Guard):
         modules: The modules of the partition.
         outer: The ids of stand-ins that another run has put into the layers, if a layer or a hook
             in that run has called this pipeline. These stand-ins stay in the layers.
-        away: Maps parameters that are on another device, because another partition uses them, too,
-            to the device of this partition. On this device, their stand-ins are copies.
+        away: The parameters that are on another device, because another partition uses them, too.
+            Each is mapped to the device of this partition, where its stand-in is a copy.
 
     Attributes:
         by_parameter: The stand-in of each parameter that requires grad.
@@ -267,9 +267,9 @@ class StandInParameters(Guard):
             _refuse_any([stand_in.grad for stand_in in self.by_parameter.values()])
 
     def take(self, *, last: bool = False) -> list[Tensor | None]:
-        """Return the sum of each parameter's gradients, which its stand-in has, and delete the sum.
+        """Return the sum of each parameter's gradients, and delete the sum from the stand-in.
 
-        The stand-in is a detached parameter, with which tasks have computed.
+        A stand-in is a detached parameter with which tasks compute. It adds up their gradients.
 
         Args:
             last: Whether a gradient that reaches a stand-in after this call raises an error.

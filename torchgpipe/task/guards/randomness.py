@@ -8,8 +8,8 @@ random generator each task draws.
 
 What it costs: each first pass reads the states of its generators twice; on a CPU, a state has 5 KB.
 If the first pass has drawn random numbers, the recomputation sets the generators to these states,
-and at its end back to the current states. If a task draws from a private generator, each of its
-operators is watched, so that it gets this generator.
+and at its end back to the current states. If a task draws from a private generator, each
+operator of the task is watched, so that the operator gets this generator.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Randomness(Guard):
         return NOTHING if self._around is None else self._around()
 
     def before_single_pass(self, task: GuardedTask) -> Context | None:
-        """Return the context in which the forward draws random numbers; None if it needs none."""
+        """Return the context in which the forward draws random numbers; None if none is needed."""
         return None if self._around is None else self._around()
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
@@ -89,7 +89,7 @@ class Randomness(Guard):
         return None if self._around is None else self._around()
 
     def before_backward(self, task: GuardedTask) -> Context | None:
-        """Return the context in which the layers' backward has to run; None if it needs none."""
+        """Return the context in which the layers' backward has to run; None if none is needed."""
         return None if self._around_backward is None else self._around_backward()
 
     @contextmanager

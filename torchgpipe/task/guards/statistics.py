@@ -58,7 +58,7 @@ class Statistics(Guard):
 
 
 class _Unread(dict[str, Any]):
-    """A batch norm's dictionary of buffers that raises an error if they are read too late.
+    """A dictionary of a batch norm's buffers, which raises an error if they are read too late.
 
     This dictionary replaces the `_buffers` of a batch norm in training mode:
 
