@@ -198,7 +198,7 @@ class ScheduleView:
         self._made = (schedule, n, m, v, mode)
 
     def __repr__(self) -> str:
-        """Return a line for the schedule, a line for each stage, and a picture if it fits."""
+        """Return a line about the schedule, a line for each stage, and a picture if it is narrow."""
         lines = [f"{self.name}, stages on {[*self.placement]}", self.report()]
         if self.placement:
             picture = str(make(*self._made))

@@ -111,8 +111,8 @@ class Batch:
         m: The number of micro-batches.
         mode: Which micro-batches are checkpointed.
         observer: A function that returns a context in which a task runs, such as a timer.
-        base: The number from which random seeds are made, if another rank has drawn one for all
-            ranks. With `None`, this process draws it.
+        base: The number from which the tasks' random seeds are made, if another rank has drawn it
+            for all ranks. With `None`, this process draws the number.
 
     Attributes:
         last: Whether the last stage is in this process.
@@ -299,7 +299,7 @@ def one_node(
     outputs: Sequence[Tensor | None],
     inputs: Sequence[TensorOrTensors],
 ) -> Flat:
-    """Make a node of the caller's graph, whose backward runs that of the whole mini-batch.
+    """Make a node of the caller's graph, whose backward runs the whole mini-batch's backward.
 
     Args:
         stages: The guards of the stages, which have the parameters and the sums of their gradients.

@@ -18,8 +18,8 @@ In backward, autograd runs a node after all nodes that took the node's output. S
 task (i, j) comes after the backward of task (i + 1, j), and task (i, j) is recomputed while its
 gradient is copied from the next device.
 
-Ties are CPU tensors, and their gradients are `None`, so that a tie only orders the nodes. For a
-gradient on a GPU, autograd would also make a stream wait.
+Ties are CPU tensors, and their gradients are `None`, so that a tie only orders the nodes. If a
+tie's gradient were on a GPU, autograd would also make a stream wait.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class GraphEngine:
         stages: All stages of the pipeline, in order.
         arrangement: The schedule, and the device of each stage.
         dependency: Whether each task has a graph edge to the previous task on its stage, so that
-            their backwards run in a fixed order. The edge is a tie: an empty tensor.
+            the backwards of a stage run in a fixed order. A tie (an empty tensor) makes this edge.
         copy_streams: Whether copies between GPUs have their own streams.
     """
 

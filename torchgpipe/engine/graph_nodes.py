@@ -44,7 +44,8 @@ class NodeTask(TaskGraph):
         self.guards.backward_begins(backward_id())
         if self.checkpoint:
             # The node of a recomputation has only one input: a tie (an empty CPU tensor that orders
-            # nodes). So autograd does not choose the task's GPU stream for it. Choose it here.
+            # nodes). So autograd does not choose the task's GPU stream for this node. Choose the
+            # stream here.
             with accelerator.using(self.stream), SetBackOnFailure(), self.inside:
                 try:
                     self.recompute(keep=keeps_graph())
@@ -53,7 +54,7 @@ class NodeTask(TaskGraph):
                     raise
 
     def note(self, error: Exception, doing: str) -> None:
-        """Add a note to an error that says in which task it was raised; shorten its traceback."""
+        """Note on an error in which task it was raised, and shorten its traceback."""
         note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
         shorten(error)
 
@@ -72,10 +73,11 @@ class TaskNode(torch.autograd.Function):
         source: Tensor | None,
         *inputs: Tensor | None,
     ) -> Flat:
-        """Run the task's forward. `gate`, `before` and `source` only make edges of the graph.
+        """Run the task's forward, and connect this node with other nodes of the graph.
 
-        These edges force an order of the backwards. A tie is an empty tensor that a task returns
-        only so that another node can take it, which makes such an edge.
+        The arguments `gate`, `before` and `source` only make edges of the graph, which force an
+        order of the backwards. Two of them are ties. A tie is an empty tensor that a task returns
+        only so that another node can take it as an input.
 
         Args:
             ctx: The node.
@@ -99,7 +101,7 @@ class TaskNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the task's backward. If the task still has to be recomputed, do this first."""
+        """Run the task's backward, after its recomputation if that has not run yet."""
         refuse_unusual_backward(grads)
         task, grads = ctx.task, grads[:-1] if ctx.tied else grads
         task.check_unspent()

@@ -112,7 +112,7 @@ class Workers:
             self._relay = None
 
     def close(self) -> None:
-        """End the threads, each when it has run the tasks that it was given.
+        """End each thread when it has run the tasks that it was given.
 
         The user can keep an output for longer than the pipeline. If the output's backward runs
         later, it starts the threads again, and ends them afterwards.
@@ -169,10 +169,11 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 
 
 def _wait(ends: list[threading.Lock]) -> None:
-    """Wait until all locks in `ends` are released: one when the tasks of each device have ended.
+    """Wait until the tasks of all devices have ended.
 
-    Each released lock is removed from `ends`. So if Ctrl-C ends this wait, another call can wait
-    for the remaining locks.
+    There is a lock for each device in `ends`, which is released when the device's tasks have ended.
+    A released lock is removed from `ends`. So if Ctrl-C ends this wait, another call can wait for
+    the remaining locks.
     """
     while ends:
         with ends[-1]:

@@ -59,7 +59,7 @@ class Relay(Links):
             queue.put(_STOP)
 
     def starts(self, end: threading.Lock) -> bool:
-        """Record that a device begins its tasks; return `False` if it must not, after an error.
+        """Record that a device begins its tasks; return `False` if an error has stopped the run.
 
         `end` is a lock that will be released when the device has ended its tasks.
         """

@@ -84,9 +84,9 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
     # This pipeline is a layer of an outer pipeline, in a task of a worker thread. The outer task's
-    # private generator does not exist in backward, so each inner task has its own. Its seed is
-    # drawn from the outer task's generator, so a recomputation of the outer task draws the same
-    # seed again.
+    # private generator does not exist in backward, so each inner task has a private generator of
+    # its own. The seed is drawn from the outer task's generator, so a recomputation of the outer
+    # task draws the same seed again.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if recomputed else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
