@@ -198,7 +198,10 @@ class ScheduleView:
         self._made = (schedule, n, m, v, mode)
 
     def __repr__(self) -> str:
-        """Return a line about the schedule, a line for each stage, and a picture if it is narrow."""
+        """Return a line about the schedule, a line for each stage, and a picture of the schedule.
+
+        The picture is left out if it is wider than `WIDTH`.
+        """
         lines = [f"{self.name}, stages on {[*self.placement]}", self.report()]
         if self.placement:
             picture = str(make(*self._made))

@@ -36,9 +36,9 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
 
     Tensors in pinned memory are copied to the device asynchronously, so the copy can still run when
     this function returns. The caller of the pipeline may refill the pinned tensors as soon as the
-    pipeline returns, so the pipeline has to wait for the copy before that. It waits at its end, for
-    the event that this function returns. The function itself does not wait: the copy may be queued
-    behind the previous step's work on the GPU, and meanwhile the thread can submit tasks.
+    pipeline returns. So the pipeline waits for the copy before it returns, by the event that this
+    function returns. The function itself does not wait: the copy may be queued behind the previous
+    step's work on the GPU, and meanwhile the thread can submit tasks.
 
     Args:
         input: The mini-batch, or the micro-batches that the caller has made.
@@ -71,8 +71,9 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
 def check_sizes(micro_batches: Sequence[TensorOrTensors], partition: nn.Module) -> None:
     """Let a traced module check the sizes of all micro-batches, before a worker thread runs them.
 
-    For a new size, the module is recorded. This replaces functions of PyTorch in the whole process,
-    so `torch.compile` must not compile a layer in another thread meanwhile.
+    For a new size, the check records the calls that the module makes. Recording replaces functions
+    of PyTorch in the whole process, so `torch.compile` must not compile a layer in another thread
+    meanwhile.
 
     Args:
         micro_batches: The micro-batches.
@@ -132,7 +133,7 @@ def joined(outputs: list[Any]) -> Any:
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the only argument of a call; raise `TypeError` unless it is exactly one."""
+    """Return the only argument of a call; raise `TypeError` if there are none or several."""
     if len(args) != 1 or kwargs:
         given = ", ".join([f"{len(args)} by place", *kwargs])
         raise TypeError(

@@ -136,7 +136,8 @@ def warn_of_time_first(module: nn.Sequential, chunks: int) -> None:
     Such a layer was made without `batch_first=True`. The pipeline splits dimension 0 into
     micro-batches, so the layer would get pieces of the time.
 
-    Nothing is known about the layers behind a layer of another class: it may transpose tensors.
+    Layers behind a layer that is not from `torch.nn` are not checked, because that layer may
+    transpose tensors.
 
     Args:
         module: The layers.
@@ -170,7 +171,7 @@ Uses = dict[str, tuple[nn.Module, str]]
 
 
 def shared_within(partitions: Iterable[nn.Module]) -> list[Uses]:
-    """Return the names of each parameter that has several, in all `partitions` together."""
+    """Return, for each parameter that occurs several times in `partitions`, all its names."""
     found: dict[nn.Parameter, Uses] = {}
     for partition in partitions:
         for path, module in partition.named_modules():
@@ -181,13 +182,13 @@ def shared_within(partitions: Iterable[nn.Module]) -> list[Uses]:
 
 
 def check_still_shared(uses: Uses) -> None:
-    """Check that sharding has not made several parameters of one.
+    """Check that a shared parameter is still one parameter, and that sharding has not copied it.
 
     Args:
         uses: The names that the parameter had when the pipeline was made.
 
     Raises:
-        TypeError: If the names are now those of several parameters, and one is a `DTensor`.
+        TypeError: If the names now belong to several parameters, and one of them is a `DTensor`.
     """
     found = {module._parameters.get(name) for module, name in uses.values()}
     # While another thread runs the layers, they have plain tensors in place of parameters.

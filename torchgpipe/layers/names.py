@@ -35,7 +35,7 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 class Elsewhere:
-    """Let a pipeline load a whole model's `state_dict`, of which this process has only some layers.
+    """Let a pipeline load the `state_dict` of a model of which this process has only some layers.
 
     An object of this class is a hook for `load_state_dict`. It removes the entries for the
     partitions of other processes, which `load_state_dict` would otherwise report as unexpected

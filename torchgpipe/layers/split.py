@@ -90,7 +90,7 @@ def place(
 
     Raises:
         ValueError: If a layer is on device `meta`, and `init` is `None`, or does not fill a buffer
-            that is in no state.
+            that is not persistent (so that no `state_dict` has it).
     """
     held = []
     first = 0
@@ -149,11 +149,11 @@ def _can_be_marked(x: Tensor) -> bool:
 def _check_buffers(partition: nn.Module, made: Iterable[Tensor]) -> None:
     """Raise `ValueError` if `init` has not filled a buffer that is not persistent.
 
-    Parameters and other buffers can be filled later, from a state.
+    Parameters and other buffers can be filled later, from a `state_dict`.
 
     Args:
         partition: The partition.
-        made: The tensors that were made for tensors on `meta`.
+        made: The tensors that have replaced tensors on device `meta`.
     """
     ids = set(map(id, made))
     for path, module in partition.named_modules():

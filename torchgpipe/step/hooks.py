@@ -22,10 +22,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def run_with_hooks(
     model: nn.Module, given: Arguments, run: Callable[[Arguments], Tensor]
 ) -> Tensor:
-    """Run a training step, with the pipeline's forward pre-hooks before it and its hooks after it.
+    """Run a training step between the pipeline's forward pre-hooks and its forward hooks.
 
-    The hooks after it are only those of `torch.distributed`. The user's forward hooks run during
-    the step, on each output (see `seen_by_hooks`).
+    After the step, only those forward hooks run that `torch.distributed` has registered. The user's
+    forward hooks run during the step, on the output of each micro-batch (see `seen_by_hooks`).
 
     Args:
         model: The pipeline, with its hooks.

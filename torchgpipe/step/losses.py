@@ -51,7 +51,7 @@ class Losses(BatchIO):
     Attributes:
         targets: The target of each micro-batch.
         counted: For each micro-batch, the targets over which a cross entropy has averaged (see
-            `means`). It is filled only in the pipeline's first step.
+            `means`), or `None`. It is filled only in the steps 1, 2, 4, 8, ... of a pipeline.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Losses(BatchIO):
         self._sums: dict[Tensor, Tensor] = {}
 
     def _without_graphs(self, target: Any) -> Any:
-        """Return the target; its tensors that have an autograd graph become detached leaves.
+        """Return the target, with detached leaves in place of tensors that have an autograd graph.
 
-        So the backward of each loss ends at these leaves, where the gradients are added up.
+        So the backward of each loss ends at these leaves, and their gradients are added up.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -214,9 +214,9 @@ class Losses(BatchIO):
     def sums(self) -> tuple[tuple[Tensor, ...], Flat]:
         """Return the tensors that the criterion has used, and the sum of each tensor's gradients.
 
-        These tensors are parameters and other leaf tensors, but not the pipeline's outputs. Some of
-        them were replaced by detached leaves while the criterion ran. Then the originals are
-        returned.
+        These tensors are parameters and other leaf tensors, but not the pipeline's outputs. While
+        the criterion ran, detached leaves have replaced some tensors. For these leaves, the
+        original tensors are returned.
         """
         meant = self._originals()
         originals = tuple([meant.get(x, x) for x in self._sums])
@@ -238,9 +238,10 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Return a dictionary from the leaves that a criterion uses to the original tensors.
+        """Return a dictionary that maps each leaf used in place of a tensor to this tensor.
 
-        Detached leaves replace targets that have a graph, and parameters of layers.
+        While the criterion runs, detached leaves replace targets that have a graph, and parameters
+        of layers.
         """
         meant = {**self._cut}
         for guards in self._batch.guards:

@@ -1,7 +1,7 @@
 """Warn if a criterion's loss is not the mean over the samples of a micro-batch.
 
-The loss of a mini-batch is the mean of the micro-batches' losses, weighted by their samples. This
-is wrong if a criterion sums, ignores some targets, or weights classes.
+The loss of a mini-batch is the mean of the micro-batches' losses, weighted by their numbers of
+samples. This is wrong if a criterion sums, ignores some targets, or weights classes.
 """
 
 import warnings
@@ -59,9 +59,9 @@ class Counted(NamedTuple):
 def counted(loss: Tensor) -> Counted | None:
     """Find a cross entropy in the graph of a loss; return the targets over which it has averaged.
 
-    For a loss that is a sum, the result only says so, also if the loss is no cross entropy. For all
-    other losses, for a loss without a graph, and for one on `meta`, which has no value, return
-    `None`.
+    If the loss is a sum of any kind, only the field `is_sum` of the result has a meaning. The
+    result is `None` if the loss has no graph, or is neither a sum nor a cross entropy. It is also
+    `None` for a cross entropy on device `meta`, which has no value.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -120,14 +120,14 @@ def warn_of_other_means(
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
     The loss can be a sum, a mean over fewer targets (`ignore_index`), or a mean with class weights.
-    In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show which it is. In other
-    steps and in `evaluate`, the options of a PyTorch criterion show it.
+    In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show the kind of the loss.
+    In other steps and in `evaluate`, the options of a PyTorch criterion show it.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
-        found: The targets over which a cross entropy has averaged in each micro-batch. It is empty
-            if no graph was looked at.
+        found: The targets over which a cross entropy has averaged, for each micro-batch. An entry
+            is `None` if they are not known.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return
@@ -211,8 +211,8 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
     The function must count only targets that the criterion does not ignore. The code is text for a
     warning, which a user can copy.
 
-    A language model does not predict the first token of a row. So if the number of targets agrees
-    with `totals` only without the first column, the code leaves this column out.
+    A language model does not predict the first token of a sequence. So if the number of targets
+    agrees with `totals` only without the first column, the code leaves this column out.
 
     Args:
         targets: The target of each micro-batch: all tensors, all tuples or all mappings.

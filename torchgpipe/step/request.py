@@ -70,7 +70,7 @@ def options_of(criterion: Criterion) -> dict[str, Any] | None:
 
 
 def check_without_target(request: StepRequest) -> None:
-    """Raise `TypeError` if a criterion is from PyTorch, because it needs a target and has none."""
+    """Raise `TypeError` if a criterion is one of PyTorch's, which needs a target but has none."""
     criterion = request.criterion
     if options_of(criterion) is not None:
         function = getattr(criterion, "func", criterion)

@@ -57,7 +57,7 @@ def parted(target: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def whole(target: Any) -> Any:
-    """Return the target of a whole mini-batch, for `loss`. Arrays of numbers become tensors.
+    """Return the target of a whole mini-batch for `loss`, with NumPy arrays made into tensors.
 
     Raises:
         TypeError: If the target is `MicroBatches`.
@@ -71,13 +71,14 @@ def whole(target: Any) -> Any:
 
 
 def sample_counts(targets: Any, sizes: Sequence[int]) -> Sequence[int]:
-    """Return how many samples each micro-batch has, or `UNCOUNTED` if its target says otherwise.
+    """Return how many samples each micro-batch has, or `UNCOUNTED` if dimension 0 does not say it.
 
-    If a micro-batch is a tuple of images, dimension 0 of its tensors is not the batch. This shows
-    in the targets: their lengths are not in proportion to these sizes.
+    If a micro-batch is a tuple of images, dimension 0 of its tensors is not the batch. Then the
+    lengths of the targets are not in proportion to the lengths of dimension 0.
 
     Args:
-        targets: The target that was given to `step`. Only `MicroBatches` are looked at.
+        targets: The target that was given to `step`. Only `MicroBatches` of targets are compared
+            with `sizes`.
         sizes: The length of dimension 0 of each micro-batch's tensors.
     """
     if not isinstance(targets, MicroBatches) or UNCOUNTED in sizes:
@@ -89,7 +90,10 @@ def sample_counts(targets: Any, sizes: Sequence[int]) -> Sequence[int]:
 
 
 def _length(target: Any, size: int) -> int:
-    """Return the length of a tensor, or of a list with an entry for each sample; else `size`."""
+    """Return the length of a target that is a tensor or a list; for any other target, `size`.
+
+    For a list of tensors that all have the length `size`, the result is `size`, too.
+    """
     if isinstance(target, Tensor) and target.dim():
         return len(target)
     if not isinstance(target, list):
@@ -211,7 +215,7 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
 
     Raises:
         ValueError: A list has as many tensors as there are samples, and dimension 0 of each of them
-            is as long. So each can belong to a sample, or to the whole mini-batch.
+            is as long. So each tensor can belong to one sample, or to the whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:
