@@ -61,7 +61,8 @@ def state_of(g: torch.Generator) -> State:
 def same(a: State, b: State) -> bool:
     """Return whether two states of a generator are equal.
 
-    This function calls no tensor operator, as modes and profilers would count it as part of a task.
+    This function calls no tensor operator, because modes and profilers would count the operator as
+    part of a task.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes)

@@ -122,8 +122,8 @@ class PrivateGenerator(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Tell PyTorch that compiled layers may run while this dispatch mode is active.
 
-        Without this method, PyTorch would refuse them. With it, they draw their random numbers from
-        the private generator, as other layers do.
+        Without this method, PyTorch would refuse to run compiled layers. With it, compiled layers
+        draw their random numbers from the private generator, as other layers do.
         """
         return True
 

@@ -155,8 +155,8 @@ def _isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) 
 def _drive(layer: Module, steps: Generator[object, Tensor | None, Any], used: set[str]) -> Any:
     """Run a forward that is a generator, and return its output.
 
-    For each `pop` that the generator yields, send it the tensor. Add the names of stashed and
-    popped skips to `used`.
+    When the generator yields a `pop`, send the stashed tensor to the generator. Add the names of
+    stashed and popped skips to `used`.
     """
     scope = current_scope()
     kind = type(layer).__name__

@@ -107,7 +107,7 @@ def run_backward(
     Args:
         roots: The edges at which the backward begins.
         grads: For each root, the gradient to begin with.
-        keep_graph: Whether the graph can be used for another backward.
+        keep_graph: Whether to keep the graph for another backward.
         ends: The edges at which the backward ends; if empty, the backward goes to all leaves.
     """
     edges, given, inputs, create_graph = tuple(roots), tuple(grads), tuple(ends), False
@@ -130,8 +130,8 @@ def saved_by(node: Any, name: str) -> Any:
 def reads_saved(node: Any, names: Iterable[str]) -> bool:
     """Return whether all tensors that an autograd node has saved under these names can be read.
 
-    They can be read if they are dense and of no tensor subclass, and if no `saved_tensors_hooks`
-    has packed them.
+    They can be read if they are dense, if their class is `Tensor` or `Parameter`, and if no
+    `saved_tensors_hooks` has packed them.
     """
     for name in names:
         saved = getattr(node, f"_raw_saved_{name}")
@@ -207,7 +207,7 @@ def averages_gradients(modules: Iterable[Module]) -> bool:
 
 
 def is_compiled(module: Module) -> bool:
-    """Return whether `torch.compile` has compiled a module, by its `forward` or by its call."""
+    """Return whether a module is compiled: its `forward`, or its call by `module.compile()`."""
     return has_compiled_forward(module) or module._compiled_call_impl is not None
 
 
@@ -267,7 +267,7 @@ def within_plain_checkpoint(function: str = "") -> bool:
     """Return whether the current code runs inside of PyTorch's own `torch.utils.checkpoint`.
 
     Args:
-        function: If not empty: the name of a function in the file of `torch.utils.checkpoint`, and
+        function: The name of a function in the file of `torch.utils.checkpoint`. If it is given,
             the result is whether the current code runs inside of this function.
     """
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)

@@ -31,7 +31,7 @@ KERNELS: Any = torch.backends.cuda
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device is a GPU: its operators are put into streams, and run later."""
+    """Return whether a device is a GPU, whose operators are put into streams and run later."""
     return device.type == KIND
 
 
@@ -49,7 +49,7 @@ def all_devices() -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return a device, but with the index of the current GPU if it is a GPU without an index."""
+    """Return the device; if it is a GPU without an index, add the index of the current GPU."""
     # "cuda" and "cuda:0" are one device, and have to compare equal.
     if device.type != KIND or device.index is not None:
         return device
@@ -67,7 +67,7 @@ def make_current(device: torch.device) -> None:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that makes a GPU the current device. For the CPU, it does nothing."""
+    """Return a context that makes a GPU the current device, and does nothing for the CPU."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else NOTHING
 
 
@@ -147,5 +147,5 @@ def allocated(device: torch.device) -> int:
 
 
 def with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the GPUs in `devices`, without repetitions. Each has its own random generator."""
+    """Return the GPUs in `devices`, each only once. Each GPU has its own random generator."""
     return [device for device in {*devices} if has_streams(device)]

@@ -13,7 +13,7 @@ from torchgpipe.tensors.microbatch import carrying
 
 
 def copied(buffer: Tensor | None, shared: bool, copies: dict[Any, Any]) -> Tensor | None:
-    """Return the copy of a buffer that is in `copies`; if there is none, make one and add it.
+    """Return a buffer's copy from `copies`; if there is none, make a copy and add it to `copies`.
 
     Args:
         buffer: The buffer, or `None`, for which the result is `None`.

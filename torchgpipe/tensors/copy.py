@@ -124,8 +124,8 @@ class CopyPath:
         Args:
             tensors: The tensors to copy.
             i: The index of the micro-batch.
-            fences: Two `StreamFence`s, which synchronize the streams: that of the sending task's
-                outputs, and that of the receiving task's inputs.
+            fences: Two `StreamFence`s, which synchronize the streams: the fence of the sending
+                task's outputs, and the fence of the receiving task's inputs.
             tie: An extra input of the node, which only orders the backward: the task that made this
                 tensor goes backward after the backward of this copy.
             observer: The observer of the mini-batch, such as a timer of all tasks.
@@ -155,8 +155,8 @@ class CopyPath:
 
         Args:
             i: The index of the micro-batch.
-            fences: Two `StreamFence`s, which synchronize the streams: that of the task from which
-                the tensors come, and that of the task to which they go.
+            fences: Two `StreamFence`s, which synchronize the streams: the fence of the task from
+                which the tensors come, and the fence of the task to which they go.
             observer: The observer of the mini-batch, such as a timer of all tasks.
             tensors: The tensors to copy.
             back: Whether to copy gradients from the target back to the source.

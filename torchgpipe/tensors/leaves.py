@@ -66,7 +66,7 @@ def _nodes_behind(roots: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]
 def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Disable the hooks of `leaves` that `Tensor.register_hook` has set, within this context.
 
-    This lets a hook run only once, for the sum of gradients, and not for each gradient in it.
+    So the hooks do not run for each gradient of a sum, but only once, when a leaf gets the sum.
     """
     hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
     try:

@@ -71,7 +71,7 @@ class Structured(tuple[Tensor, ...]):
     """The tensors of a micro-batch that is neither a tensor nor a tuple, such as a dictionary.
 
     Attributes:
-        form: A function that takes such tensors, and makes a micro-batch (a dictionary) of them.
+        form: A function that makes a micro-batch, such as a dictionary, from such tensors.
     """
 
     form: Callable[[Sequence[Tensor]], Any]
@@ -85,7 +85,7 @@ class Structured(tuple[Tensor, ...]):
 
 
 def in_form(value: TensorOrTensors) -> Any:
-    """Return a micro-batch as a layer takes it: a mapping, for example, and not its tensors."""
+    """Return a micro-batch in the form in which a layer takes it, such as a dictionary."""
     return value.form(value) if isinstance(value, Structured) else value
 
 
@@ -104,8 +104,9 @@ def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
 def form_of(value: TensorOrTensors) -> Form:
     """Return the form of a micro-batch, from which `together` makes a micro-batch again.
 
-    The form is `Tensor` for any tensor, and the class of a tuple. For a `Structured` (the tensors
-    of a dictionary or the like), it is the function that makes the dictionary of its tensors.
+    The form of a tensor is `Tensor`, and the form of a tuple is its class. The form of a
+    `Structured`, which has the tensors of a dictionary, for example, is the function that makes the
+    dictionary from the tensors.
     """
     if isinstance(value, Structured):
         return value.form  # type: ignore[return-value]
@@ -113,17 +114,17 @@ def form_of(value: TensorOrTensors) -> Form:
 
 
 def like(value: TensorOrTensors, tensors: Sequence[Tensor]) -> TensorOrTensors:
-    """Return a micro-batch of the same form as `value`, with other tensors."""
+    """Return a micro-batch of the same form as `value`, with the given tensors."""
     if isinstance(value, Structured):
         return Structured.of(tensors, value.form)
     return together(form_of(value), tuple(tensors))  # type: ignore[no-any-return]
 
 
 def together(form: Form, tensors: Flat) -> Any:
-    """Make a micro-batch of its tensors: the inverse of `tensors_of`.
+    """Make a micro-batch from its tensors: the inverse of `tensors_of`.
 
     Args:
-        form: The class of the micro-batch, or a function that makes it of the tensors.
+        form: The class of the micro-batch, or a function that makes it from the tensors.
         tensors: The tensors.
     """
     if form is Tensor:
@@ -133,7 +134,7 @@ def together(form: Form, tensors: Flat) -> Any:
     # A class of `torch.return_types` has no other constructor.
     if not isinstance(form, type) or hasattr(form, "n_fields"):
         return form(tensors)
-    # Make a named tuple without the constructor of its class: in a subclass of the class, the
+    # Make a named tuple without calling its constructor: in a subclass of a named tuple, the
     # constructor can take other arguments.
     return tuple.__new__(form, tensors)
 
@@ -168,8 +169,8 @@ def moved(tensors: Flat, device: torch.device, *, non_blocking: bool = False) ->
 def is_flat(value: object) -> bool:
     """Return whether a value is a tensor or a tuple of tensors, and so needs no conversion.
 
-    The result is also true for a `PackedSequence`, which is a tuple, but not of tensors. So it is
-    not converted either, and a later check raises an error.
+    The result is also true for a `PackedSequence`, which is a tuple with values that are no
+    tensors. So it is not converted either, and a later check raises an error.
     """
     if isinstance(value, Tensor | PackedSequence):
         return True
@@ -184,7 +185,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: TensorOrTensors) -> Tens
 def check(value: object, what: str = "input") -> None:
     """Raise `TypeError` unless a value is a tensor or a non-empty tuple of tensors.
 
-    The value can also be `MicroBatches`. Then each of them must be a tensor or such a tuple.
+    The value can also be `MicroBatches`. Then each micro-batch must be a tensor or such a tuple.
 
     Args:
         value: The value.

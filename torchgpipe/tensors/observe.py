@@ -1,4 +1,4 @@
-"""Observers: functions that return a context for a task to run in, such as to measure its time."""
+"""Observers: functions that return a context in which a task runs, such as a timer's context."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torchgpipe.schedules.action import Kind as Kind
 class Task(NamedTuple):
     """One piece of work on a micro-batch in a partition, such as a forward or a copy.
 
-    An observer, such as a timer, gets such an object before the work begins. A copy moves all
+    An observer, such as a timer, gets a `Task` object before the work begins. A copy moves all
     tensors, or all gradients, that one task sends to another device. The `partition` of a copy is
     the partition that sends.
     """
