@@ -184,7 +184,7 @@ class Batch:
         Args:
             lists: For each program, its actions: those of one device, or of all devices.
             io: The inputs and outputs of the pipeline, and the gradients of both.
-            modes: Returns a context manager that sets the caller's modes (autocast) in a thread.
+            modes: Returns a context that sets the caller's modes, such as autocast, in a thread.
             keep: Whether to keep the graphs, so that another backward is possible later.
 
         Raises:

@@ -54,7 +54,7 @@ class NodeTask(TaskGraph):
                     raise
 
     def note(self, error: Exception, doing: str) -> None:
-        """Note on an error in which task it was raised, and shorten its traceback."""
+        """Add to an error a note about the task in which it was raised; shorten its traceback."""
         note_task(error, f"{doing} of micro-batch {self.i}", self.stage.index, self.stage.partition)
         shorten(error)
 

@@ -1,1 +1,1 @@
-"""Check the layers of a pipeline, split them into partitions, and move these to their devices."""
+"""Check the layers of a pipeline, split them into partitions, and place the partitions."""

@@ -56,8 +56,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     The class's `forward` can then be a generator that yields `stash(name, tensor)` and `pop(name)`,
     and returns its output. Every call of `forward` has to use every declared name.
 
-    The decorator adds a method `isolate(ns, *, only=None)` to the class. It puts the layer's skips,
-    or only those named in `only`, into the namespace `ns`, and returns the layer.
+    The decorator adds a method `isolate(ns, *, only=None)` to the class. This method puts the
+    layer's skips, or only those named in `only`, into the namespace `ns`, and returns the layer.
 
     Args:
         stash: The names of the skips that the layer stashes.

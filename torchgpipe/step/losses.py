@@ -144,7 +144,7 @@ class Losses(BatchIO):
     def _hint(self, i: int, error: Exception) -> str:
         """Return text about the arguments of the criterion, to add to an error of the criterion.
 
-        The text is "" if nothing is known to be wrong with them for micro-batch i.
+        The text is "" if nothing is known to be wrong with the arguments for micro-batch i.
         """
         if isinstance(error, TypeError) and "positional argument" in str(error):
             return "; the criterion is called with two arguments, (output, target)"
@@ -238,7 +238,7 @@ class Losses(BatchIO):
         return total
 
     def _originals(self) -> dict[Tensor, Tensor]:
-        """Return a dictionary that maps each leaf used in place of a tensor to this tensor.
+        """Return a dictionary that maps detached leaves to the tensors that they replace.
 
         While the criterion runs, detached leaves replace targets that have a graph, and parameters
         of layers.

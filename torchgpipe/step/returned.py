@@ -18,8 +18,8 @@ def without_backward(loss: Tensor) -> Tensor:
     saved = loss.detach()
     returned = loss.detach()
     # Python finds an object's own attributes before the methods of its class. `pickle` and
-    # `torch.save` call `__reduce_ex__`, which is that of `saved`, so they save a tensor without
-    # these attributes.
+    # `torch.save` call `__reduce_ex__`, which here is the method of `saved`. So they save a tensor
+    # without these attributes.
     vars(returned).update(backward=_refuse, __reduce_ex__=saved.__reduce_ex__)
     return returned
 

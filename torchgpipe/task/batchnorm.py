@@ -179,7 +179,7 @@ class DeferredBatchNorm(_BatchNorm):
         commit([self])
 
     def discard(self) -> None:
-        """Forget the statistics of the micro-batches so far; update no running statistics."""
+        """Forget the tracked micro-batches, and do not update the running statistics."""
         self._tracked = []
 
     def extra_repr(self) -> str:

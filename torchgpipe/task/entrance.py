@@ -78,7 +78,7 @@ def refuse_unusual_backward(grads: Flat) -> None:
 
 
 def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
-    """Tell autograd that some outputs of a custom Function are not differentiable.
+    """Tell autograd which outputs of a custom Function are not differentiable.
 
     These are the outputs that do not require grad.
 
@@ -119,7 +119,7 @@ def used(
 
     Args:
         edges: For each output of a task, its gradient edge, or `None` if the output has no graph.
-            The sequence is empty if the task was not recomputed, because it gets no gradients.
+            The sequence is empty if the task gets no gradients, and so was not recomputed.
         grads: For each output, its gradient, or `None`.
     """
     found, given = [], []

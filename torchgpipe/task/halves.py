@@ -206,7 +206,7 @@ class Halves:
 
 
 def _taken_from(node: Any, places: list[int]) -> _Later:
-    """Make the object that later computes the weight gradients of one matrix product.
+    """Return an object (`_Later`) that later computes the weight gradients of one matrix product.
 
     Args:
         node: The autograd node of the product.

@@ -47,8 +47,8 @@ class Stage:
         device: The device of the layers.
 
     Attributes:
-        away: Maps parameters that this partition uses, but that are on another device, to the
-            device of this partition. A partition on the other device uses them, too.
+        away: The parameters of this partition that are on another device, because a partition there
+            uses them, too. Each is mapped to the device of this partition.
         runs_later: Whether the device is a GPU, which runs work after the CPU has submitted it.
     """
 
@@ -190,9 +190,10 @@ class Stage:
             if each and old != new:
                 raise RuntimeError(
                     f"partition {self.index} changed an input in place, but a skip or another "
-                    "input shares its memory, and changes with it only while both are on the same "
-                    "partition; make the layer that changes the input out-of-place "
-                    "(inplace=False), or give it a copy (x.clone())"
+                    "input shares its memory; without a pipeline both would change, but here "
+                    "perhaps only one, because tensors are copied between devices; make the layer "
+                    "that changes the input out-of-place (inplace=False), or give it a copy "
+                    "(x.clone())"
                 )
 
 

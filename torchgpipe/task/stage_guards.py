@@ -114,9 +114,9 @@ class StageGuards:
             self.add(Statistics(norms))
 
     def add(self, guard: Guard) -> None:
-        """Add a guard, which is called after all guards that were added before.
+        """Add a guard, whose methods are called after those of all guards that were added before.
 
-        The contexts that its methods return are entered inside of the contexts of earlier guards.
+        Contexts that its methods return are entered inside of the contexts of those earlier guards.
         """
         kind: Any = type(guard)
         for moment in _moments_of(kind):
@@ -142,7 +142,7 @@ class StageGuards:
     def after_first_pass(self, task: GuardedTask, outputs: Flat) -> None:
         """Call all guards after the forward of a checkpointed task.
 
-        They check what the layers did, and record values for the recomputation.
+        The guards check what the layers did, and record values for the recomputation.
 
         Args:
             task: The task.

@@ -32,7 +32,7 @@ class _AllOf(AbstractContextManager[object]):
             lock.__exit__(*error)
 
     def _is_owned(self) -> bool:
-        """Return whether this thread holds one of the locks; `threading.RLock` has this method."""
+        """Return whether this thread holds one of the locks, like the same method of `RLock`."""
         locks: list[Any] = self._locks
         return any(lock._is_owned() for lock in locks)
 

@@ -22,9 +22,10 @@ _BETWEEN = {
 
 
 def note(error: BaseException, place: str) -> None:
-    """Note on an error where it was raised, unless the error has such a note already.
+    """Add to an error a note about where it was raised, unless the error has such a note already.
 
-    An inner pipeline (a layer that is itself a pipeline) can have added a note. It is more exact.
+    If an inner pipeline (a layer that is itself a pipeline) has added a note, that note is more
+    exact.
 
     Args:
         error: The error.
@@ -36,13 +37,13 @@ def note(error: BaseException, place: str) -> None:
 
 
 def note_rank(error: BaseException, rank: int) -> None:
-    """Note on an error that it was raised on this rank, if it has a note from `note` already."""
+    """Add to an error a note about this rank, if a note says already where it was raised."""
     if hasattr(error, "add_note") and place_of(error):
         error.add_note(f"torchgpipe: on rank {rank}")
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place that `note` has written on an error; "" if the error has no such note."""
+    """Return where an error was raised, from the note that `note` has added; "" without a note."""
     for each in getattr(error, "__notes__", ()):
         if each.startswith(_IN):
             return str(each.removeprefix(_IN))
@@ -50,7 +51,7 @@ def place_of(error: BaseException) -> str:
 
 
 def note_task(error: BaseException, doing: str, stage: int, partition: nn.Module) -> None:
-    """Note on an error in which task, in which stage and in which layer it was raised.
+    """Add to an error a note about the task, the stage and the layer in which it was raised.
 
     Args:
         error: The error.

@@ -181,8 +181,8 @@ def refuse_transforms(*, forward_mode: bool = True) -> None:
 def sharded(modules: Iterable[Module]) -> set[Module]:
     """Return the modules that FSDP2 (`fully_shard`) has sharded, and all modules inside them.
 
-    A pipeline leaves the parameters of these modules alone, because FSDP2 exchanges them between
-    ranks.
+    A pipeline does not replace the parameters of these modules, because FSDP2 exchanges them
+    between ranks.
     """
     found: set[Module] = set()
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -1,7 +1,7 @@
 """All functions of this library for GPUs: streams, events, memory, and the current device.
 
 Most of them use PyTorch's general interface for accelerators: `torch.accelerator`, `torch.Stream`
-and `torch.Event`. Some use functions of `torch.cuda`. They were tried with CUDA only (`KIND`).
+and `torch.Event`. Some use functions of `torch.cuda`. All were tried with CUDA only (`KIND`).
 Outside of this module, only torchgpipe/distributed/wires/nccl.py depends on CUDA.
 
 Devices of other types, such as the CPU, count as devices without streams: an operator on them has

@@ -21,7 +21,7 @@ _thread = _Thread()
 
 
 def checkpointed(mode: Mode, m: int) -> int:
-    """Return how many of `m` micro-batches are checkpointed; these come before all others.
+    """Return how many of `m` micro-batches are checkpointed, beginning with the first one.
 
     The mode `except_last` does not checkpoint the last micro-batch, because its backward follows
     directly after its forward (torchgpipe paper, section 3.2.3).

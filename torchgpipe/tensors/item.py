@@ -30,12 +30,12 @@ class Item:
         flat: The tensors of a micro-batch, then its skips.
         form: The class of the micro-batch: `Tensor`, `tuple` or a subclass of `tuple`.
         shared: For each tensor, whether it shares memory with another tensor.
-        fence: The fence of the task that made the tensors. It makes a copy of them wait for the
-            task's GPU stream; only the graph engine uses it.
+        fence: The fence of the task that made the tensors. The fence makes a copy of the tensors
+            wait for the task's GPU stream; only the graph engine uses it.
         tie: A tensor that makes an extra edge in the graph, so that tasks run in the right order in
             backward; only the graph engine uses it.
-        versions: The version counter of each tensor at the time when the item was made. From this,
-            in-place changes are detected.
+        versions: The version counter of each tensor at the time when the item was made. If a
+            counter changes later, the tensor was changed in place.
     """
 
     flat: Flat

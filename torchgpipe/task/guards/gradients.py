@@ -44,8 +44,9 @@ Needs = tuple[bool, ...]
 class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
 
-    The next stage has to know this, so that it computes gradients for exactly these outputs. A
-    first pass (the forward of a checkpointed task) without an autograd graph does not show it.
+    The next stage has to know this, so that it computes gradients for exactly these outputs. But a
+    first pass (the forward of a checkpointed task) can run without an autograd graph, and then does
+    not show which outputs require grad.
 
     Args:
         all_do: A dictionary that says whether all floating-point outputs of earlier tasks required
@@ -88,8 +89,8 @@ class OutputGradients(Guard):
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return for each output of a task's first pass whether it requires grad.
 
-        If the layers have made a graph, the graph shows this. Otherwise, this method assumes that
-        each floating-point output requires grad.
+        If the layers have made a graph, the graph shows which outputs require grad. Otherwise, this
+        method assumes that each floating-point output requires grad.
 
         Args:
             task: The task.

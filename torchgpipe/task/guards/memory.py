@@ -102,7 +102,7 @@ def check_attributes(index: int, outputs: Flat) -> None:
             if isinstance(value, Tensor) and value.requires_grad:
                 if y is not None and y.is_nested:
                     raise RuntimeError(
-                        f"partition {index} returns a nested tensor that it has made of another "
+                        f"partition {index} returns a nested tensor that it has made from another "
                         "tensor, whose gradient would be lost; return a padded tensor, and make "
                         "the nested tensor where it is used, such as in the criterion"
                     )

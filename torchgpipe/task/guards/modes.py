@@ -1,6 +1,6 @@
 """Run worker threads and recomputations in the modes of the caller's code, such as autocast.
 
-This needs a guard, because in PyTorch each thread has its own modes.
+A guard is needed for this, because in PyTorch each thread has its own modes.
 
 What goes wrong without this guard: the model is called within autocast, and backward() is called
 outside of autocast. The layers should compute in bfloat16. But worker threads and recomputations
@@ -155,7 +155,7 @@ class AmbientModes(Guard):
 
         Args:
             present: The `TorchFunctionMode`s and the `TorchDispatchMode`s of this thread. An empty
-                list means that they are right already, and stay unchanged.
+                list means that these modes are right already, and stay unchanged.
             turned_off: Whether `__torch_function__` is disabled in this thread, but was enabled
                 when the modes were recorded.
         """
@@ -248,8 +248,8 @@ def _state(value: object, depth: int = 4) -> object:
 class SetBackOnFailure(AbstractContextManager[None]):
     """A context that restores the modes of this thread if an exception is raised inside it.
 
-    A mode is, for example, whether gradients are on. Normally, inner contexts restore the modes.
-    But Ctrl-C can skip their `__exit__`.
+    A mode is a setting of a thread, such as whether gradients are on. Normally, inner contexts
+    restore the modes. But Ctrl-C can skip their `__exit__`.
     """
 
     def __init__(self) -> None:

@@ -32,13 +32,13 @@ MakeContext = Callable[[], Context]
 class Randomness(Guard):
     """The guard that makes a task's recomputation draw the same random numbers as its forward.
 
-    Otherwise a dropout layer, for example, would use another mask in the recomputation.
+    Without this guard, a dropout layer, for example, would use another mask in the recomputation.
 
     Args:
-        generators: The generators that the layers may draw from. In the recomputation, they begin
-            with the states that they had before the forward.
-        around: A function that returns a context in which the layers have to run, such as one that
-            sets the task's seed. `None` if they need no context.
+        generators: The generators that the layers may draw from. A recomputation begins with the
+            states that these generators had before the forward.
+        around: A function that returns a context in which the layers have to run, such as a context
+            that sets the task's seed. `None` if the layers need no context.
         around_backward: A function that returns a context for the backward of the layers, or
             `None`.
     """
@@ -66,7 +66,7 @@ class Randomness(Guard):
     def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Record the generators' states, and return the context in which the forward runs.
 
-        After the forward, `before_recomputation` gives the generators these states again.
+        Later, `before_recomputation` gives the generators these states again.
         """
         self._before = [state_of(g) for g in self.generators]
         return None if self._around is None else self._around()

@@ -44,7 +44,8 @@ class Statistics(Guard):
     def before_recomputation(self, task: GuardedTask) -> InPlace:
         """Return a context for the recomputation, in which batch norms do not update statistics.
 
-        The forward has updated them. In the context, reading running statistics raises an error.
+        The forward has already updated these statistics. In the context, reading them raises an
+        error.
         """
         return InPlace([*self._unread, *self._untracked])
 
