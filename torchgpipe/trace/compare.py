@@ -108,10 +108,10 @@ def check_other_lengths(
 
 
 def check_other_mode(module: Module, layers: Layers, signature: Signature, inputs: Tensors) -> None:
-    """Compare the layers with the module in the other mode, too: in evaluation, or in training.
+    """Compare the layers with the module also in the mode (training or evaluation) that is not set.
 
-    This is done if the recorded code of the module reads the mode (`training`). If the module makes
-    other calls in the other mode, which the layers do not have, there is only a warning.
+    This is done only if the recorded code reads the mode (`training`). If the module makes other
+    calls in the other mode, which the layers do not have, there is only a warning.
 
     Args:
         module: The module.
@@ -143,9 +143,9 @@ def _are_alike_in_other_mode(
 ) -> bool:
     """Return whether module and layers give equal results for the sample in the other mode.
 
-    This is evaluation mode if the module is in training mode, and the reverse. If the module itself
-    fails in the other mode, nothing can be compared, and the result is true. For example, a batch
-    norm in training mode fails if the batch has one sample.
+    The other mode is evaluation mode if the module is in training mode, and the reverse. If the
+    module itself fails in the other mode, nothing can be compared, and the result is true. For
+    example, a batch norm in training mode fails if the batch has only one sample.
     """
     with as_it_was(module), as_it_was(layers):
         training = not module.training
@@ -238,14 +238,14 @@ def _outputs(run: Module, signature: Signature, inputs: Tensors) -> list[Tensor]
 def check_samples(
     module: Module, signature: Signature, inputs: Tensors, kept: Collection[Module]
 ) -> None:
-    """Check that a module treats each sample by itself; warn if it compares pairs of samples.
+    """Check that a module computes each sample independently; warn if it compares pairs of samples.
 
     Args:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        kept: The submodules that the user keeps whole. They may compare samples. Then the halves
-            of the sample may rightly give other outputs than the sample, and are not checked.
+        kept: The submodules that the user keeps whole (not cut). They may compare samples. So if
+            there are any, the outputs for the two halves of the sample are not checked.
     """
     if not kept and not is_on_meta(module, inputs):
         _check_halves(module, signature, inputs)

@@ -51,7 +51,7 @@ def record(
     """Run a module on fake tensors and record its calls; then restore the module's state.
 
     Args:
-        recorder: A new recorder of the module. It also notes which submodules use something that a
+        recorder: A new recorder of the module. It also notes which submodules do something that a
             recording cannot repeat.
         signature: The module's signature.
         inputs: Tensors with the shapes and dtypes of the module's inputs.
@@ -144,8 +144,9 @@ def record_all(
     """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
     If the calls in small submodules cannot be recorded, for example because they read the mode
-    (`training`), these submodules are added to `whole`, and all is recorded again. If other code
-    reads the mode, the calls are recorded in the other mode, too.
+    (`training`), these submodules are added to `whole`, and the whole module is recorded again. If
+    other code reads the mode, the calls are also recorded in the other mode (training or
+    evaluation).
 
     Args:
         module: The module.
@@ -216,7 +217,7 @@ def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Ca
     """Merge the recordings for all sizes, and for both modes, into the calls of the layers.
 
     If the module makes other calls in evaluation than in training, the layers only have the calls
-    for the mode that the module is in. The result is the recordings that were used, and the calls.
+    for the mode that the module is in. Return a pair: the recordings that were used, and the calls.
     """
     calls = generalise(module, recorded.recordings)
     if recorded.other_mode:
