@@ -271,7 +271,7 @@ class Connections(Wires):
         """Send a tensor to all ranks; return the tensors of all ranks, in the order of ranks.
 
         Args:
-            what: The purpose of the exchange, which has to be the same on all ranks.
+            what: A name for the purpose of the exchange, which has to be the same on all ranks.
             own: The tensor of this rank.
             alike: Settings that are compared, because they have to be the same on all ranks.
         """
