@@ -23,7 +23,7 @@ from torchgpipe.tensors.leaves import leaves_of
 class OtherRanksParameters(Guard):
     """A guard that raises an error if a stage uses a parameter of another rank's layers.
 
-    The stage would use a copy of the parameter that is never trained.
+    Without the error, the stage would use a copy of the parameter that is never trained.
 
     Args:
         index: The index of the stage, for the error message.

@@ -56,7 +56,7 @@ class Messages(Links):
 
     Args:
         connections: The connections of this rank.
-        crossings: The skips that go from one stage to another.
+        crossings: The skips (skip connections) that go from one stage to another.
         placement: The rank of each stage.
         lists: The actions (forwards, backwards and so on) of each rank.
         random: What ranks tell each other about random numbers with each micro-batch.

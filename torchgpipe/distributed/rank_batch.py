@@ -177,7 +177,7 @@ class RankBatch(Batch):
         self.loss = loss.to(self.devices[0])
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run this rank's list of actions, and wait until other ranks have its messages.
+        """Run this rank's list of actions, and wait until other ranks have received its messages.
 
         Args:
             lists: The actions of each rank.

@@ -247,7 +247,7 @@ def _check_nothing_else(held: list[Any]) -> None:
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return a list for each parameter group of an optimizer: the names of its parameters."""
+    """Return, for each parameter group of an optimizer, a list of its parameters' names."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]

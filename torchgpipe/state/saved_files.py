@@ -66,8 +66,9 @@ def remove(path: Path) -> None:
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
     """Check that a state's files are as they were written; return the checksums of all files.
 
-    Each rank compares a different part of the files with their saved checksums. A state that was
-    saved before this library saved checksums has none. Then the result is empty.
+    Each rank compares a different part of the files with their saved checksums. If the state was
+    saved by a version of this library without checksums, nothing is compared, and the result is
+    empty.
 
     Raises:
         ValueError: If the checksum of a file differs from the saved one.
@@ -229,7 +230,7 @@ def _blank(saved: Any) -> Tensor | None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file's content is on the disk, or for a folder its list of file names."""
+    """Make sure that a file's content, or a folder's list of file names, is on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

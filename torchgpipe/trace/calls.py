@@ -46,7 +46,7 @@ class RecordedCalls:
 class LayerPlan:
     """The plan of a layer: its calls, and the numbers of the tensors that enter and leave it.
 
-    Each tensor in the recorded forward of a module has a number.
+    Each tensor in the recorded forward of a module has a number. Skips are skip connections.
 
     Attributes:
         name: The layer's name.
@@ -179,8 +179,8 @@ def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
 
     Layer `k` has no such output if every tensor that goes from layer `k`, or from an earlier layer,
-    to a later layer is a skip. In this case, the shortest of these skips is replaced: layers `k`
-    and `k` + 1 hand its tensor on.
+    to a later layer is a skip (skip connection). In this case, the shortest of these skips is
+    replaced: layers `k` and `k` + 1 hand its tensor on.
 
     Args:
         stops: For each tensor, the layers that make it, use it, or only hand it on. This function
@@ -235,7 +235,7 @@ def sizes_read(
 
 
 def _size_read(k: int, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> SizeRead | None:
-    """Return a dimension of a layer's inputs from which size `k` can be read, or `None`.
+    """Return a dimension of a layer's inputs from which the size with index `k` is read, or `None`.
 
     Args:
         k: 0 for the batch size, or else the index of a length that may change.

@@ -297,7 +297,7 @@ def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
 
 
 class _Unlike(Exception):
-    """An internal error: a call in training cannot be merged with the call in evaluation.
+    """An internal error: a module's call in training cannot be merged with its call in evaluation.
 
     The two calls differ in more than plain arguments, such as numbers. `by_mode` catches the error.
     """
@@ -328,7 +328,7 @@ def by_mode(training: Sequence[Call], evaluation: Sequence[Call]) -> list[Call] 
 
 
 def _merged(one: Any, other: Any) -> Any:
-    """Return a value with `ByMode` in each place where two values have different plain values."""
+    """Merge two values; put a `ByMode` placeholder in each place where their plain parts differ."""
     kind = type(one) if type(one) is type(other) else None
     if kind in (tuple, list) and len(one) == len(other):
         return kind([_merged(x, y) for x, y in zip(one, other, strict=True)])

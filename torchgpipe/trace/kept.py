@@ -95,7 +95,8 @@ class KeptResults:
     def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
         """Return what a submodule would return for inputs of the given sizes.
 
-        The tensors in it have the right shapes and dtypes, but their memory is not initialized.
+        The tensors in the result have the right shapes and dtypes, but their memory is not
+        initialized.
 
         Args:
             path: The path of the submodule in the module.
@@ -139,9 +140,9 @@ def _keep(
 
 
 def _resized(signature: Signature, inputs: Tensors, sizes: Sizes, *, first: bool) -> list[Tensor]:
-    """Return the sample's tensors with another batch size and other lengths.
+    """Return the example input's tensors with another batch size and other lengths.
 
-    For this, some samples of the batch are left out or repeated. The others stay in their order,
+    For this, some samples of the batch are left out or repeated. The samples stay in their order,
     because sequences can be sorted by their lengths.
 
     Args:

@@ -115,7 +115,7 @@ class Layer(Module):
 
     @property
     def stashes(self) -> list[SkipKey]:
-        """The skips that this layer sends to later layers, in the order in which it sends them."""
+        """The skips (skip connections) from this layer to later layers, in the order of sending."""
         return [key for key, _ in self._stashed]
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
@@ -293,7 +293,7 @@ def keep_names(module: Module) -> None:
     """Let `load_state_dict` of a sequence of layers take the state of the traced module.
 
     The keys of the traced module's state have no names of layers in them. The sequence's own keys
-    have them.
+    contain these names.
     """
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)

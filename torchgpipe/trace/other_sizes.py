@@ -88,7 +88,7 @@ class OtherSizes:
         self._modes = {part: part.training for part in self._module.modules()}
 
     def forget_other_mode(self) -> None:
-        """From now on, refuse to run the layers in another mode than the module's own."""
+        """From now on, let the layers run only in the module's mode (training or evaluation)."""
         training, _ = self._state
         self.one_mode, self.both_modes = True, False
         self._recordings[not training] = self._recordings[training]
@@ -153,7 +153,7 @@ class OtherSizes:
         return self
 
     def keep_one_sample(self, tensors: Tensors) -> bool:
-        """Let the layers run on a single sample, even if the module makes other calls for it.
+        """Let the layers run on a single sample, even if the module then makes other calls.
 
         Args:
             tensors: Inputs with a single sample.

@@ -88,7 +88,7 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of a structure with slots in place of its tensors.
+        """Return a copy of a structure with slots (placeholders) in place of its tensors.
 
         The tensors are added to the attribute `tensors`.
         """

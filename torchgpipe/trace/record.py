@@ -60,8 +60,8 @@ def record(
             the devices of the module and of `inputs`.
 
     Raises:
-        NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and its
-            results are not known.
+        NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and the
+            submodule's results are not known.
         Untraceable: If the module needs the contents of a tensor, or raises an error.
     """
     with (
@@ -197,7 +197,8 @@ def _in_other_mode(
         results: The results of submodules that cannot run on fake tensors, if there are any.
 
     Returns:
-        A list with a recording for each of the sizes. It is empty if recording fails in this mode.
+        A list with a recording for each of the sizes in `signature.points`. It is empty if
+        recording fails in this mode.
     """
     recordings = []
     notes: Notes = {}

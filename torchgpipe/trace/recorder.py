@@ -53,9 +53,10 @@ class Recorder(TorchFunctionMode):
     Args:
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
-        notes: Gets an entry for each module that uses something that a recording cannot repeat.
-        results: What submodules that cannot run on fake tensors returned for real tensors, or
-            `None` if such submodules should raise an error.
+        notes: A dictionary. An entry is added for each module that uses something that a recording
+            cannot repeat.
+        results: The results, for real tensors, of submodules that cannot run on fake tensors. With
+            `None`, such submodules raise an error.
 
     Attributes:
         sizes: The batch size of the fake tensors, then the lengths named in `dynamic_shapes`.
@@ -63,8 +64,7 @@ class Recorder(TorchFunctionMode):
         fake: The `FakeTensorMode` that makes the fake tensors.
         calls: The recorded calls.
         shapes: Maps the number of each input, and of each tensor that a call made, to its shape.
-        extra: The tensors that the module uses and that are neither parameters nor buffers. They
-            get new names.
+        extra: Maps new names to tensors of the module that are neither parameters nor buffers.
         refused: The first line that cannot be recorded, and the reason; `None` if there is none.
     """
 
@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
         return self._numbers[id(x)]
 
     def call(self, run: Run, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and record this call if it makes a tensor or changes one in place.
+        """Call a function, and record this call if it makes a tensor or changes a tensor in place.
 
         Args:
             run: The function to run.

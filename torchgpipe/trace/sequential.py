@@ -147,9 +147,10 @@ def _first_that_fits(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # If the error has no `__cause__`, the module runs with this guess, but its
-                    # calls cannot be recorded. So do not try guesses with fewer batched inputs:
-                    # with these, the module could run, but would compute something else.
+                    # If the error has no `__cause__`, the module runs with this guess of the
+                    # batched inputs, but its calls cannot be recorded. So do not try guesses with
+                    # fewer batched inputs: with these, the module could run, but would compute
+                    # something else.
                     if error.__cause__ is None:
                         break
                 else:

@@ -287,7 +287,7 @@ class Signature:
                 raise ValueError(
                     f"argument {first} has {size} samples (its length in dimension 0), but {name} "
                     f"has {len(x)}; if {other} has no batch dimension, call sequential again, with "
-                    f"shared=[{other!r}] or a sample of two or more samples"
+                    f"shared=[{other!r}] or with a batch of two or more samples"
                 )
 
     def returns(
@@ -338,7 +338,7 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Convert the sample of a call into positional and keyword arguments.
+    """Convert a sample (the arguments of an example call) into positional and keyword arguments.
 
     A mapping gives keyword arguments, a tuple gives positional arguments, and any other object is
     the only argument.

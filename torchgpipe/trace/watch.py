@@ -1,4 +1,4 @@
-"""Tell a recorder about events that it cannot see itself, such as calls of submodules."""
+"""Tell a recorder of module calls about events that it cannot see, such as calls of submodules."""
 
 import inspect
 import logging

@@ -189,7 +189,7 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Record the label that another rank has sent: a description of what it does now."""
+        """Record the label that another rank has sent: a description of what that rank does now."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:

@@ -16,7 +16,7 @@ Described = tuple[Hashable, ...]
 
 
 def described(value: Any, values: list[Any]) -> Described:
-    """Describe a structure that has slots in place of its tensors.
+    """Describe a structure that has slots (placeholders) in place of its tensors.
 
     Micro-batches usually have structures with the same description: only their plain values, such
     as numbers, may differ.

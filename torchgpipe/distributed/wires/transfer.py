@@ -169,7 +169,7 @@ class _Wire(NamedTuple):
     target: int
 
     def has_end(self, rank: int) -> bool:
-        """Return whether this wire connects the given rank, as source or target, to another."""
+        """Return whether this wire connects the given rank with another, in either direction."""
         return self.source != self.target and rank in (self.source, self.target)
 
 

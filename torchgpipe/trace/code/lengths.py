@@ -58,9 +58,10 @@ def lengths_of(
         shapes: The argument `dynamic_shapes` of `sequential`.
 
     Returns:
-        The lengths, and where they are: for each tensor (by its id), which of its dimensions have
-        which length. Lengths have indices from 1 on, because 0 stands for the batch size. A tensor
-        that is given for several arguments has a list with an entry for each of them.
+        The list of lengths, and a dictionary that says where they are. It maps the id of each
+        tensor to a list. The list has a dictionary for each argument that is this tensor: from the
+        tensor's dimensions to the indices of their lengths. Indices begin at 1, because 0 stands
+        for the batch size.
 
     Raises:
         TypeError: If `shapes` does not have the form that `torch.export` takes.
@@ -231,7 +232,8 @@ def _length(
             `dynamic_shapes` for its dimensions.
 
     Raises:
-        ValueError: If these dimensions differ in the sample, or the allowed range is too small.
+        ValueError: If these dimensions have different lengths in the sample, or the allowed range
+            is too small.
     """
     found: dict[int, str] = {}
     least, most = 1, None

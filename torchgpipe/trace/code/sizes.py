@@ -106,8 +106,9 @@ def corners(lengths: Iterable[tuple[int, int, int]]) -> list[Sizes]:
         lengths: Three values of the batch size, and three of each length that may change.
 
     Returns:
-        First all combinations of the first and the second value of each size. They determine the
-        formula that `fitted` finds. Then one point with all third values, which tests the formula.
+        A list of points. First come all combinations of the first and the second value of each
+        size. They determine the formula that `fitted` finds. Then comes one point with all third
+        values, which tests the formula.
     """
     grid: list[Sizes] = [()]
     last: Sizes = ()

@@ -240,7 +240,7 @@ class Source:
         return name
 
     def _module(self, path: str) -> str:
-        """Return the code that finds a submodule by its path: `self.blocks._modules["0"]`."""
+        """Return code that finds a submodule by its path, such as `self.blocks._modules["0"]`."""
         text = "self"
         module: Any = self._layer
         for part in path.split(".") if path else ():
@@ -249,7 +249,7 @@ class Source:
         return text
 
     def _tensor(self, name: str) -> str:
-        """Return the code that finds a parameter or buffer by its name: `self.linear.weight`."""
+        """Return code that finds a parameter or buffer by name, such as `self.linear.weight`."""
         path, _, last = name.rpartition(".")
         owner: Any = self._layer
         for part in path.split(".") if path else ():
@@ -317,7 +317,7 @@ def _variable(name: str) -> str:
 def _is_attribute(module: nn.Module, name: str) -> bool:
     """Return whether a submodule or tensor called `name` can be written as `module.name`.
 
-    It cannot if the class of the module has another attribute of this name, for example.
+    This is not possible if the module's class has another attribute of this name, for example.
     """
     usual = hasattr(type(module), name) or name in module.__dict__
     return name.isidentifier() and not iskeyword(name) and not usual
