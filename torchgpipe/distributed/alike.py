@@ -85,13 +85,14 @@ def check_alike(what: str, own: Settings, theirs: Settings, rank: int, peer: int
 def in_other_mini_batches(
     rank: int, serial: int, what: str | None, peer: int, message: Message
 ) -> RuntimeError:
-    """Return the error that two ranks are in different mini-batches, because one left out a call.
+    """Return the error for two ranks in different mini-batches, one of which has left out a call.
 
     Args:
         rank: The number of this rank.
         serial: The number of the mini-batch that this rank has begun last.
-        what: The name of the message that this rank waits for, or `None` if it has no name. The
-            messages of a method such as `save` have the name of the method.
+        what: The name of the message that this rank waits for, or `None` if the message has no
+            name. If a method such as `save` sends the message, the message has the name of the
+            method.
         peer: The number of the other rank.
         message: The message that the other rank has sent.
     """

@@ -72,7 +72,7 @@ def check_request(request: Request, n: int) -> None:
         n: The number of ranks.
 
     Raises:
-        TypeError: If the criterion is not a function. Also if there are several ranks, and the
+        TypeError: If the criterion is not a function; or if there are several ranks, and the
             gradient scaler looks for overflows only in the gradients of this rank.
     """
     if request is None:
@@ -94,7 +94,7 @@ def check_request(request: Request, n: int) -> None:
 
 
 def warn_without_parameters(module: nn.Module, own: nn.ModuleList, rank: int) -> None:
-    """Warn if this rank's layers have no parameters: an optimizer refuses an empty list.
+    """Warn if this rank's layers have no parameters, because an optimizer refuses an empty list.
 
     Args:
         module: All layers of the model. If none of them has parameters, there is no warning,

@@ -212,7 +212,7 @@ class Connections(Wires):
         return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
 
     def message(self, about: Any, tensors: Flat) -> Message:
-        """Make a message of this mini-batch's number, plain Python values (`about`) and tensors."""
+        """Make a message from this mini-batch's number, Python values (`about`) and tensors."""
         return Message(self.serial, about, tensors)
 
     def take(self, receiver: Receiver, what: str | None = None) -> tuple[Any, Flat]:
@@ -223,7 +223,8 @@ class Connections(Wires):
             what: The name of the message if it is sent with `tell`, for an error message.
 
         Raises:
-            RuntimeError: If the message belongs to another mini-batch than the one of this rank.
+            RuntimeError: If the message belongs to another mini-batch than the one that this rank
+                runs.
         """
         message = receiver.take()
         if message.serial != self.serial:
@@ -271,7 +272,7 @@ class Connections(Wires):
         """Send a tensor to all ranks; return the tensors of all ranks, in the order of ranks.
 
         Args:
-            what: The purpose of the exchange, which has to be the same on all ranks.
+            what: A name for the purpose of the exchange, which has to be the same on all ranks.
             own: The tensor of this rank.
             alike: Settings that are compared, because they have to be the same on all ranks.
         """

@@ -1,13 +1,13 @@
 """Refuse layers that use a parameter which belongs to layers of another process (rank).
 
-What goes wrong without this guard: suppose that the last layer of a language model uses the weight
-of the embedding, which is on another rank, and that it keeps the embedding in a list,
-`self.embedding = [embedding]`. PyTorch does not see modules in a list. So the pipeline does not
-know that the last layer needs the weight. The last layer would use a copy of the weight that is
-never trained, and the gradient of this copy would be lost.
+Without this check, a mistake like the following would not be noticed. Suppose that the last layer
+of a language model uses the weight of the embedding, which is on another rank. The last layer keeps
+the embedding in a list, `self.embedding = [embedding]`. PyTorch does not see modules in a list. So
+the pipeline does not know that the last layer needs the weight. The last layer would use a copy of
+the weight that is never trained, and the gradient of this copy would be lost.
 
-What it costs: in the first mini-batch of a pipeline over ranks, the autograd graph of each stage's
-first task is searched once.
+The check searches the autograd graph of each stage's first task once, in the first mini-batch of a
+pipeline over ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchgpipe.tensors.leaves import leaves_of
 class OtherRanksParameters(Guard):
     """A guard that raises an error if a stage uses a parameter of another rank's layers.
 
-    The stage would use a copy of the parameter that is never trained.
+    Without the error, the stage would use a copy of the parameter that is never trained.
 
     Args:
         index: The index of the stage, for the error message.

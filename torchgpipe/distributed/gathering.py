@@ -49,7 +49,7 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
 
 
 def _sign(rank: int) -> str:
-    """Return the key that a rank sets in the key-value store to show that it is in `gather`."""
+    """Return the key that a rank sets in the key-value store when it calls `gather`."""
     return f"rank {rank} is here"
 
 

@@ -64,7 +64,7 @@ class DistributedGPipe(Partitioned):
         balance: How many layers each partition has. There are as many partitions as ranks, or v
             times as many if the schedule has v partitions on each rank.
         mesh: A `DeviceMesh` of one dimension, such as `mesh["pp"]`. The ranks of the mesh hold the
-            partitions. By default, all ranks do.
+            partitions. By default, all ranks hold partitions.
         device: This rank's device; `"cuda"` is the current GPU. If every rank has a different GPU,
             NCCL transfers tensors between GPUs. Otherwise tensors go through host memory.
         chunks: See `GPipe`.
@@ -80,7 +80,7 @@ class DistributedGPipe(Partitioned):
         silence: The old name of `timeout`, which will be removed.
 
     Attributes:
-        balance, chunks, checkpoint, timeout: The arguments.
+        balance, chunks, checkpoint, timeout: The values of these arguments.
         logs, observer, plan: See `GPipe`. Only the rank of the last stage has logs.
         schedule: See `GPipe`.
         partitions: The partitions of this rank.
@@ -90,7 +90,7 @@ class DistributedGPipe(Partitioned):
     Raises:
         RuntimeError: If there is no process group, or if partitions share a `torch.Generator`.
         TypeError: See `GPipe`.
-        ValueError: See `GPipe`; also if there are too few or too many partitions for the ranks.
+        ValueError: As for `GPipe`, and if there are too few or too many partitions for the ranks.
     """
 
     _traced_instead = (
@@ -173,7 +173,7 @@ class DistributedGPipe(Partitioned):
         return self._crossings
 
     def copies(self) -> dict[nn.Parameter, str]:
-        """Return this rank's copies of shared parameters whose first layer is on another rank."""
+        """Map this rank's copies of other ranks' parameters to the names of the originals."""
         return self._tied.copies()
 
     @property
@@ -203,7 +203,7 @@ class DistributedGPipe(Partitioned):
         return cast(nn.Sequential, self._partitions[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline; only the first rank's input is used.
+        """Run a mini-batch through the pipeline; only the input on the first rank is used.
 
         Returns:
             On the last rank, the output. On other ranks, a scalar tensor that is zero; its
@@ -338,7 +338,7 @@ class DistributedGPipe(Partitioned):
 def _close(reference: weakref.ref[Connections]) -> None:
     """Close connections in a new thread, unless the connections are already garbage-collected.
 
-    Python can garbage-collect a pipeline in any thread, which must not wait for other ranks.
+    Python can garbage-collect a pipeline in any thread. This thread must not wait for other ranks.
     """
     connections = reference()
     if connections is not None:

@@ -34,7 +34,7 @@ Told = tuple[Hashable, Flat]
 
 
 class RandomState(NamedTuple):
-    """What ranks tell each other about random numbers, with each micro-batch.
+    """What ranks tell each other about random numbers, in the message with each micro-batch.
 
     Attributes:
         seeds: The seeds of the mini-batch. Ranks send only the value `seeds.drew`: whether any
@@ -56,10 +56,10 @@ class Messages(Links):
 
     Args:
         connections: The connections of this rank.
-        crossings: The skips that go from one stage to another.
+        crossings: The skips (skip connections) that go from one stage to another.
         placement: The rank of each stage.
         lists: The actions (forwards, backwards and so on) of each rank.
-        random: The random state that ranks tell each other with each micro-batch.
+        random: What ranks tell each other about random numbers with each micro-batch.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class Messages(Links):
         """Return what to send for an item (output or skip) of stage s: a description, and tensors.
 
         Layers can set Python attributes on tensors, such as `x.scale = 2`, and return plain values
-        together with tensors. The last tensor to send encodes these attributes and values. It is
-        `None` if there are none.
+        together with tensors. These attributes and values are encoded in one more tensor, the last
+        one. It is `None` if there are no attributes and values.
         """
         form: Hashable
         values: list[Any] = []

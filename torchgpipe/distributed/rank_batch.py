@@ -1,4 +1,4 @@
-"""One rank's part of a mini-batch: run the rank's tasks, and exchange messages before and after."""
+"""One rank's part of a mini-batch: run its tasks, and exchange messages before and after them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -114,8 +114,8 @@ class RankBatch(Batch):
 
         Only the rank of the first stage sends the head. The head contains the number that random
         seeds are made from, so the caller must have entered the context `seeding`. The rank of the
-        last stage does not receive the loss, but sends it: in a `step` during the run, and else
-        after this method (`_result`).
+        last stage does not receive the loss, but sends it: in a `step` during the run, and in other
+        calls after this method (`_result`).
         """
         if self._connections.own == self._first:
             self._tell_head()
@@ -177,12 +177,13 @@ class RankBatch(Batch):
         self.loss = loss.to(self.devices[0])
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
-        """Run this rank's list of actions, and wait until other ranks have its messages.
+        """Run this rank's list of actions, and wait until other ranks have received its messages.
 
         Args:
             lists: The actions of each rank.
             io: The inputs and outputs of the pipeline, and the gradients of both.
-            modes: Returns a context manager that sets the caller's modes, such as autocast.
+            modes: A function that returns a context manager with the caller's modes, such as
+                autocast.
             keep: Whether to keep the graphs, so that another backward is possible later.
         """
         random = RandomState(self._seeds, in_order=not self._overlaps)

@@ -22,7 +22,8 @@ READ = 64  # about how many values of each tensor are read
 def checksums(serial: int, input: Any, target: Any) -> list[int]:
     """Return a checksum of the input and a checksum of the target.
 
-    Ranks compare only the first mini-batches, and then every 100th. For all others, return zeros.
+    Ranks compare only the first mini-batches, and then every 100th. For all other mini-batches,
+    return zeros.
 
     Args:
         serial: The number of the mini-batch, which is the same on all ranks.

@@ -15,7 +15,7 @@ order (Narayanan et al., arXiv:2104.04473, do the same). In this picture, time g
 
 So optimizers of the same kind make the same change to each copy, and the copies stay equal. If
 replicas of the pipeline average these gradients, the last bits of the averages can differ. So from
-time to time, the copies are compared, and set to the values of the first rank that has one.
+time to time, the copies are compared, and set to the values of the first rank that has a copy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,9 +123,9 @@ class TiedParameters:
     def begin_equal(self, connections: Connections) -> None:
         """Make all copies of each tied parameter equal.
 
-        The rank of the last layer that uses the parameter sends its values to the other ranks. So
-        the values are the same as without a pipeline, where `init` is called for one layer after
-        the other, and its last call overwrites the values of earlier calls.
+        The rank of the last layer that uses the parameter sends the parameter's values to the other
+        ranks. So the values are the same as without a pipeline, where `init` is called for one
+        layer after the other, and its last call overwrites the values of earlier calls.
         """
         for tied in self._tied:
             p = tied.parameter()
@@ -207,8 +207,9 @@ class TiedParameters:
     ) -> Flat:
         """Return what this rank tells other ranks about a parameter that they share.
 
-        The three tensors are: whether the parameter requires grad; its gradient; and its values, or
-        `None` if the copies' values are not compared in this backward.
+        The result has three tensors: whether the parameter requires grad; the parameter's gradient;
+        and the parameter's values, or `None` if the copies' values are not compared in this
+        backward.
         """
         p = tied.parameter()
         needs = torch.tensor(p.requires_grad, device="cpu")
@@ -249,10 +250,10 @@ def _stand_ins(p: nn.Parameter, guards: Sequence[StageGuards]) -> list[Tensor]:
 
 
 def _put(tied: TiedParameter, total: Tensor | None, guards: Sequence[StageGuards]) -> None:
-    """Give the gradient `total` to one of a parameter's stand-ins, and none to the others.
+    """Give the gradient `total` to one of a parameter's stand-ins, and no gradient to the others.
 
-    Stand-ins replace the parameter while this rank's stages run. Their gradients are added up
-    later, so only one of them may have `total`.
+    Stand-ins are tensors that replace the parameter while this rank's stages run. Their gradients
+    are added up later, so only one of them may have `total`.
     """
     stand_ins = _stand_ins(tied.parameter(), guards)
     if not stand_ins:

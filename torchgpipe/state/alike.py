@@ -24,8 +24,8 @@ class of the optimizer of each optimized parameter."""
 def form_of(x: Any) -> str:
     """Return a tensor's dtype and shape as text such as "float32 [2, 3]", to compare tensors.
 
-    `x` can also be the metadata of a saved tensor. For sparse tensors, and for values that are not
-    tensors, the text is "".
+    `x` can also be the metadata of a saved tensor. For a sparse tensor, or a value that is not a
+    tensor, the result is "".
     """
     if isinstance(x, TensorStorageMetadata):
         dtype, shape = x.properties.dtype, x.size
@@ -42,7 +42,7 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
     Args:
         path: The folder of the saved state, for messages.
         saved: The metadata of the saved state.
-        training: A dictionary in the saved state with the classes of the optimizers, and with the
+        training: A dictionary from the saved state. It has the classes of the optimizers, and the
             optimizer's options for each parameter.
         held: What each rank has: the dtypes and shapes of its tensors, the classes of its
             optimizers, and for each optimized parameter the class of its optimizer.
@@ -83,7 +83,7 @@ def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]
 
 
 def _trained(names: Iterable[str]) -> Forms:
-    """Return a dictionary with a key "optimizer of NAME" for the name of each optimized parameter.
+    """Return a dictionary with a key "optimizer of NAME" for each optimized parameter.
 
     All values are "", because only the keys of two such dictionaries are compared.
     """

@@ -22,8 +22,8 @@ _FOLDER_NAME = re.compile(r"[\w-]+")
 class Meeting:
     """An object by which the ranks of a pipeline send values to each other.
 
-    All ranks have to call its methods, in the same order. A call returns when all ranks have
-    called.
+    All ranks have to call the same methods in the same order. A call returns when all ranks have
+    made this call.
 
     Attributes:
         own: The index of this rank.
@@ -59,7 +59,7 @@ class Meeting:
         return [torch.load(file, weights_only=False) for file in files]
 
     def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
-        """Let rank 0 choose a subfolder for all ranks, and return its path.
+        """Let rank 0 choose a subfolder for all ranks, and return the subfolder's path.
 
         Args:
             folder: The folder that contains the subfolder.

@@ -44,7 +44,8 @@ class OptimizerState:
 
     Attributes:
         kind: The name of the optimizer's class.
-        names: The names of the optimizer's parameters, in the order in which it numbers them.
+        names: The names of the optimizer's parameters, in the order in which the optimizer numbers
+            them.
 
     Raises:
         ValueError: If the optimizer has a parameter that is not in the layers, or state that does
@@ -81,8 +82,8 @@ class OptimizerState:
     def options(self) -> Options:
         """Return a dictionary from each parameter's name to its options, such as the learning rate.
 
-        The parameters of one group share one dictionary of options, so that pickle writes it only
-        once.
+        The parameters of one group share one dictionary of options, so that pickle writes this
+        dictionary only once.
         """
         options: Options = {}
         for names, group in zip(self._groups, self._group_states, strict=True):
@@ -181,9 +182,9 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
 
 
 def parameter(key: str) -> str | None:
-    """Return the name of the parameter to which a key `optimizer.state.NAME.KEY` belongs: NAME.
+    """Return the parameter's name, NAME, from a key of the form `optimizer.state.NAME.KEY`.
 
-    For all other keys, return `None`.
+    For a key of another form, return `None`.
     """
     if not key.startswith(_STATE):
         return None
@@ -192,7 +193,7 @@ def parameter(key: str) -> str | None:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two values are equal: tensors, numbers, or dictionaries and lists of them.
+    """Return whether two values are equal: tensors, numbers, or dictionaries and lists of these.
 
     NaN counts as equal to NaN.
     """
@@ -246,7 +247,7 @@ def _check_nothing_else(held: list[Any]) -> None:
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[list[str]]:
-    """Return a list for each parameter group of an optimizer: the names of its parameters."""
+    """Return, for each parameter group of an optimizer, a list of its parameters' names."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -263,7 +264,8 @@ def _named_groups(optimizer: Optimizer, names: Mapping[Parameter, str]) -> list[
 def _check_one_group(names: list[str], options: Options) -> None:
     """Raise `ValueError` if the saved options of a group's parameters differ.
 
-    An optimizer has the same options, such as the learning rate, for all parameters of a group.
+    An optimizer has only one value of each option, such as the learning rate, for all parameters of
+    a group.
     """
     for name in names:
         for option, first in options[names[0]].items():
@@ -279,7 +281,7 @@ def _check_one_group(names: list[str], options: Options) -> None:
 def _placed(saved: Any, now: Any) -> Any:
     """Return the saved value of an optimizer's option, such as the learning rate.
 
-    If it is a tensor, it is moved to the device of the option's current value (`now`).
+    If the saved value is a tensor, it is moved to the device of the option's current value (`now`).
     """
     if isinstance(saved, Tensor) and isinstance(now, Tensor):
         return saved.to(now.device)

@@ -42,8 +42,9 @@ def marked(path: Path) -> bool:
     Such a folder has the file `MARK`. States that were saved before this library wrote such a file
     are recognized by the content of their file `.metadata`.
 
-    A broken link (for example, to a disk that is not mounted) counts as a state, so that loading it
-    fails with an error. If it did not count, an older state would be loaded without notice.
+    A broken link (for example, to a disk that is not mounted) counts as a state, so that loading
+    the state fails with an error. If a broken link did not count, an older state would be loaded
+    without notice.
     """
     with suppress(OSError):
         if (path / MARK).is_file() or not path.exists():
@@ -65,8 +66,9 @@ def remove(path: Path) -> None:
 def check(path: Path, ranks: Meeting) -> dict[str, int]:
     """Check that a state's files are as they were written; return the checksums of all files.
 
-    Each rank compares a different part of the files with their saved checksums. A state that was
-    saved before this library saved checksums has none. Then the result is empty.
+    Each rank compares a different part of the files with their saved checksums. If the state was
+    saved by a version of this library without checksums, nothing is compared, and the result is
+    empty.
 
     Raises:
         ValueError: If the checksum of a file differs from the saved one.
@@ -144,7 +146,7 @@ class _Box:
     """A container for a sparse tensor, so that PyTorch's checkpoint writer pickles the tensor.
 
     The writer would write the memory of a tensor as one block, but a sparse tensor has no such
-    block. It pickles all values that are not tensors.
+    block. A value that is not a tensor, such as a `_Box`, is pickled.
     """
 
     def __init__(self, sparse: Tensor) -> None:
@@ -165,7 +167,7 @@ class _Files(FileSystem):
         return file
 
     def sums(self) -> dict[str, int]:
-        """Return the checksum of each written file, by the file's final name."""
+        """Return a dictionary from the final name of each written file to its checksum."""
         # PyTorch writes `.metadata` under a name that ends with `.tmp`, and renames it.
         return {name.removesuffix(".tmp"): file.sum for name, file in self._made.items()}
 
@@ -191,14 +193,15 @@ class _File(io.BufferedWriter):
 def read(
     path: Path, saved: Metadata, keys: list[str], own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read the values of some keys from a checkpoint, and return a dictionary of them.
+    """Read the values of some keys from a checkpoint; return a dictionary from keys to values.
 
     Args:
         path: The folder of the checkpoint.
         saved: The metadata of the checkpoint.
         keys: The keys of the values to read.
-        own: The present values of some keys. A tensor whose class wraps other tensors, as classes
-            for eight bits do, is read into a copy of the present tensor.
+        own: The present values of some keys. If a present value is a tensor whose class wraps other
+            tensors, such as an eight-bit tensor, the saved tensor is read into a copy of the
+            present tensor.
     """
     content: dict[str, Any] = {}
     for key in keys:
@@ -217,7 +220,7 @@ def read(
 
 
 def _blank(saved: Any) -> Tensor | None:
-    """Return an uninitialized tensor, into which PyTorch reads a saved tensor.
+    """Return an uninitialized tensor, into which PyTorch can read a saved tensor.
 
     `saved` is the metadata of a saved value. If the value is not a tensor, return `None`.
     """
@@ -227,7 +230,7 @@ def _blank(saved: Any) -> Tensor | None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file's content is on the disk, or for a folder its list of file names."""
+    """Make sure that a file's content, or a folder's list of file names, is on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -237,7 +240,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert any error within this context into one that says which state cannot be read.
+    """Convert any error within this context into an error that says which state cannot be read.
 
     Raises:
         RuntimeError: If anything fails within the context. The message names `path`, which is the
@@ -253,14 +256,14 @@ def readable(path: Path) -> Iterator[None]:
 
 
 class FileLock:
-    """An exclusive lock on a file, which this process has as long as this object exists.
+    """An exclusive lock on a file, which this process holds as long as this object exists.
 
     The lock is a `flock`, which belongs to the open file. A POSIX lock (`lockf`) would end too
-    early: as soon as this process closes any descriptor of the file, as it does when it copies the
-    folder.
+    early: as soon as this process closes any descriptor of the file, for example after it has
+    copied the folder.
 
-    A process that opens the file twice cannot lock it twice. So the whole process shares one object
-    for each file, which is found in `FileLock.all`.
+    A process that opens the file twice cannot lock it twice. So the whole process shares one
+    `FileLock` for each file. The dictionary `FileLock.all` has these objects.
 
     A forked process inherits the open file, but closes it at once. Otherwise, the file would still
     be locked after the parent process has ended, until the forked process ends, too.

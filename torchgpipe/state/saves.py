@@ -180,8 +180,8 @@ class Saves:
         """Load the newest state into the layers, the optimizer and the random generators.
 
         Nothing is changed before every rank has read its part of the state, so an error in reading
-        leaves all as it was. All gradients are deleted. Otherwise, gradients of a mini-batch that
-        failed would be added to those of the next mini-batch.
+        leaves everything as it was. All gradients are deleted. Otherwise, gradients of a mini-batch
+        that failed would be added to those of the next mini-batch.
 
         Args:
             model: The pipeline, or the whole model without a pipeline, for example for inference.
@@ -244,7 +244,7 @@ class Saves:
         return {"step": training["step"], **training["others"]}
 
     def _whole(self) -> dict[int, str]:
-        """Return a dictionary of all complete states: the number and the name of each folder."""
+        """Return a dictionary of all complete states, from folder numbers to folder names."""
         whole: dict[int, str] = {}
         if not self.folder.is_dir():
             return whole
@@ -257,8 +257,8 @@ class Saves:
     def _newest(self) -> str | None:
         """Return the folder name of the newest state, or `None` if there is no state.
 
-        If there is no state, raise an error unless states can be written. The error should come
-        before the training, and not at the first save.
+        If there is no state, check that states can be written, and raise an error if they cannot.
+        So the error comes before the training, and not at the first save.
         """
         whole = self._whole()
         if whole:
@@ -275,8 +275,8 @@ class Saves:
     def _begin(self) -> str:
         """Lock the folder, remove incomplete states, and make a subfolder for a new state.
 
-        Return the subfolder's preliminary name. It is random, so that no rank has looked it up
-        before: a network filesystem can remember for a while that there is no such folder.
+        Return the subfolder's preliminary name. The name is random, so that no rank has looked it
+        up before: a network filesystem can remember for a while that a folder does not exist.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder.resolve() / "lock"
@@ -291,11 +291,11 @@ class Saves:
 
     @contextmanager
     def _reported(self, step: int, others: Content) -> Iterator[None]:
-        """Convert an error within this context into one that says why the state cannot be saved.
+        """Convert an error within this context into an error that says why a state is not saved.
 
         Raises:
             OSError: If a file cannot be written. The message says whether earlier states exist,
-                which stay.
+                which are kept.
             TypeError: If one of the values that the caller adds (`others`) cannot be pickled.
         """
         try:
@@ -340,7 +340,7 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def _check_same(own: int, given: Content, rank: int, theirs: Content) -> None:
-    """Raise `ValueError` if this rank (`own`) and another (`rank`) give different values."""
+    """Raise `ValueError` if this rank (`own`) and another rank (`rank`) give different values."""
     names = {**given, **theirs}
     unlike = [name for name in names if not same(given.get(name, ...), theirs.get(name, ...))]
     if unlike:

@@ -73,10 +73,10 @@ class State:
         return own
 
     def fixed(self) -> Content:
-        """Return the values of the layers to save: parameters, buffers and the layers' generators.
+        """Return the layers' values that are saved: parameters, buffers and random generators.
 
-        A saved state can be loaded into these layers only if it has the same keys, dtypes and
-        shapes.
+        A saved state can be loaded into the layers only if its values have the same keys, dtypes
+        and shapes.
         """
         fixed: Content = {}
         for name, x in self._model.state_dict().items():
@@ -149,8 +149,8 @@ class State:
     def _resize_sparse(self, saved: Content) -> None:
         """Resize compressed sparse tensors of the layers to the saved number of entries.
 
-        `load_state_dict` can load a saved compressed sparse tensor only into one that has as many
-        entries.
+        `load_state_dict` can load a saved compressed sparse tensor only into a tensor that has as
+        many entries.
         """
         for name, x in self._model.state_dict(keep_vars=True).items():
             compressed = isinstance(x, Tensor) and x.layout not in (strided, sparse_coo)
@@ -158,9 +158,7 @@ class State:
                 x.resize_as_sparse_(saved[name])
 
     def _drawing(self, keys: Collection[str], same_ranks: bool) -> list[tuple[str, Generator]]:
-        """Return the default generators to load, each with its key in the saved state.
-
-        The list has pairs of a key and a generator.
+        """Return pairs of a saved state's key and the default generator that loads the key's value.
 
         If the number of ranks is the same as before, and the saved state has the generator's own
         key, the pair has this key. Otherwise, a CPU generator loads the value of rank 0, and a

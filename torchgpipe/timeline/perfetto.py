@@ -1,8 +1,8 @@
 """Write timelines as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
-Perfetto shows a row for each device's tasks, a second row for its copies of tensors if there are
-any, and arrows from task to task. The file is a JSON object in the Trace Event Format, with these
-events:
+Perfetto shows a row for each device's tasks, and a second row for the device's copies of tensors if
+there are any. Arrows lead from task to task. The file is a JSON object in the Trace Event Format,
+with these events:
 
     "ph": "X"   a task, with times in microseconds (a complete event)
     "ph": "s"   the start of an arrow
@@ -34,16 +34,17 @@ _Arrows = dict[Action, int]
 
 
 def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> bytes:
-    """Return a timeline file for Perfetto, as JSON, of some mini-batches.
+    """Return the content of a JSON file with which Perfetto shows timelines of some mini-batches.
 
     An arrow leads from each task to the task that needs its result. If a device has no task for a
     while between the first and the last task of a mini-batch, an event named `bubble` fills the
-    gap, so that Perfetto can add up the gaps. The key `otherData` has the gaps' share of the time.
+    gap, so that Perfetto can add up the gaps. The file's key `otherData` has the fraction of time
+    that the gaps take.
 
     Args:
         steps: A timeline of each mini-batch. The times of all timelines are from one clock.
         title: The name of the process, which Perfetto shows above the rows.
-        row: The first word of each row's name, such as `device`. The row's number follows.
+        row: The first word of each row's name, such as `device`. The number of the row follows it.
         **more: Further values for the key `otherData`.
     """
     shares = bubbles(steps)
@@ -72,10 +73,10 @@ def perfetto(steps: Sequence[Timeline], title: str, row: str, **more: float) -> 
 
 
 def bubbles(steps: Sequence[Timeline]) -> list[float]:
-    """Return the fraction of time, from 0 to 1, in which each row of the timelines has no task.
+    """Return, for each device, the fraction of time (0 to 1) in which it runs no task.
 
-    A row stands for a device. The time of a mini-batch lasts from the start of its first task to
-    the end of its last task, on any device. Time between mini-batches does not count.
+    The time of a mini-batch lasts from the start of its first task to the end of its last task, on
+    any device. Time between mini-batches does not count.
     """
     windows = [step.window for step in steps]
     seconds = sum(end - begin for begin, end in windows)
@@ -89,7 +90,7 @@ def bubbles(steps: Sequence[Timeline]) -> list[float]:
 
 
 def _copying(steps: Sequence[Timeline]) -> set[int]:
-    """Return the rows of the timeline (devices, for example) in which tensors are copied."""
+    """Return the numbers of the timeline's rows in which tensors are copied; a row is a device."""
     copying = set()
     for step in steps:
         for event in step.events:
@@ -101,8 +102,8 @@ def _copying(steps: Sequence[Timeline]) -> set[int]:
 def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[TraceEvent]]:
     """Yield a list of trace events for each task or copy of a mini-batch.
 
-    The first event is the task itself. The others are the ends of arrows: an arrow goes from a task
-    to the task that uses its result.
+    The first event is the task or copy itself. The other events are starts and ends of arrows: an
+    arrow goes from a task to the task that uses its result.
 
     Args:
         number: The number of the mini-batch.
@@ -126,8 +127,9 @@ def _tasks(number: int, step: Timeline, arrows: Iterator[int]) -> Iterator[list[
 def _arrows(step: Timeline, numbers: Iterator[int]) -> tuple[_Arrows, _Arrows]:
     """Return, for each task, the arrow that ends at it, and the arrow that starts at it.
 
-    An arrow goes from a task to a task of another stage that needs its result. The two dictionaries
-    map tasks to the numbers of their arrows.
+    An arrow goes from a task to a task of another stage that needs its result. The result is two
+    dictionaries from tasks to the numbers of arrows: of the arrows that end at the tasks, and of
+    those that start there.
     """
     # A dictionary keeps the order of the tasks, in which the arrows get their ids. A set does not.
     tasks = dict.fromkeys(Action(*event[:3]) for event in step.tasks)
@@ -187,10 +189,10 @@ def _name(what: str, thread: int, name: str) -> TraceEvent:
 
 
 def _thread(row: int, *, copies: bool = False) -> int:
-    """Return the thread number that stands for a device's tasks, or its copies, in the file."""
+    """Return the thread number by which the file refers to a device's tasks, or to its copies."""
     return 1 + 2 * row + copies
 
 
 def row_of(thread: int) -> int:
-    """Return the device number that a thread number of the file stands for."""
+    """Return the number of the device to which a thread number of the file refers."""
     return (thread - 1) // 2

@@ -30,8 +30,8 @@ class Recording:
     Attributes:
         steps: A timeline of each mini-batch. The list is filled when the `with` block of `record`
             ends.
-        clock_error: The largest possible error, in seconds, of another rank's times relative to
-            rank 0's times.
+        clock_error: The largest possible error, in seconds, of the measured difference between the
+            clocks of rank 0 and of another rank.
         over_ranks: Whether the pipeline runs over several ranks, each of which is a device.
     """
 
@@ -142,8 +142,8 @@ def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> N
 def mini_batches(events: Iterable[Event], placement: Sequence[int]) -> list[Timeline]:
     """Split events into mini-batches, and return a timeline of each mini-batch.
 
-    On each partition, a mini-batch begins with the forward of micro-batch 0. Times are in seconds
-    since the first task of the first mini-batch.
+    On each partition, a mini-batch begins with the forward of micro-batch 0. The timelines have
+    times in seconds since the first task of the first mini-batch began.
     """
     begun: Counter[int] = Counter()
     found: dict[int, list[Event]] = defaultdict(list)
@@ -198,7 +198,7 @@ def clocks_ahead(exchange: Callable[[Tensor], list[Tensor]]) -> tuple[list[float
 def ahead_of_first(stamps: Sequence[Tensor]) -> tuple[list[float], float]:
     """Return how many seconds each rank's clock is ahead of rank 0's clock, and the largest error.
 
-    This is the computation of `clocks_ahead`, from the times that all ranks have noted.
+    This function does the computation of `clocks_ahead`, from the times that all ranks have noted.
 
     Args:
         stamps: A tensor of shape (rounds, 2) for each rank. A row has the time when the rank sent

@@ -1,8 +1,8 @@
 """Measure when each task, and each copy between devices, starts and ends on its device.
 
 On a CPU, a task starts and ends when its thread starts and ends it. A GPU does the work later,
-while the thread continues. So events are recorded on the GPU's stream before and after the task.
-The times of these events are read after all work has ended.
+while the thread continues. So for a GPU, events are recorded on the GPU's stream before and after
+the task. The times of these events are read after all work has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mark:
         """Return for how many seconds the device has worked since an earlier mark.
 
         On a CPU, this is the CPU time of the thread, so time in which other programs use the CPU
-        does not count. Both marks have to be of the same thread.
+        does not count. Both marks have to be from the same thread.
         """
         if self.event is not None:
             return self.since(origin)

@@ -29,8 +29,8 @@ class RecordedCalls:
         outputs: For each slot, the number of its tensor.
         extra: Maps new names to the tensors that the module uses although they are neither its
             parameters nor its buffers.
-        state: For messages: the training mode and the autocast of this recording. The text is empty
-            if they are the same as in the first recordings.
+        state: A text for error messages with the mode (training or evaluation) and the autocast of
+            this recording. It is empty if both are the same as in the first recordings.
     """
 
     sizes: Sizes
@@ -46,7 +46,7 @@ class RecordedCalls:
 class LayerPlan:
     """The plan of a layer: its calls, and the numbers of the tensors that enter and leave it.
 
-    Each tensor in the recorded forward of a module has a number.
+    Each tensor in the recorded forward of a module has a number. Skips are skip connections.
 
     Attributes:
         name: The layer's name.
@@ -70,8 +70,8 @@ class LayerPlan:
     def steps(self) -> list[Call]:
         """Return the layer's calls, and note in each call which tensors can be freed after it.
 
-        These are the tensors that no later call uses and the layer does not return. Their numbers
-        are in the call's field `spent`.
+        A tensor can be freed if no later call uses it and the layer does not return it. The numbers
+        of these tensors are in the call's field `spent`.
         """
         needed = {*self.outputs, *dict(self.stashes).values()}
         steps: list[Call] = []
@@ -178,13 +178,13 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
 
-    Layer `k` would have no such output if all tensors that go from it, or from earlier layers, to
-    later layers were skips to layers after `k` + 1. In this case, the shortest of these skips is
-    replaced: its tensor is handed on by the layers `k` and `k` + 1.
+    Layer `k` has no such output if every tensor that goes from layer `k`, or from an earlier layer,
+    to a later layer is a skip (skip connection). In this case, the shortest of these skips is
+    replaced: layers `k` and `k` + 1 hand its tensor on.
 
     Args:
         stops: For each tensor, the layers that make it, use it, or only hand it on. This function
-            can add `k` and `k` + 1 to the layers of one tensor.
+            can add the layers `k` and `k` + 1 for one tensor.
         k: The index of the layer.
         layers: The number of layers.
     """
@@ -235,7 +235,7 @@ def sizes_read(
 
 
 def _size_read(k: int, plan: LayerPlan, recordings: Sequence[RecordedCalls]) -> SizeRead | None:
-    """Return a dimension of a layer's inputs from which size `k` can be read, or `None`.
+    """Return a dimension of a layer's inputs from which the size with index `k` is read, or `None`.
 
     Args:
         k: 0 for the batch size, or else the index of a length that may change.

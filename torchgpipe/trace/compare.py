@@ -108,10 +108,10 @@ def check_other_lengths(
 
 
 def check_other_mode(module: Module, layers: Layers, signature: Signature, inputs: Tensors) -> None:
-    """Compare the layers with the module in the other mode, too: in evaluation, or in training.
+    """Compare the layers with the module also in the mode (training or evaluation) that is not set.
 
-    This is done if the recorded code of the module reads the mode (`training`). If the module makes
-    other calls in the other mode, which the layers do not have, there is only a warning.
+    This is done only if the recorded code reads the mode (`training`). If the module makes other
+    calls in the other mode, which the layers do not have, there is only a warning.
 
     Args:
         module: The module.
@@ -141,11 +141,11 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
 def _are_alike_in_other_mode(
     module: Module, layers: Layers, signature: Signature, inputs: Tensors
 ) -> bool:
-    """Return whether module and layers give equal results for the sample in the other mode.
+    """Return whether a module and its layers give equal results in the mode that is not set.
 
     This is evaluation mode if the module is in training mode, and the reverse. If the module itself
-    fails in the other mode, nothing can be compared, and the result is true. For example, a batch
-    norm in training mode fails if the batch has one sample.
+    fails in this mode, nothing can be compared, and the result is true. For example, a batch norm
+    in training mode fails if the batch has only one sample.
     """
     with as_it_was(module), as_it_was(layers):
         training = not module.training
@@ -238,14 +238,14 @@ def _outputs(run: Module, signature: Signature, inputs: Tensors) -> list[Tensor]
 def check_samples(
     module: Module, signature: Signature, inputs: Tensors, kept: Collection[Module]
 ) -> None:
-    """Check that a module treats each sample by itself; warn if it compares pairs of samples.
+    """Check that a module computes each sample independently; warn if it compares pairs of samples.
 
     Args:
         module: The module.
         signature: The module's signature.
         inputs: The tensors of the sample.
-        kept: The submodules that the user keeps whole. They may compare samples. Then the halves
-            of the sample may rightly give other outputs than the sample, and are not checked.
+        kept: The submodules that the user keeps whole (not cut). They may compare samples. So if
+            there are any, the outputs for the two halves of the sample are not checked.
     """
     if not kept and not is_on_meta(module, inputs):
         _check_halves(module, signature, inputs)
@@ -262,8 +262,8 @@ def check_samples(
 def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
     """Compare a module's outputs for the two halves of the sample with those for the whole sample.
 
-    If they differ, the module compares samples, and a pipeline, which splits its input, would
-    compute something else. The module runs in evaluation mode. The check is skipped in three cases:
+    If they differ, the module compares the samples of a batch, but a pipeline splits the batch. The
+    module runs in evaluation mode. The check is skipped in three cases:
 
     - The module has batch norms without running statistics.
     - The module cannot run in evaluation mode.
@@ -322,7 +322,7 @@ def _halves_of(outputs: Tensors, compared: Mapping[int, int]) -> list[list[Tenso
 
     Args:
         outputs: The outputs for all samples, with the samples as dimension 0.
-        compared: A dictionary from the index of each output that compares samples to the number of
+        compared: A dictionary from the index of each output that compares samples to the index of
             its other dimension that is as long as the batch (1 in the example).
 
     Returns:

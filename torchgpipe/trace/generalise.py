@@ -2,8 +2,8 @@
 
 A recording is the list of calls that the module's forward makes. The sizes are the batch size, and
 lengths of inputs that may change. If a number in the calls differs between the recordings, a
-formula (`Size`) is found that computes it from the sizes. If anything else differs, the calls that
-the module makes depend on the sizes. One list of calls cannot do this, so an error is raised.
+formula (`Size`) is found that computes it from the sizes. If anything else differs, the module
+makes other calls for other sizes. One list of calls cannot do this, so an error is raised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,8 +58,8 @@ def generalise(
     Args:
         root: The module.
         recordings: Its recordings, each for another batch size or other lengths of inputs.
-        advice: What to do if the recordings differ, for the error; by default, what helps if they
-            differ because of their sizes.
+        advice: What the user can do if the recordings differ, as text for the error message. The
+            default text is for recordings that differ because of their sizes.
 
     Raises:
         Untraceable: If the recordings differ in anything but numbers that sizes determine.
@@ -145,7 +145,7 @@ _OWN_LOSS = (
 def check_batch(
     module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> dict[int, int]:
-    """Raise `Untraceable` if a module returns no tensor, or a tensor without a batch dimension.
+    """Check that a module returns tensors, and that dimension 0 of each of them is the batch.
 
     Args:
         module: The module.
@@ -157,7 +157,7 @@ def check_batch(
         output to the second of its two dimensions that are as long as the batch.
 
     Raises:
-        Untraceable: The module returns no tensor, or one whose dimension 0 is not the batch.
+        Untraceable: The module returns no tensor, or a tensor whose dimension 0 is not the batch.
     """
     compared: dict[int, int] = {}
     first = recordings[0]
@@ -297,7 +297,7 @@ def general(values: Sequence[Any], points: Sequence[Sizes]) -> Any:
 
 
 class _Unlike(Exception):
-    """An internal error: a call in training cannot be merged with the call in evaluation.
+    """An internal error: a module's call in training cannot be merged with its call in evaluation.
 
     The two calls differ in more than plain arguments, such as numbers. `by_mode` catches the error.
     """
@@ -328,7 +328,7 @@ def by_mode(training: Sequence[Call], evaluation: Sequence[Call]) -> list[Call] 
 
 
 def _merged(one: Any, other: Any) -> Any:
-    """Return a value with `ByMode` in each place where two values have different plain values."""
+    """Merge two values; put a `ByMode` placeholder in each place where their plain parts differ."""
     kind = type(one) if type(one) is type(other) else None
     if kind in (tuple, list) and len(one) == len(other):
         return kind([_merged(x, y) for x, y in zip(one, other, strict=True)])

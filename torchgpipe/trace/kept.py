@@ -39,9 +39,10 @@ _Result = tuple[Any, list[Form]]
 class KeptResults:
     """The structures and shapes of the results of submodules that are kept as one layer.
 
-    A submodule may need the contents of its inputs, such as the lengths of sequences. So it cannot
-    run on fake tensors. Then the module runs on real tensors: the sample, with several batch sizes.
-    In these runs, the results of all submodules that are kept as one layer are noted.
+    A submodule may need the contents of its inputs, such as the lengths of sequences. Such a
+    submodule cannot run on fake tensors. Then the whole module runs on real tensors: the sample,
+    with several batch sizes. In these runs, the results of all submodules that are kept as one
+    layer are noted.
 
     Args:
         module: The module.
@@ -94,7 +95,8 @@ class KeptResults:
     def result(self, path: str, call: int, sizes: Sizes, device: torch.device | None) -> Any:
         """Return what a submodule would return for inputs of the given sizes.
 
-        The tensors in it have the right shapes and dtypes, but their memory is not initialized.
+        The tensors in the result have the right shapes and dtypes, but their memory is not
+        initialized.
 
         Args:
             path: The path of the submodule in the module.
@@ -114,7 +116,7 @@ class KeptResults:
 def _keep(
     results: list[_Result], slots: list[Slots], module: nn.Module, inputs: Any, result: Any
 ) -> None:
-    """Note the structure and the shapes of a submodule's result; this is its forward hook.
+    """Note the structure and shapes of a submodule's result; this is the submodule's forward hook.
 
     Args:
         results: The list to which the structure and the shapes are added.
@@ -138,16 +140,17 @@ def _keep(
 
 
 def _resized(signature: Signature, inputs: Tensors, sizes: Sizes, *, first: bool) -> list[Tensor]:
-    """Return the sample's tensors with another batch size and other lengths.
+    """Return the example input's tensors with another batch size and other lengths.
 
-    For this, some samples of the batch are left out or repeated. The others stay in their order,
+    For this, some samples of the batch are left out or repeated. The samples stay in their order,
     because sequences can be sorted by their lengths.
 
     Args:
         signature: The signature of the module.
         inputs: The tensors of the sample.
         sizes: The batch size, and the lengths that may change.
-        first: Whether the first sample of the batch is kept in any case. Otherwise the last is.
+        first: Whether the first sample of the batch is kept in any case. If not, the last sample
+            is.
     """
     size = sizes[0]
     resized = []

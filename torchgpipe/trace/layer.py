@@ -41,7 +41,7 @@ class Layer(Module):
     Args:
         root: The traced module.
         plan: The calls, and the tensors that enter and leave the layer.
-        namespace: The namespace of the skips, which all layers of the module share.
+        namespace: The namespace of the skips (skip connections). All layers of the module share it.
         extra: Maps names to tensors of the traced module that are neither parameters nor buffers.
         size_names: The names of the batch size and of the lengths that may change.
 
@@ -115,7 +115,7 @@ class Layer(Module):
 
     @property
     def stashes(self) -> list[SkipKey]:
-        """The skips that this layer sends to later layers, in the order in which it sends them."""
+        """The skips (skip connections) from this layer to later layers, in the order of sending."""
         return [key for key, _ in self._stashed]
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
@@ -200,7 +200,7 @@ class Layer(Module):
         Args:
             root: The traced module.
             name: The name of the tensor or submodule in the traced module.
-            extra: The tensor itself, if it is neither a parameter nor a buffer there.
+            extra: The tensor itself, if it is not a parameter or buffer of the traced module.
         """
         *path, last = name.split(".")
         here: Any = self
@@ -229,21 +229,21 @@ class Layer(Module):
 
 
 class NamedAsTraced(Module):
-    """A module with layers of a traced module, which PyTorch finds by the traced module's names.
+    """A module whose tensors PyTorch's state-dict functions find under the traced module's names.
 
     PyTorch's functions `get_state_dict` and `set_state_dict`, of
     `torch.distributed.checkpoint.state_dict`, look up each tensor by its name: for `model.embed`,
     they read the attribute `model`, and then the attribute `embed` of what they have found. This
-    module has no such attributes. But PyTorch first asks it, by `_fqn_modifiers`, where they are.
+    module has no such attributes, but its layers have. PyTorch first calls `_fqn_modifiers`, which
+    says where they are.
     """
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Return which names PyTorch has to leave out, and where it has to look up other names.
+        """Return a dictionary by which PyTorch finds tensors under the names of the traced module.
 
-        If the name of a child is among the values, PyTorch leaves it out of the names of the
-        child's tensors. These are the names of layers. If the name of an attribute is among the
-        keys, PyTorch reads the attribute not from this module, but from the object that this
-        module has under the value. This object is `_as_traced`.
+        If a value is the name of a child (a layer), PyTorch leaves this name out of the names of
+        the child's tensors. If a key is the name of an attribute, PyTorch reads the attribute not
+        from this module, but from the object that the value names: `_as_traced`.
         """
         modifiers: dict[str, str] = {}
         for key, layer in _traced_layers(self).items():
@@ -290,9 +290,10 @@ class Layers(NamedAsTraced, nn.Sequential):
 
 
 def keep_names(module: Module) -> None:
-    """Let `load_state_dict` of a sequence of layers take the state of the module that was traced.
+    """Let `load_state_dict` of a sequence of layers take the state of the traced module.
 
-    The keys of that state do not have the names of layers in them, as the sequence's own keys do.
+    The keys of the traced module's state have no names of layers in them. The sequence's own keys
+    contain these names.
     """
     module.register_load_state_dict_pre_hook(_into_layers)
     module.register_load_state_dict_post_hook(_out_of_layers)
@@ -336,7 +337,7 @@ def _traced_layers(module: Module) -> dict[str, Layer]:
 
 
 class _Around(Module):
-    """A module that a layer has in place of a submodule of which it has only some parts.
+    """A module that stands in a layer for a submodule of which the layer has only some parts.
 
     If a layer has `layer1.0.conv2`, for example, its `layer1` and `layer1.0` are such modules.
     """

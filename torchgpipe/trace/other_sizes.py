@@ -88,7 +88,7 @@ class OtherSizes:
         self._modes = {part: part.training for part in self._module.modules()}
 
     def forget_other_mode(self) -> None:
-        """From now on, refuse to run the layers in another mode than the module's own."""
+        """From now on, let the layers run only in the module's mode (training or evaluation)."""
         training, _ = self._state
         self.one_mode, self.both_modes = True, False
         self._recordings[not training] = self._recordings[training]
@@ -153,7 +153,7 @@ class OtherSizes:
         return self
 
     def keep_one_sample(self, tensors: Tensors) -> bool:
-        """Let the layers run on a single sample, even if the module makes other calls for it.
+        """Let the layers run on a single sample, even if the module then makes other calls.
 
         Args:
             tensors: Inputs with a single sample.
@@ -204,7 +204,7 @@ class OtherSizes:
         for part, own in self._modes.items():
             part.training = own if training == self._state[0] else training
             # A batch norm in training mode refuses a single sample. But in the original module, the
-            # batch norms may be in evaluation mode, and then they take it.
+            # batch norms may be in evaluation mode, and then they accept a single sample.
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 part.training = False
         whole = set(map(module.get_submodule, self._whole))
@@ -232,10 +232,11 @@ def check_one_sample(module: Module, layers: Layers, signature: Signature, input
     """Find out whether the layers of a module may run on a single sample.
 
     A module may make other calls for a single sample: for example, it may expand a tensor only if
-    there are several samples. The layers then often compute the same nevertheless.
+    there are several samples. Even then, the layers often compute the same as the module.
 
-    They may run if the module makes the same calls for it as for several samples, or if the layers'
-    outputs and gradients are the same as the module's. Otherwise, they refuse a single sample.
+    The layers may run on a single sample if the module makes the same calls for it as for several
+    samples, or if the outputs and gradients of the layers are the same as the module's. Otherwise,
+    the layers refuse a single sample.
 
     Args:
         module: The module.

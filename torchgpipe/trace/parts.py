@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def cache_in(value: Any) -> str | None:
-    """Return the name of the class of the first cache in a structure, or `None` without a cache.
+    """Return the class name of the first cache in a structure, or `None` if there is no cache.
 
     A cache keeps what a model has computed for earlier tokens, such as a `DynamicCache` of Hugging
     Face. An object counts as a cache if the name of its class ends with "cache".
@@ -74,8 +74,9 @@ class Slot:
 class Slots(TorchFunctionMode):
     """Takes the tensors out of nested arguments, and puts a slot (placeholder) in place of each.
 
-    This also works for objects of unknown classes: they are copied by `copy.deepcopy`. To put slots
-    into the copy in place of tensors, this class is a `TorchFunctionMode` that is active meanwhile.
+    This also works for objects of unknown classes: they are copied by `copy.deepcopy`. This class
+    is a `TorchFunctionMode`, which is active during the copying, and puts slots in place of the
+    tensors in the copy.
 
     Args:
         slots: Slots to use again. If there are more tensors than slots, new slots are made.
@@ -87,7 +88,7 @@ class Slots(TorchFunctionMode):
         self._slots = list(slots)
 
     def taken(self, value: Any) -> Any:
-        """Return a copy of a structure with slots in place of its tensors.
+        """Return a copy of a structure with slots (placeholders) in place of its tensors.
 
         The tensors are added to the attribute `tensors`.
         """
@@ -138,7 +139,8 @@ class Slots(TorchFunctionMode):
 class Structure:
     """A structure, such as a dictionary, from which the tensors were taken out.
 
-    It is a function that takes other tensors, and returns a copy of the structure with these.
+    A `Structure` can be called with other tensors. It returns a copy of the structure with these
+    tensors in it.
 
     Args:
         value: The structure, with slots (placeholders) in place of its tensors.
@@ -179,11 +181,11 @@ def as_tensors(output: Any) -> Any:
 
 
 def taken_apart(input: Any) -> Any:
-    """Return an input that has tensors within a structure as `Structured` tensors.
+    """Convert an input that is a structure, such as a dictionary, into `Structured` tensors.
 
     A structure is a mapping, a dataclass, or a tuple in which not all values are tensors. The first
     layer gets the same structure for each micro-batch: its tensors are split, and all other values
-    are copied. Any other input is returned as it is.
+    are copied. An input that is not a structure is returned as it is.
 
     Raises:
         TypeError: If a structure has no tensors, or has lists, arrays, `MicroBatches`, or other
@@ -243,7 +245,7 @@ def _check_parts(value: Any, what: str) -> None:
 
 
 def check_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `TypeError` if there is no tensor in the arguments, for example only a shape.
+    """Raise `TypeError` if the arguments of a call have no tensor, but only a shape, for example.
 
     Args:
         module: The module that the arguments are for.

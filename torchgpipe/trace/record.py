@@ -51,7 +51,7 @@ def record(
     """Run a module on fake tensors and record its calls; then restore the module's state.
 
     Args:
-        recorder: A new recorder of the module. It also notes which submodules use something that a
+        recorder: A new recorder of the module. It also notes which submodules do something that a
             recording cannot repeat.
         signature: The module's signature.
         inputs: Tensors with the shapes and dtypes of the module's inputs.
@@ -60,8 +60,8 @@ def record(
             the devices of the module and of `inputs`.
 
     Raises:
-        NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and its
-            results are not known.
+        NeedsResults: If a submodule that is kept whole needs the contents of a tensor, and the
+            submodule's results are not known.
         Untraceable: If the module needs the contents of a tensor, or raises an error.
     """
     with (
@@ -144,8 +144,9 @@ def record_all(
     """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
     If the calls in small submodules cannot be recorded, for example because they read the mode
-    (`training`), these submodules are added to `whole`, and all is recorded again. If other code
-    reads the mode, the calls are recorded in the other mode, too.
+    (`training`), these submodules are added to `whole`, and the whole module is recorded again. If
+    other code reads the mode, the calls are also recorded in the other mode (training or
+    evaluation).
 
     Args:
         module: The module.
@@ -196,7 +197,8 @@ def _in_other_mode(
         results: The results of submodules that cannot run on fake tensors, if there are any.
 
     Returns:
-        A list with a recording for each of the sizes. It is empty if recording fails in this mode.
+        A list with a recording for each of the sizes in `signature.points`. It is empty if
+        recording fails in this mode.
     """
     recordings = []
     notes: Notes = {}
@@ -216,7 +218,7 @@ def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Ca
     """Merge the recordings for all sizes, and for both modes, into the calls of the layers.
 
     If the module makes other calls in evaluation than in training, the layers only have the calls
-    for the mode that the module is in. The result is the recordings that were used, and the calls.
+    for the mode that the module is in. Return a pair: the recordings that were used, and the calls.
     """
     calls = generalise(module, recorded.recordings)
     if recorded.other_mode:

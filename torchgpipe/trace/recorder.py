@@ -53,9 +53,10 @@ class Recorder(TorchFunctionMode):
     Args:
         root: The module.
         whole: The submodules that the user keeps whole, and submodules that cannot be recorded.
-        notes: Gets an entry for each module that uses something that a recording cannot repeat.
-        results: What submodules that cannot run on fake tensors returned for real tensors, or
-            `None` if such submodules should raise an error.
+        notes: A dictionary. An entry is added for each module that uses something that a recording
+            cannot repeat.
+        results: The results, for real tensors, of submodules that cannot run on fake tensors. With
+            `None`, such submodules raise an error.
 
     Attributes:
         sizes: The batch size of the fake tensors, then the lengths named in `dynamic_shapes`.
@@ -63,8 +64,7 @@ class Recorder(TorchFunctionMode):
         fake: The `FakeTensorMode` that makes the fake tensors.
         calls: The recorded calls.
         shapes: Maps the number of each input, and of each tensor that a call made, to its shape.
-        extra: The tensors that the module uses and that are neither parameters nor buffers. They
-            get new names.
+        extra: Maps new names to tensors of the module that are neither parameters nor buffers.
         refused: The first line that cannot be recorded, and the reason; `None` if there is none.
     """
 
@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):
         return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
 
     def passes(self) -> bool:
-        """Return whether to skip a call: it is inside of a recorded call, or in another thread."""
+        """Return whether to ignore a call: it is inside a recorded call, or in another thread."""
         return self._calls_under_way > 0 or threading.get_ident() != self._thread
 
     def note(self, what: str) -> None:
@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
         return self._numbers[id(x)]
 
     def call(self, run: Run, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and record this call if it makes a tensor or changes one in place.
+        """Call a function, and record this call if it makes a tensor or changes a tensor in place.
 
         Args:
             run: The function to run.
@@ -255,9 +255,9 @@ class Recorder(TorchFunctionMode):
         """Return views that replace those tensors in a call's result that existed before the call.
 
         Some calls, such as `contiguous`, return their argument for one batch size, and a new tensor
-        for another. Thanks to the view, the result gets a new number in both cases. But a tensor
-        that the call has changed in place keeps its number. In the result, the key of a view is the
-        id of the tensor that it replaces.
+        for another. Thanks to the view, the call's result gets a new number in both cases. But a
+        tensor that the call has changed in place keeps its number. The dictionary maps the id of
+        each replaced tensor to its view.
         """
         kept = set(map(id, changed))
         views: dict[int, Tensor] = {}
@@ -329,7 +329,7 @@ class Recorder(TorchFunctionMode):
     def _other(self, value: Any) -> Any:
         """Return what to record for an argument that is neither a tensor nor a structure.
 
-        It is the argument itself, or a placeholder for a device of the module's type.
+        This is the argument itself, or a placeholder for a device of the same type as the module's.
         """
         if isinstance(value, torch.Generator):
             self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))

@@ -58,10 +58,11 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def advising_a_tuple(module: nn.Module, sample: object) -> Iterator[None]:
-    """If the sample is a list, and the module fails because of it, say to give a tuple.
+    """Advise the user to give a tuple if the module fails because the sample is a list.
 
     Raises:
-        Untraceable: In place of an error whose message has the word "list".
+        Untraceable: If the sample is a list, and the module raises an `AttributeError` or a
+            `TypeError` whose message has the word "list".
     """
     try:
         yield

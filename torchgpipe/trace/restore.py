@@ -1,4 +1,4 @@
-"""Restore a module and all random states, as they were before the module has run."""
+"""Restore a module and all random states to what they were before the module ran."""
 
 import copy
 import random
@@ -29,10 +29,10 @@ def as_it_was(root: Module) -> Iterator[None]:
 
 
 def set_mode(root: Module, training: bool) -> None:
-    """Set the mode of all submodules, without a call of `train`.
+    """Set the mode (training or evaluation) of all submodules, without a call of `train`.
 
-    A class may override `train` to change parameters: adapters are merged into weights, for
-    example.
+    A class may override `train` so that it changes parameters: for example, it may merge adapters
+    into weights.
     """
     for module in root.modules():
         module.training = training
@@ -69,7 +69,8 @@ def _same_attributes(root: Module) -> Iterator[None]:
 def _same_contents(root: Module) -> Iterator[None]:
     """Restore the contents of a module's tensors at the end of this context.
 
-    The states of its random generators are restored, too. The contents of parameters are not.
+    The states of the module's random generators are restored, too. The contents of parameters are
+    not restored.
     """
     buffers = set(map(id, root.buffers()))
     tensors: list[tuple[Tensor, int | None, Tensor]] = []

@@ -50,10 +50,10 @@ def sequential(
         model = GPipe(layers, balance, chunks=8)
 
     The function runs the module's forward on fake tensors and records the calls in it, for three
-    batch sizes. With lengths in `dynamic_shapes`, it does so more often: five times for one length,
-    nine times for two, and about twice as often for each further one. It cuts the list of calls
-    where a submodule with parameters is called. A tensor becomes a skip if a layer that comes
-    after the next layer uses it.
+    batch sizes. With lengths in `dynamic_shapes`, it makes more recordings: five for one length,
+    nine for two, and about twice as many for each further length. It cuts the list of calls where a
+    submodule with parameters is called. A tensor becomes a skip (skip connection) if a layer after
+    the next layer uses it.
 
     The layers have the module's own submodules, parameters and buffers, and their `state_dict` has
     the module's names. The layers, and a pipeline of them, are called like the module.
@@ -66,10 +66,10 @@ def sequential(
     there is a warning, because pairs from different micro-batches get no value.
 
     A submodule with at most half of the parameters is kept whole (not cut) if its forward reads
-    `training`, or does something that a recording cannot repeat. A larger one may pass its mode to
-    functions, as in `dropout(x, training=self.training)`. If it makes other calls in evaluation
-    than in training, there is a warning, and the layers run in one mode only. If it does something
-    that a recording cannot repeat, an error is raised.
+    `training`, or does something that a recording cannot repeat. A larger submodule may pass its
+    mode to functions, as in `dropout(x, training=self.training)`. If a larger submodule makes other
+    calls in evaluation than in training, there is a warning, and the layers run in one mode only.
+    If it does something that a recording cannot repeat, an error is raised.
 
     Later calls need arguments like the sample's, with the same shapes except for the batch size and
     the lengths in `dynamic_shapes`. A later call raises an error if the module makes other calls
@@ -84,11 +84,12 @@ def sequential(
         shared: The names of arguments without a batch dimension. Every micro-batch gets the whole
             argument. By default, the function finds them: a tensor has a batch dimension if its
             dimension 0 can grow together with dimension 0 of the other tensors.
-        dynamic_shapes: Which other lengths may change from call to call, in the form that
-            `torch.export.export` takes, such as `{"tokens": {1: torch.export.Dim("length")}}`.
-            Dimensions with the same `Dim` have the same length. Many modules do something else for
-            length 1, so give a sample of length 2 or more. A call of length 1 is compared with the
-            module first, and refused if it differs.
+        dynamic_shapes: Which lengths besides the batch size may change from call to call, in the
+            form that `torch.export.export` takes, such as
+            `{"tokens": {1: torch.export.Dim("length")}}`. Dimensions with the same `Dim` have the
+            same length. Many modules do something else for length 1, so give a sample of length 2
+            or more. Before a call with length 1, the layers' calls are compared with the module's,
+            and the call is refused if they differ.
 
     Returns:
         The layers, which `GPipe` takes like any other `nn.Sequential`.
@@ -126,7 +127,7 @@ def _first_that_fits(
     shared: Iterable[str] | None,
     whole: Iterable[Whole],
 ) -> Layers:
-    """Return the layers for the first guess about batched inputs with which the module runs.
+    """Guess which inputs have a batch dimension; return the layers for the first guess that works.
 
     Args:
         module: The module.
@@ -146,9 +147,10 @@ def _first_that_fits(
                     layers = _layers(module, signature, inputs, set(kept))
                 except Untraceable as error:
                     first = first or error
-                    # If the error has no `__cause__`, the module runs with this guess, but its
-                    # calls cannot be recorded. So do not try guesses with fewer batched inputs:
-                    # with these, the module could run, but would compute something else.
+                    # If the error has no `__cause__`, the module runs with this guess of the
+                    # batched inputs, but its calls cannot be recorded. So do not try guesses with
+                    # fewer batched inputs: with these, the module could run, but would compute
+                    # something else.
                     if error.__cause__ is None:
                         break
                 else:
@@ -175,15 +177,15 @@ def _choices(
 ) -> Iterator[Iterable[Batched]]:
     """Yield lists of guesses about which input tensors have a batch dimension.
 
-    A guess has a bool for each tensor: whether the tensor has a batch dimension, which is dimension
-    0. All tensors that have one must be equally long in it. So there is one list of guesses for
-    each length of dimension 0. In a list, guesses with more such tensors come first.
+    A guess has a bool for each tensor: whether dimension 0 of the tensor is the batch. All tensors
+    with a batch dimension must have the same length in it. So there is one list of guesses for each
+    length of dimension 0. In a list, guesses with more batched tensors come first.
 
     Args:
         signature: The signature of the module.
         inputs: The tensors of the sample.
-        shared: The names of the arguments without a batch dimension. If they are given, there is
-            only one guess.
+        shared: The names of the arguments without a batch dimension. If they are given, they
+            determine the only guess.
     """
     if shared is not None:
         if isinstance(shared, str) or not isinstance(shared, Iterable):
@@ -248,10 +250,10 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
 
 
 def _names(root: Module, calls: Iterable[Call]) -> list[str]:
-    """Return a name for each call: the name of the layer, if a layer begins with this call.
+    """Return for each call the name of the layer that can begin with it; "" if no layer can.
 
-    A layer can begin only with a call that uses parameters. The name for all other calls is "". A
-    layer gets the path of the submodule that is called, or that makes the call: `layer1/0/conv2`.
+    A layer can begin only with a call that uses parameters. Its name is the path of the submodule
+    that is called, or that makes the call, such as `layer1/0/conv2`.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     names: list[str] = []
@@ -329,8 +331,8 @@ def flat(module: Module, sample: Any) -> TensorOrTensors:
     """Convert the arguments of a model's call to the input of the model's first layer.
 
     Args:
-        module: The model, a sequence of layers. Only one that `sequential` has made (`Layers`)
-            needs the conversion; for others, `sample` is returned as it is.
+        module: The model, a sequence of layers. The arguments are converted only if `sequential`
+            has made the model (`Layers`). For other models, `sample` is returned as it is.
         sample: The arguments: a tensor, a tuple, or a dictionary from names to arguments.
     """
     signature = module.signature if isinstance(module, Layers) else None
@@ -340,7 +342,7 @@ def flat(module: Module, sample: Any) -> TensorOrTensors:
 def batched(module: Module) -> Sequence[bool] | None:
     """Return for each input of `module` whether it has a batch dimension; `None` if all have one.
 
-    Only a `Layers`, a sequence that `sequential` has made, can have inputs without one.
+    Only layers that `sequential` has made (`Layers`) can have inputs without a batch dimension.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return None if signature is None else signature.batched

@@ -45,8 +45,8 @@ class Signature:
         places: For each tensor among the arguments, its dimensions whose length may change.
         points: The sizes for which the module's calls are recorded. Each point has a batch size,
             and perhaps lengths.
-        compared: Which tensors of the result have a value for each pair of samples. The key is the
-            place of the tensor among those of the result, and the value is the second of its two
+        compared: A dictionary for those tensors of the result that have a value for each pair of
+            samples. It maps the index of the tensor in the result to the second of its two
             dimensions that are as long as the batch.
 
     Raises:
@@ -139,9 +139,9 @@ class Signature:
             raise refused(module, where(error), reason(error), advice) from error
 
     def advice(self, sizes: Sizes) -> str:
-        """Return what the user can do if the module fails for these sizes, for an error message.
+        """Return advice for an error message: what to do if the module fails for these sizes.
 
-        The result is "" if the lengths are those of the sample, so that only the batch size is new.
+        The result is "" if the lengths are those of the sample, and only the batch size differs.
         """
         if sizes in self.points:
             for length, size in zip(self._lengths, sizes[1:], strict=True):
@@ -185,8 +185,8 @@ class Signature:
     def input_of(self, args: Sequence[Any], kwargs: ByName) -> Input:
         """Return the input of the pipeline for a call: the tensors in the arguments of the call.
 
-        If the only argument is `MicroBatches`, the result is `MicroBatches`, too: each micro-batch,
-        which has the form of the sample, is replaced by the tensors in it.
+        If the only argument is `MicroBatches`, the result is `MicroBatches`, too: each micro-batch
+        has the form of the sample, and is replaced by the tensors in it.
         """
         if len(args) == 1 and args[0] is None:
             check(None)  # raises an error
@@ -198,9 +198,9 @@ class Signature:
         """Return the tensors in the arguments of a call, after checking the arguments.
 
         Raises:
-            ValueError: If the arguments are not like those of the sample. Only the batch size, the
-                lengths in `dynamic_shapes` and the contents of tensors may differ. Also if tensors
-                of this call differ from each other in their batch size or in such a length.
+            ValueError: If the arguments differ from the sample in more than the batch size, the
+                lengths in `dynamic_shapes` and the contents of tensors; or if tensors of this call
+                disagree in the batch size or in such a length.
         """
         tensors = self.tensors(args, kwargs)
         self._check_batch_sizes(tensors)
@@ -287,7 +287,7 @@ class Signature:
                 raise ValueError(
                     f"argument {first} has {size} samples (its length in dimension 0), but {name} "
                     f"has {len(x)}; if {other} has no batch dimension, call sequential again, with "
-                    f"shared=[{other!r}] or a sample of two or more samples"
+                    f"shared=[{other!r}] or with a batch of two or more samples"
                 )
 
     def returns(
@@ -338,10 +338,10 @@ class Signature:
 
 
 def arguments(sample: Any) -> Arguments:
-    """Convert the sample of a call into positional and keyword arguments.
+    """Convert a sample (the arguments of an example call) into positional and keyword arguments.
 
-    A mapping has keyword arguments, a tuple has positional arguments, and any other object is the
-    only argument.
+    A mapping gives keyword arguments, a tuple gives positional arguments, and any other object is
+    the only argument.
     """
     if isinstance(sample, Mapping):  # a tokenizer returns a mapping that is no dictionary
         return (), dict(sample)

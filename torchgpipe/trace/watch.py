@@ -1,4 +1,4 @@
-"""Tell a recorder of a module's calls what it cannot see itself, such as calls of submodules."""
+"""Tell a recorder of module calls about events that it cannot see, such as calls of submodules."""
 
 import inspect
 import logging
@@ -65,7 +65,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 def _module_calls(recorder: Recorder) -> list[Replacement]:
     """Return replacements of PyTorch's functions that tell a recorder about calls of modules.
 
-    They also tell it about calls of custom autograd functions.
+    They also tell the recorder about calls of custom autograd functions.
     """
     call: Any = Module.__call__
     apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
@@ -112,9 +112,9 @@ def _module_attributes(recorder: Recorder) -> list[Replacement]:
 
 
 def _noted_functions(recorder: Recorder) -> list[Replacement]:
-    """Return replacements of functions that tell a recorder about their use.
+    """Return replacements of functions; each replacement tells a recorder when it is called.
 
-    These are functions for autocast, gradient modes, random states and random numbers.
+    The replaced functions are those for autocast, gradient modes, random states and random numbers.
     """
 
     def noted(owner: Any, name: str, what: str) -> Replacement:

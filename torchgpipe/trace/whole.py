@@ -1,7 +1,7 @@
 """Decide which submodules are kept whole: recorded as a single call, and not cut into layers.
 
-A submodule is kept whole, for example, if there is a note that it uses something that a recording
-of its calls cannot repeat, such as a random state. The note says what it uses, and in which line.
+For example, a submodule is kept whole if it uses something that a recording of its calls cannot
+repeat, such as a random state. A note says what the submodule uses, and in which line.
 """
 
 from collections.abc import Container, Iterable
@@ -58,7 +58,7 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
 
     Raises:
         TypeError: If `whole` is not a list of modules and classes.
-        ValueError: If the module has no such submodule.
+        ValueError: If an element of `whole` matches no submodule of the module.
     """
     what = "whole must be a list of submodules or their classes"
     if isinstance(whole, str | type | Module) or not isinstance(whole, Iterable):
@@ -95,8 +95,8 @@ OTHER_RANDOM = "random numbers beside PyTorch's"
 """The note of a module that draws random numbers by Python's or NumPy's functions."""
 
 # Functions that cannot be recorded: they may return something else when the layers run, or they do
-# more than return a result. For an attribute such as `x.grad`, the functions that Python calls are
-# listed: `__get__` to read it, and `__set__` to set it.
+# more than return a result. For an attribute such as `x.grad`, the dictionary has the functions
+# that Python calls: `__get__` to read the attribute, and `__set__` to set it.
 NOTED: dict[Any, str] = {
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
@@ -121,10 +121,10 @@ for name in (
 
 
 def add_note(notes: Notes, module: Module, what: str) -> None:
-    """Note that a module uses `what`, which a recording cannot repeat, in the running line.
+    """Note that a module uses `what`, which a recording cannot repeat, in the line that runs now.
 
-    A module keeps its first note. Only the note that it reads its mode is replaced by others,
-    because a module that does nothing else can be recorded.
+    A module keeps its first note. But a note that the module reads its mode (`training`) is
+    replaced by a later note, because a module that only reads its mode can be recorded.
 
     Args:
         notes: The notes of all modules.
@@ -155,7 +155,8 @@ def check_notes(root: Module, notes: Notes) -> None:
 
     Args:
         root: The module.
-        notes: For each submodule that uses something of this kind, its name, and the line of code.
+        notes: For each submodule that uses something of this kind: the name of what it uses, and
+            the line of code.
     """
     for what, at in notes.values():
         if what != TRAINING:

@@ -27,7 +27,7 @@ _TOOL = 4
 
 
 def end_with_process(connections: Any) -> None:
-    """Register connections, so that they are ended when this process ends.
+    """Register the connections to other ranks, so that they are ended when this process ends.
 
     If an error ends the process, `connections.fail` is called, and otherwise `connections.close`.
     """

@@ -2,7 +2,7 @@
 
 A task that is only slow uses the CPU: in its own thread, in another thread (of an operator), or in
 a child process (such as a compiler). So the CPU time of all threads and all descendants of this
-process is added up. A hanging task is detected only when nothing else in the process computes.
+process is added up. A hanging task is detected only if nothing else in these processes computes.
 
 Two kinds of hanging tasks are not detected:
 
@@ -89,8 +89,8 @@ def place(ident: int) -> str:
     """Return the line of code that a thread runs now, such as "forward of Linear, linear.py:134".
 
     Functions of PyTorch and of the standard library are passed over, unless they are a layer's
-    methods. If the line is in another function, the text also names the layer's method that has
-    called this function.
+    methods. If the line is not in a layer's method, the text also names the layer's method that has
+    called the line's function.
     """
     frame = sys._current_frames().get(ident)
     inner = ""

@@ -1,4 +1,4 @@
-"""Messages by which ranks learn that another rank works, has ended or has failed.
+"""Messages by which each rank learns whether another rank works, has ended or has failed.
 
 Every rank regularly tells all other ranks what it does now (monitor.py). When a rank ends, it sends
 a final message, which says that the rank has ended normally, or why the pipeline has failed. Then
@@ -133,8 +133,9 @@ class Liveness:
         Only the first failure counts.
 
         Args:
-            why: A line that names the failed rank and its error.
-            told_by: The rank from which this rank has heard of the failure, if any.
+            why: A line of text that names the failed rank and its error.
+            told_by: The rank from which this rank has heard of the failure; `None` if it found the
+                failure itself.
         """
         with self._changed:
             if self.stopped or self._monitor.ended.is_set():
@@ -163,7 +164,7 @@ class Liveness:
             self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
 
     def broken(self, peer: int, error: BaseException) -> None:
-        """Record that the connection to the rank `peer` broke while this process was using it."""
+        """Record that the connection to the rank `peer` broke while it was in use."""
         with self._changed:
             self._lost[peer] = gist(error)
         self._check_not_needed(peer)
@@ -187,9 +188,9 @@ class Liveness:
         return threads
 
     def _check_not_needed(self, peer: int) -> None:
-        """Call `fail` if the rank `peer` has ended normally, but this process still needed it.
+        """Call `fail` if the rank `peer` has ended normally, but this process still needed `peer`.
 
-        This process needed `peer` if the connection broke while this process was using it.
+        This process still needed `peer` if the connection to `peer` broke while it was in use.
         """
         with self._changed:
             has_ended = peer not in self._monitor.others

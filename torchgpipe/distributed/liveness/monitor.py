@@ -47,7 +47,7 @@ class Activity:
     """What this rank does now, within a call of its pipeline or outside of the pipeline.
 
     Args:
-        fail: A function that ends the pipeline; it is called with a line that says what is wrong.
+        fail: A function that ends the pipeline. It takes a line of text that says what is wrong.
         beside: A list with the `Activity` of each pipeline that this process has over the same
             ranks. This new `Activity` is added to the list.
 
@@ -71,12 +71,13 @@ class Activity:
 
     @contextmanager
     def call(self, serial: int, name: str, program: Program | None) -> Iterator[None]:
-        """Within this context, note that a call of the pipeline runs, so that others can be told.
+        """Within this context, note that a call of the pipeline runs, so that other ranks are told.
 
         Args:
             serial: The number of the mini-batch.
             name: The name of the call in error messages.
-            program: The program (the rank's list of tasks) that the call runs, if already known.
+            program: The program (the rank's list of tasks) that the call runs, or `None` if not yet
+                known.
         """
         self._calls += 1
         self._serial = serial
@@ -140,7 +141,7 @@ class RankMonitor:
     """A thread that monitors all ranks, until `ended` is set or a problem is found.
 
     A process can have several pipelines over the same ranks, and can be waiting in any of them. So
-    if there is a problem, all of these pipelines end.
+    if there is a problem, all pipelines over these ranks end.
 
     Args:
         own: This rank.
@@ -188,7 +189,7 @@ class RankMonitor:
         self.thread.start()
 
     def heard(self, peer: int, label: Label) -> None:
-        """Record the label that another rank has sent: a description of what it does now."""
+        """Record the label that another rank has sent: a description of what that rank does now."""
         self._heard[peer] = self._now(), label
 
     def forget(self, peer: int) -> None:
@@ -197,7 +198,7 @@ class RankMonitor:
         self._heard.pop(peer, None)
 
     def answers(self, peer: int) -> bool:
-        """Return whether a rank sent a message recently, so that it is likely to answer one now."""
+        """Return whether a rank sent a message recently, so that it can be expected to answer."""
         last = self._heard.get(peer)
         if last is None:
             return True  # it may still be connecting
@@ -205,7 +206,7 @@ class RankMonitor:
         return self._now() - heard < 6 * self._interval
 
     def last(self, peer: int) -> str:
-        """Return a text that says when a rank sent its last message, and what it did then.
+        """Return a text that says when a rank sent its last message, and what the rank did then.
 
         If no message has come from the rank, return "".
         """
@@ -252,7 +253,7 @@ class RankMonitor:
                 each.fail(wrong)
 
     def _look(self, *, tells: bool) -> str | None:
-        """Check all ranks; return a line that says what is wrong, or `None`.
+        """Check all ranks; return a line of text that says what is wrong, or `None` if nothing is.
 
         Args:
             tells: Whether to tell other ranks what this rank does now (its label).

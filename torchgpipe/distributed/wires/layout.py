@@ -39,10 +39,10 @@ def layout_of(x: Tensor) -> Layout:
 # Tensors that are made in inference mode do not count in-place changes, so they may be refused.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
-    """Make a received tensor from its layout, and from the bytes of its values.
+    """Make a received tensor from its layout and from the bytes of its values.
 
-    The next element of `rows` is a tensor of these bytes. But if NCCL transfers the tensor, nothing
-    is taken from `rows`, and the result is a `meta` tensor.
+    The bytes are the next element of `rows`, an iterator over tensors of bytes. But if NCCL
+    transfers the tensor, nothing is taken from `rows`, and the result is a `meta` tensor.
     """
     dtype, shape, strides, size, meta = layout
     content = next(rows) if size else None

@@ -72,8 +72,8 @@ def described(about: Hashable, layouts: Iterable[Layout | None]) -> Tensor:
 def places(sizes: Iterable[int]) -> list[tuple[int, int | None]]:
     """Return where each part of a message goes: its size, and its offset in the slot, in bytes.
 
-    A message begins with a buffer of fixed size, the slot. A part that does not fit into the slot
-    is sent after it, and its offset is `None`.
+    A message begins with a buffer of limited size, the slot. A part that does not fit into the slot
+    is sent separately, after the slot, and its offset is `None`.
     """
     found: list[tuple[int, int | None]] = []
     at = HEAD.size
@@ -124,7 +124,7 @@ class Predicted:
             self._predict()
 
     def note(self, number: int) -> None:
-        """Record which description this message has, and predict that of the next message.
+        """Record the description of this message, and predict the description of the next message.
 
         If this is message k of its mini-batch, the next message is predicted to have the same
         description as message k + 1 of the previous mini-batch.

@@ -1,11 +1,13 @@
-"""Transfer tensors between the GPUs of two ranks by NCCL. Each wire has a pair of its own.
+"""Transfer tensors between the GPUs of two ranks by NCCL.
 
-When a rank dies, the ranks that survive raise `RankFailed`, and may go on without it. PyTorch's
-process groups for NCCL do not allow that. By default, each group has a thread (the watchdog). When
-NCCL reports that the other rank has died, the watchdog asks all processes of the job, through their
-store, to write down their state and to end. A minute later, the watchdog ends its own process.
+When a rank dies, the ranks that survive raise `RankFailed`, and may go on without it. They could
+not go on with PyTorch's usual process groups for NCCL. By default, each group has a thread (the
+watchdog). When NCCL reports that the other rank has died, the watchdog asks all processes of the
+job, through their store, to write down their state and to end. A minute later, the watchdog ends
+its own process.
 
-A pair is a process group of two ranks. It differs from a usual group in three ways:
+A pair is a process group of two ranks. Each wire (message channel between two stages) has a pair of
+its own. A pair differs from a usual group in three ways:
 
 - A pair has no watchdog. PyTorch starts none for a group that is made while the environment
   variable TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair
@@ -118,14 +120,14 @@ class Pairs:
         self._why = ""
 
     def connect(self, device: torch.device, addresses: Sequence[PairAddress]) -> str:
-        """Make a pair of ranks for each address, and connect the two by a first transfer.
+        """Make a pair of ranks for each address, and connect the two ranks by a first transfer.
 
         Args:
             device: This rank's GPU.
-            addresses: How to connect each pair. All ranks have the pairs in the same order.
+            addresses: The address of each pair. All ranks have the pairs in the same order.
 
         Returns:
-            Why NCCL does not connect all pairs, or an empty text if it does.
+            A text that says why NCCL does not connect all pairs. It is empty if NCCL connects them.
 
         Raises:
             Stopped: If the pairs were aborted meanwhile, because another rank has failed.

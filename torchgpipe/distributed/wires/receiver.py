@@ -91,7 +91,7 @@ class Receiver(End):
         return Message(serial, about, tensors)
 
     def _learn(self, slot: Tensor, length: int) -> None:
-        """Read a new description of a message from the slot (first buffer), or receive it after."""
+        """Read a new description from the slot (the first buffer), or receive it after the slot."""
         ((_, start),) = places([length])
         if start is not None:
             description = slot[start : start + length]

@@ -158,7 +158,7 @@ class Sender(End):
         )
 
     def _post(self, message: Message) -> list[Any]:
-        """Send a message as bytes: the slot (its first buffer), and the parts that do not fit in.
+        """Send a message as bytes: the slot (its first buffer), and parts that do not fit into it.
 
         Returns:
             The operations of gloo; the caller has to wait for them.

@@ -16,14 +16,14 @@ Described = tuple[Hashable, ...]
 
 
 def described(value: Any, values: list[Any]) -> Described:
-    """Describe a structure that has slots in place of its tensors.
+    """Describe a structure that has slots (placeholders) in place of its tensors.
 
     Micro-batches usually have structures with the same description: only their plain values, such
     as numbers, may differ.
 
     Args:
         value: The structure, or a part of it.
-        values: Gets the plain values, in their order.
+        values: A list to which the plain values are added, in their order.
 
     Raises:
         TypeError: If the structure has something else than tuples, lists, dictionaries, tensors,
@@ -49,7 +49,7 @@ def described(value: Any, values: list[Any]) -> Described:
 def structure_of(told: Described, values: list[Any]) -> Structure:
     """Make a structure from its description `told`, the result of `described`.
 
-    `values` has the plain values, such as numbers, which are not in the description.
+    The list `values` has the plain values, such as numbers, because the description lacks them.
     """
     slots: list[Slot] = []
     value = _undescribed(told, iter(values), slots)

@@ -62,7 +62,7 @@ class Transfer:
 
     Args:
         device: This rank's device.
-        pair: This rank and the other rank, connected by NCCL. Without a pair, tensors are copied
+        pair: This rank and the other rank, connected by NCCL. With `None`, tensors are copied
             through host memory.
         late: By how many messages the sender delays each message: it sends a message only when
             `late` further messages wait behind it.
@@ -87,7 +87,7 @@ class Transfer:
         """Begin to send tensors, as soon as the compute stream has made them.
 
         Return the tensors that the caller still has to send over gloo, and the GPU event to wait
-        for before or after that.
+        for before or after sending them.
         """
         here = self._device.type
         moved: list[Tensor | None] = []
@@ -169,7 +169,7 @@ class _Wire(NamedTuple):
     target: int
 
     def has_end(self, rank: int) -> bool:
-        """Return whether this wire leads from the given rank to another rank, or the reverse."""
+        """Return whether this wire connects the given rank with another, in either direction."""
         return self.source != self.target and rank in (self.source, self.target)
 
 
@@ -200,7 +200,7 @@ class Transfers:
         *,
         late: bool,
     ) -> None:
-        """Make a `Transfer` for each wire (message channel) from this rank to another, or back.
+        """Make a `Transfer` for each wire (message channel) between this rank and another rank.
 
         All ranks call this method together. The transfers are added to `made`. They use NCCL if
         every rank has a separate GPU and NCCL connects all ranks, and host memory otherwise. If

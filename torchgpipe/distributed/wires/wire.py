@@ -85,7 +85,7 @@ class End:
         self._predicted = Predicted()
 
     def begin(self) -> None:
-        """Begin a mini-batch, so that both ends of the wire predict the same message.
+        """Begin a mini-batch, so that both ends of the wire predict the same next message.
 
         The sender calls this method before it sends a message, and the receiver before it waits for
         the same message.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Value:
-    """Stands for a tensor in the recorded arguments of a call: an input, or the result of a call.
+    """A placeholder in recorded arguments for an input of the module, or for a result of a call.
 
     Its `number` says which tensor this is. The inputs of the module have the first numbers, and the
     tensors that calls return have the next ones.
@@ -46,13 +46,13 @@ class Call(NamedTuple):
         kwargs: The keyword arguments, with the same placeholders.
         outputs: The numbers of the tensors that the call returns, in order.
         grad: Whether gradients are enabled during the call.
-        result: The structure of what the call returns: a number for each tensor, and tuples of
-            numbers for tuples and lists, with `None` for each value that is no tensor. It is `None`
-            as a whole if there are other structures, such as dictionaries.
+        result: The structure of what the call returns: a number for each tensor, a tuple of numbers
+            for each tuple or list, and `None` for each value that is no tensor. If there are other
+            structures, such as dictionaries, the whole `result` is `None`.
         spent: The numbers of the tensors that the layer frees after this call, because none of its
             later calls uses them.
         caller: The name of the module whose forward makes the call.
-        since: The first of the calls that have to be in one layer with this call. If this call
+        since: The index of the first call that has to be in one layer with this call. If this call
             changes a tensor in place, it is the index of the call that made the tensor, or -1 if
             the tensor is an input. Otherwise, it is the index of this call itself.
         where: The file and line of the call.

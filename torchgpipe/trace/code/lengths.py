@@ -58,9 +58,10 @@ def lengths_of(
         shapes: The argument `dynamic_shapes` of `sequential`.
 
     Returns:
-        The lengths, and where they are: for each tensor (by its id), which of its dimensions have
-        which length. Lengths have indices from 1 on, because 0 stands for the batch size. A tensor
-        that is given for several arguments has a list with an entry for each of them.
+        The list of lengths, and a dictionary that says where they are. It maps the id of each
+        tensor to a list. The list has a dictionary for each argument that is this tensor: from the
+        tensor's dimensions to the indices of their lengths. Indices begin at 1, because 0 stands
+        for the batch size.
 
     Raises:
         TypeError: If `shapes` does not have the form that `torch.export` takes.
@@ -105,7 +106,7 @@ def _entries(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, Tensor, 
     Args:
         name: The name of the argument.
         value: The argument: a tensor, or a tuple, list or dictionary with tensors.
-        shapes: What `dynamic_shapes` has for this argument.
+        shapes: The part of `dynamic_shapes` for this argument.
     """
     if isinstance(value, Tensor):
         yield name, value, _by_dimension(name, value, shapes)
@@ -162,7 +163,7 @@ Place = tuple[int, int, Any]
 
 
 def _named(entries: Sequence[tuple[str, Tensor, dict[int, Any]]]) -> dict[str, list[Place]]:
-    """Find the lengths that may change; map the name of each to the dimensions that have it.
+    """Return a dictionary from the name of each length that may change to the dimensions with it.
 
     A `torch.export.Dim` that is used only for dimension 0 stands for the batch size, and is left
     out.
@@ -222,7 +223,7 @@ def _name(argument: str, length: int, entry: Any) -> str | None:
 def _length(
     name: str, places: Sequence[Place], entries: Sequence[tuple[str, Tensor, dict[int, Any]]]
 ) -> Length:
-    """Make the `Length` of one name, and choose three values of it to record a module with.
+    """Make a `Length` with a given name, and choose three lengths for which to record a module.
 
     Args:
         name: The name of the length.
@@ -231,7 +232,8 @@ def _length(
             `dynamic_shapes` for its dimensions.
 
     Raises:
-        ValueError: If these dimensions differ in the sample, or the allowed range is too small.
+        ValueError: If these dimensions have different lengths in the sample, or the allowed range
+            is too small.
     """
     found: dict[int, str] = {}
     least, most = 1, None
@@ -263,8 +265,8 @@ def _length(
 def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int] | None:
     """Return three lengths for which to record a module: the sample's length, and two others.
 
-    The others are shorter if possible, because a module may not take a longer input, for example if
-    it has a table of positions. The three lengths differ by a power of two that divides the
+    The other two are shorter if possible, because a module may not take a longer input, for example
+    if it has a table of positions. The three lengths differ by a power of two that divides the
     sample's length, because a module may need a multiple of the size of its blocks. Length 1 is
     never chosen, because modules and operators treat it in a special way.
 

@@ -18,7 +18,7 @@ class Size:
     """A formula for a number that depends on sizes: on the batch size, and on lengths of inputs.
 
     The formula is a sum of products of sizes, such as `2 * batch * length + 1`, divided by a whole
-    number and rounded down. In recorded calls, it stands in the place of the number.
+    number and rounded down. In recorded calls, the formula stands in the place of the number.
 
     Attributes:
         terms: The products. Each has a factor, and the indices of the sizes to multiply; index 0
@@ -61,11 +61,11 @@ class Size:
 
 
 def fitted(numbers: Sequence[int], points: Sequence[Sizes]) -> Size | None:
-    """Find a formula by which a number depends on sizes; return `None` if there is none.
+    """Find a formula that computes a recorded number from sizes; return `None` if there is none.
 
-    A module was recorded for several points. A point has a value for each of k sizes: for the batch
-    size, and for each length that may change. The first 2^k points determine the formula, and all
-    other points test it.
+    A module was recorded at several points. A point consists of k sizes: the batch size, and each
+    length that may change. The first 2^k points determine the formula, and all other points test
+    it.
 
     Args:
         numbers: The number that was recorded at each point.
@@ -106,8 +106,9 @@ def corners(lengths: Iterable[tuple[int, int, int]]) -> list[Sizes]:
         lengths: Three values of the batch size, and three of each length that may change.
 
     Returns:
-        First all combinations of the first and the second value of each size. They determine the
-        formula that `fitted` finds. Then one point with all third values, which tests the formula.
+        A list of points. First come all combinations of the first and the second value of each
+        size. They determine the formula that `fitted` finds. Then comes one point with all third
+        values, which tests the formula.
     """
     grid: list[Sizes] = [()]
     last: Sizes = ()

@@ -68,9 +68,9 @@ class Source:
         layer: The layer, which has the submodules and tensors that the calls use.
         inputs: The numbers of the input tensors. In the code, tensor 4 has the name `x4`.
         outputs: The numbers of the tensors that the function returns.
-        sizes: From which dimensions of inputs the function reads the batch size and lengths.
+        sizes: The dimensions of inputs from which the function reads the batch size and lengths.
         size_names: The names of the batch size and of the lengths.
-        tensors_in: A function that yields the tensors in a structure. The code calls it.
+        tensors_in: A function that yields the tensors in a structure. The written code calls it.
 
     Attributes:
         names: Maps the names that the code uses to the objects for which they stand.
@@ -230,7 +230,7 @@ class Source:
         )
 
     def _named(self, value: Any) -> str:
-        """Return a name for an object that cannot be written as code, and add it to `names`."""
+        """Return a name for an object that cannot be written as code; add the name to `names`."""
         for name, known in self.names.items():
             if known is value:
                 return name
@@ -240,7 +240,7 @@ class Source:
         return name
 
     def _module(self, path: str) -> str:
-        """Return the code that finds a submodule by its path: `self.blocks._modules["0"]`."""
+        """Return code that finds a submodule by its path, such as `self.blocks._modules["0"]`."""
         text = "self"
         module: Any = self._layer
         for part in path.split(".") if path else ():
@@ -249,7 +249,7 @@ class Source:
         return text
 
     def _tensor(self, name: str) -> str:
-        """Return the code that finds a parameter or buffer by its name: `self.linear.weight`."""
+        """Return code that finds a parameter or buffer by name, such as `self.linear.weight`."""
         path, _, last = name.rpartition(".")
         owner: Any = self._layer
         for part in path.split(".") if path else ():
@@ -282,7 +282,7 @@ def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Calla
 
 
 def _row(numbers: Sequence[int]) -> str:
-    """Return the code of a tuple of tensors with these numbers: `x3, x4`, or `(x3,)` for one."""
+    """Return the code of a tuple of numbered tensors: `x3, x4`, for example, or `(x3,)`."""
     names = [f"x{number}" for number in numbers]
     return f"({names[0]},)" if len(names) == 1 else ", ".join(names) or "()"
 
@@ -302,14 +302,14 @@ def _pattern(result: Any) -> str:
 
 
 def _identifier(name: str) -> str:
-    """Make a Python identifier of a name: `layer_12_layer1_0_conv2` of `12:layer1/0/conv2`."""
+    """Make a Python identifier from a name: `layer_12_layer1_0_conv2` from `12:layer1/0/conv2`."""
     letters = [c if c.isalnum() and c.isascii() else "_" for c in name]
     text = "".join(letters)
     return f"layer_{text}" if text[:1].isdigit() or iskeyword(text) or not text else text
 
 
 def _variable(name: str) -> str:
-    """Return a name for the variable of a tensor's length: `name`, or `name_` if that is taken."""
+    """Return the variable for a length called `name`: `name`, or `name_` if `name` is taken."""
     taken = name in ("self", "inputs", "device", "batch", "torch", "tensors_in", "slice", "_")
     return f"{name}_" if taken or iskeyword(name) or name[0] in "xX" else name
 
@@ -317,7 +317,7 @@ def _variable(name: str) -> str:
 def _is_attribute(module: nn.Module, name: str) -> bool:
     """Return whether a submodule or tensor called `name` can be written as `module.name`.
 
-    If the class has another attribute of this name, for example, it has to be written otherwise.
+    This is not possible if the module's class has another attribute of this name, for example.
     """
     usual = hasattr(type(module), name) or name in module.__dict__
     return name.isidentifier() and not iskeyword(name) and not usual
