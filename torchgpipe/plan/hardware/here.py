@@ -156,7 +156,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
-    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
+    """Return this machine's bytes of memory, or the limit of its container if that is lower."""
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
