@@ -55,7 +55,7 @@ class LossLayer(Module):
 
 
 class Loss:
-    """A criterion and a target, from which layers for any micro-batch size are made.
+    """A criterion and a target. `behind` adds them to a model as a layer, for any batch size.
 
     Args:
         criterion: The criterion, as for `GPipe.step`.
@@ -95,8 +95,8 @@ class Loss:
     def _check(self, x: Tensor) -> Tensor:
         if not x.dim() or len(x) != self._samples:
             raise ValueError(
-                f"every tensor of the target needs the number of the sample's samples, "
-                f"{self._samples}, as its dimension 0, but one has the shape {tuple(x.shape)}"
+                f"every tensor of the target must have the sample's batch size, {self._samples}, "
+                f"as its dimension 0, but one has the shape {tuple(x.shape)}"
             )
         return x
 

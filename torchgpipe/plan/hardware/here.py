@@ -171,7 +171,7 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name for messages: the GPU's model, or that it is this machine's CPU."""
+    """Return a device's name for messages: a GPU's model, or words for this machine's CPU."""
     if accelerator.has_streams(device):
         return str(accelerator.properties(device).name)
     threads = torch.get_num_threads()
