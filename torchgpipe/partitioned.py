@@ -184,8 +184,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             input: As for `forward` (if the layers were traced: like the sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings;
                 `MicroBatches`; or `None`. Each micro-batch gets a part of each tensor, and all
-                other values unchanged. A list with an entry for each sample is split by its
-                entries.
+                other values unchanged. Lists with an entry for each sample are split, too.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the gradients of `"sum"`, but returns all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
