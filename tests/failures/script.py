@@ -1,4 +1,4 @@
-"""Run a script under torchrun, and cause one fault in each of its starts.
+"""Run a script under torchrun, and cause at most one fault in each of its starts.
 
     FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
     torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
