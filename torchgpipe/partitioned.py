@@ -192,8 +192,8 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
                 `ShardedGradScaler`, of `torch.distributed.fsdp.sharded_grad_scaler`.
 
         Returns:
-            The loss of the mini-batch: a scalar, or for `"none"` all losses. It has no graph, so
-            `backward()` of it, of `loss / 4` or of `scaler.scale(loss)` raises an error.
+            The loss of the mini-batch: a scalar, or for `"none"` a tensor of all losses. It has no
+            graph, so `backward()` of it, of `loss / 4` or of `scaler.scale(loss)` raises an error.
 
         Raises:
             RuntimeError: Gradients are off, a layer does something that a pipeline does not

@@ -199,8 +199,8 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
         room: How many bytes tensors may take on each device.
 
     Raises:
-        Impossible: If it was raised in the context. The message then also names the fastest way of
-            training that fits the memory, if there is one.
+        Impossible: If this error was raised in the context. Its message then also names the fastest
+            way of training that fits the memory, if there is one.
     """
     try:
         yield

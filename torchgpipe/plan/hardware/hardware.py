@@ -6,8 +6,8 @@
 
 A hardware description is a JSON file. Every figure in it is a JSON object with a `value`, which is
 a number, and a `source`, which says where the number comes from. For each class of operators, such
-as `conv`, it has two efficiencies. The compute efficiency is the share of the device's peak rate
-that operators of the class reach. The memory efficiency is the share of the device's memory
+as `conv`, the file has two efficiencies. The compute efficiency is the share of the device's peak
+rate that operators of the class reach. The memory efficiency is the share of the device's memory
 bandwidth that they reach. A compute efficiency with a name such as `conv.float16` is for one class
 and one dtype.
 
@@ -109,9 +109,9 @@ class Hardware:
     def room(self, memory: float, headroom: float | None = None) -> float:
         """Return how many bytes tensors may take on a device.
 
-        On a GPU, tensors may take less than the device's memory, because PyTorch's caching
-        allocator needs more memory than the tensors take: it keeps freed blocks, also those whose
-        size does not suit the next tensor. On a CPU, freed memory goes back to the system.
+        On a GPU, this number is less than the device's memory, because PyTorch's caching allocator
+        needs more memory than the tensors take: it keeps freed blocks, also those whose size does
+        not suit the next tensor. On a CPU, freed memory goes back to the system.
 
         Args:
             memory: The bytes of memory of the device.
