@@ -1,4 +1,4 @@
-"""Options, hooks and fixtures for all tests, such as `--slow` and tests over several ranks."""
+"""Options (such as `--slow`), hooks and fixtures for all tests, also for tests over ranks."""
 
 import gc
 import importlib
@@ -35,8 +35,8 @@ settings.load_profile("suite")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 ROOT = Path(__file__).parent.parent
-# PyTorch 2.11 can crash if a process compiles layers in one thread, and then others in another
-# thread. docs/works-with.md says so.
+# PyTorch 2.11 can crash if a process compiles layers in one thread, and then other layers in
+# another thread. docs/works-with.md says so.
 COMPILING_CRASHES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 ALONE = "TORCHGPIPE_TEST_RUNS_ALONE"
 """The environment variable that is set in a process which runs only one test."""
@@ -52,7 +52,7 @@ def seed_the_cpu(seed: int) -> torch.Generator:
     """Seed the random generator of the CPU, and return it, as `torch.manual_seed` does.
 
     `torch.manual_seed` also keeps a stack trace for each kind of device that has not been used yet.
-    With the deep stacks of tests, this took a third of the time of all tests.
+    With the deep stacks of tests, these traces took a third of the time of all tests.
     """
     generator: torch.Generator = vars(torch.random)["default_generator"]  # maybe a test's own
     return generator.manual_seed(seed)
@@ -83,14 +83,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose which of the collected tests run, and in which order.
 
     - Without `--slow`, slow tests do not run.
-    - Of a parametrized test, only some combinations of values run. They are chosen so that each
-      pair of values of two parameters occurs in at least one. With `--all`, each triple of values
-      does.
+    - A parametrized test runs with only some combinations of its parameters' values. They are
+      chosen so that each pair of values of two parameters occurs in at least one combination. With
+      `--all`, each triple of values of three parameters occurs.
     - Without `--slow`, at most n combinations run if the test has the mark `quick(n)`.
     - Tests in tests/behaviours with the engine "ranks" get the mark `ranks`, so that they run in
       several processes.
-    - Files that have only slow tests come first. So if several pytest processes share the tests,
-      none has a slow test left at the end.
+    - Files that have only slow tests come first. So if several pytest processes share the tests, no
+      process has a slow test left at the end.
     """
     slow = config.getoption("slow")
     every = config.getoption("all")
@@ -129,9 +129,9 @@ def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
     """Choose a few of the parametrized tests of a function.
 
     With `size` 2, for any two parameters of the function, each pair of their values occurs in a
-    chosen test. With `size` 3, each triple does. There is one exception: if the function has the
-    mark `apart(a, b)` and `quick` is true, the values of the parameters a and b need not be
-    combined.
+    chosen test. With `size` 3, each triple of values does. There is one exception: if the function
+    has the mark `apart(a, b)` and `quick` is true, pairs of a value of a and a value of b can be
+    missing.
     """
     if len(tests) == 1 or len(tests[0].callspec.params) <= size:
         return tests
@@ -148,15 +148,16 @@ def few(tests: list[Any], size: int, *, quick: bool) -> list[Any]:
 
 
 def covering(rows: Sequence[Mapping[Any, Hashable]], size: int) -> set[int]:
-    """Choose a few rows that together have all combinations of values, and return their indices.
+    """Choose a few tests that together have all combinations of values; return their indices.
 
-    Rows with the most new combinations are chosen first. Among equals, a fixed random order
-    decides, so that no value is mostly combined with the first values of other parameters.
+    Each time, the test with the most new combinations is chosen. If several tests have equally
+    many, a fixed random order decides, so that no value is mostly combined with the first values of
+    other parameters.
 
     Args:
         rows: For each test, a mapping from the names of its parameters to their values.
-        size: The number of values in a combination. With 2, each pair of values that is in any row
-            is in a chosen row.
+        size: The number of values in a combination. With 2, each pair of values that occurs in a
+            test also occurs in a chosen test.
     """
     order = Random(0).sample(range(len(rows)), len(rows))
     having = defaultdict[Hashable, list[int]](list)  # by combination, the rows that have it
@@ -190,7 +191,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def run_alone(test: pytest.Function) -> None:
-    """Run a test in a process of its own, and fail if it fails there."""
+    """Run a test in a separate process, and fail if the test fails there."""
     command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider"]
     command += [f"--{option}" for option in ("slow", "all") if test.config.getoption(option)]
     env = os.environ | {ALONE: "1"}
@@ -203,7 +204,7 @@ def run_alone(test: pytest.Function) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test with the mark `ranks` in several processes.
 
-    With PyTorch 2.11, run a test that compiles in threads in a process of its own.
+    With PyTorch 2.11, run a test whose threads compile layers in a separate process.
     """
     in_threads = "compile" in pyfuncitem.nodeid and "workers" in pyfuncitem.nodeid
     if COMPILING_CRASHES and in_threads and ALONE not in os.environ:
@@ -263,8 +264,8 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 pytest_runtest_call = pytest_runtest_setup
 
 
-# Fixtures for two options of a pipeline, its engine and its mode of checkpointing. A test uses the
-# fixtures `engine` and `checkpoint`, or the fixture `way`, a dictionary with both options.
+# Fixtures for two options of a pipeline: its engine and its mode of checkpointing. A test uses the
+# fixtures `engine` and `checkpoint`, or the fixture `way`, which is a dictionary with both options.
 
 
 @pytest.fixture(params=["graph", "workers"])

@@ -4,8 +4,8 @@ Every rank runs the whole test, which is written for one process, and must pass 
 rank builds all layers, but its pipeline runs only the layers of its own partition.
 
 After each forward and each backward, the ranks exchange outputs, errors, and the gradients and
-buffers of their layers. Each rank keeps copies of the other ranks' layers up to date with them. So
-a test can check any layer on any rank.
+buffers of their layers. With these values, each rank updates its copies of the other ranks' layers.
+So a test can check any layer on any rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITTEN_DOWN = ("first", "second")
 class Everywhere(nn.Module):
     """A `DistributedGPipe` over as many ranks as there are devices, starting at rank 0.
 
-    If there are more ranks than devices, the test ends on each further rank in the constructor.
+    If there are more ranks than devices, the constructor ends the test on each further rank.
     """
 
     _rank: Rank
@@ -212,7 +212,7 @@ class Everywhere(nn.Module):
         return values
 
     def _show_others(self, states: dict[str, Any]) -> None:
-        """Copy the states of the layers that other ranks run into this process's copies of them."""
+        """Copy the states of other ranks' layers into this process's copies of these layers."""
         mine: set[nn.Module] = set()
         for _, layer, here in self._layers():
             if here:
@@ -288,7 +288,7 @@ class _Done:
 
 
 def _raise(errors: list[BaseException | None]) -> None:
-    """Raise one of the errors of all ranks, if there is any.
+    """Raise the error of one of the ranks, if there is any.
 
     A `RankFailed` only says that another rank has failed. So it is raised only if there is no other
     error.
@@ -319,7 +319,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _state(layer: nn.Module) -> list[Any]:
-    """Return for each module in a layer a pair: its buffers, and its recorded random numbers."""
+    """Return for each module in a layer a pair: its buffers, and random numbers it has recorded."""
     state = []
     for module in layer.modules():
         written_down = {name: x for name, x in vars(module).items() if name in WRITTEN_DOWN}

@@ -14,14 +14,14 @@ def needs(count: int) -> pytest.MarkDecorator:
 
 
 def on(*devices: str) -> Any:
-    """Return a list of devices as a pytest parameter. Skip its tests if there are too few GPUs."""
+    """Make a pytest parameter from a list of devices; skip its tests if there are too few GPUs."""
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     count = max(numbers, default=-1) + 1
     return pytest.param(list(devices), id=" ".join(devices), marks=needs(count))
 
 
 def first(count: int) -> Any:
-    """Return the first `count` GPUs as a pytest parameter. Skip its tests if there are fewer."""
+    """Make a pytest parameter from the first `count` GPUs; skip its tests if there are fewer."""
     return on(*[f"cuda:{k}" for k in range(count)])
 
 

@@ -1,4 +1,4 @@
-"""`Fails`, a layer that raises an error when a test wants it, and a dictionary of optimizers."""
+"""`Fails`, a layer that raises an error when a test asks for it; a dictionary of optimizers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,8 @@ class Fails(nn.Module):
     """An identity layer that a test can make fail, once, in a forward, recomputation or backward.
 
     `fail(when, error)` makes the layer raise `error` the next time it runs in `when`, which is
-    "forward", "recompute" or "backward". `at(when, act)` makes it call the function `act` instead.
+    "forward", "recompute" or "backward". `at(when, act)` makes the layer call the function `act`
+    instead.
     """
 
     def __init__(self) -> None:

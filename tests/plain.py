@@ -1,4 +1,4 @@
-"""`Plain`, layers without a pipeline, and `piped`, which makes a pipeline to compare with them."""
+"""`Plain`, which runs layers without a pipeline, and `piped`, which makes a pipeline from them."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Tensors = Tensor | tuple[Tensor, ...]
 class Undivided(nn.BatchNorm2d):
     """A batch norm that normalizes micro-batches, but tracks the statistics of whole mini-batches.
 
-    The results of deferred batch norm in a pipeline are compared with it.
+    Tests compare the results of a pipeline's deferred batch norm with this layer's results.
     """
 
     met: list[Tensor]
@@ -37,7 +37,7 @@ class Undivided(nn.BatchNorm2d):
 
 
 class Plain(nn.Sequential):
-    """Layers without a pipeline. Tests compare the results of a pipeline with theirs.
+    """Layers without a pipeline. Tests compare their results with the results of a pipeline.
 
     The layers run on one micro-batch after another, and the outputs are concatenated.
     """
@@ -115,7 +115,7 @@ def piped(
         layers: The layers.
         balance: The number of layers in each partition.
         chunks: The number of micro-batches.
-        devices: The devices. If there are fewer than needed, they are used repeatedly.
+        devices: The devices. If there are fewer devices than needed, they are used repeatedly.
         v: The number of partitions on each device.
         options: Further options of the pipeline. With `engine="ranks"`, the pipeline runs over the
             processes that run the test.

@@ -10,8 +10,8 @@ The ranks live until pytest's process ends. A test runs in three steps:
 3. During the test, ranks send messages to each other by `Rank.exchange`. The messages go through
    pytest's process, which therefore notices if a rank waits for a message that never comes.
 
-Each rank prints to its own file. If a rank hangs or dies, the test fails, and its message shows the
-ends of these files, with the stack of each thread.
+Each rank prints to its own file. If a rank hangs or dies, the test fails. The test's error message
+shows the ends of these files, which have the stack of each thread.
 """
 
 import faulthandler
@@ -50,9 +50,9 @@ LAST = 5000
 
 
 class Ranks:
-    """The processes that run tests over ranks, as seen by pytest's own process.
+    """All processes that run tests over ranks. The object is used in pytest's own process.
 
-    Pytest's own process uses this object to start the ranks, to run tests on them, and to end them.
+    The object starts the ranks, runs tests on them, and ends them.
 
     Attributes:
         launched: The processes of the ranks, and the connections to these processes.
@@ -149,9 +149,9 @@ def _said(told: dict[int, str]) -> str:
 
 
 class Rank:
-    """One of the processes that run tests over ranks, as seen by this process itself.
+    """One of the processes that run tests over ranks. The object is used in this process only.
 
-    A test calls its methods, for example to make a process group or to exchange values with other
+    A test calls the methods, for example to make a process group or to exchange values with other
     ranks.
 
     Attributes:
@@ -206,9 +206,9 @@ class Rank:
             self._failed.append(report.longreprtext)
 
     def join(self, n: int) -> None:
-        """Make a process group of the first n ranks, if the test has not made one yet.
+        """Make a process group of the first n ranks, unless the test has already made one.
 
-        On all other ranks, end the test.
+        On all other ranks, this method ends the test.
         """
         if self.index >= n:
             self._left = True
@@ -243,7 +243,7 @@ class Rank:
     def agreed(self, n: int, case: Any, run: Callable[[Any], Any]) -> Any:
         """Return the result of `run(case)`, or raise an error if any of the first n ranks fails.
 
-        All these ranks must be given the same case.
+        Each of these ranks must call this method with the same case.
         """
         result, error = None, ""
         try:

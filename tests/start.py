@@ -1,6 +1,6 @@
 """Functions that start Python in another process.
 
-The process is a new one, or one that is forked from a server and so need not import torch.
+The process is new, or it is forked from a server that has already imported torch.
 """
 
 import os

@@ -97,9 +97,9 @@ def assert_all_have_gradients(model: Module) -> None:
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.name)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_behaviours(row: Row, chunks: int, engine: str, devices: Places, checkpoint: Any) -> None:
-    """Check that a pipeline has the outputs, gradients and buffers of the plain layers.
+    """Check that a pipeline has the same outputs, gradients and buffers as its layers alone.
 
-    The plain layers are on the first device.
+    Without a pipeline, the layers are on the first device.
     """
     row = replace(row, balance=balance(devices), chunks=chunks)
     assert unlike(row, "", engine, checkpoint, devices) == []
@@ -263,7 +263,7 @@ def test_a_device_works_while_the_one_before_is_busy_with_the_next_micro_batch()
 def test_a_stream_of_the_callers_own(devices: Places, checkpoint: Any) -> None:
     """Check that a pipeline works on streams that the caller has made current.
 
-    Backward may be called on other streams than forward.
+    The test calls the backward on other streams than the forward.
     """
     model = GPipe(layers(), balance(devices), devices=devices, chunks=3, checkpoint=checkpoint)
     x = torch.randn(13, 16, device=devices[0])

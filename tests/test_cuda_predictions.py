@@ -1,6 +1,7 @@
 """Tests of predictions and timelines on CUDA.
 
-Predicted memory peaks must be those of PyTorch's allocator, and CUDA events must time the tasks.
+Predicted memory peaks must agree with those of PyTorch's allocator. CUDA events must time the
+tasks.
 """
 
 import gc
@@ -47,8 +48,8 @@ SETUPS = [
 def linears() -> nn.Sequential:
     """Return a model of linear layers without biases.
 
-    To sum up the gradient of a bias, CUDA needs temporary memory that is not predicted. For these
-    sizes, it is 132 MiB on an H100.
+    To sum up the gradient of a bias, CUDA needs temporary memory that is not predicted. For the
+    sizes of these layers, this memory is 132 MiB on an H100.
     """
     layers = nn.Sequential()
     for _ in range(4):

@@ -35,11 +35,12 @@ Steps = list[tuple[int, float, float]]
 
 
 def started(*start: str, faults: Any = None, **environment: Any) -> subprocess.Popen[str]:
-    """Start examples/train.py in a new process, with planted faults if `faults` is given.
+    """Start examples/train.py in a new process, and cause faults in it if `faults` is given.
 
     Args:
-        start: The arguments of Python: those of torchrun, the example, and those of the example.
-        faults: For each start by torchrun, the fault to plant, as in tests/failures/script.py.
+        start: The arguments of Python: torchrun with its arguments (if any), and the example with
+            its arguments.
+        faults: The fault to cause in each start by torchrun, as in tests/failures/script.py.
         environment: Additional environment variables.
     """
     arguments = [*start]
@@ -149,7 +150,7 @@ def test_the_readme_trains_the_same_model_in_one_process_and_in_two(tmp_path: Pa
 
 
 def test_a_pretrained_model_is_filled_from_its_files(tmp_path: Path) -> None:
-    """Check the code of the docs that fills a model of Hugging Face from files, and saves it."""
+    """Check the code in the docs that fills a Hugging Face model from files and saves the model."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     config = transformers.LlamaConfig(
@@ -203,10 +204,10 @@ def training(steps: int, folder: Path) -> tuple[str, ...]:
 
 
 def test_fewer_ranks_and_restarts(tmp_path: Path) -> None:
-    """Check that a training with failures has the losses and the state of one without failures.
+    """Check that failures of ranks do not change the losses and the final state of a training.
 
     1. The training starts on two nodes with two ranks each.
-    2. One node is killed. The other one continues with another balance.
+    2. One node is killed. The other node continues with another balance.
     3. A rank is killed while it saves.
     4. A rank raises an error.
     5. When the training has ended, the test starts two ranks anew, which train some more steps.

@@ -1,6 +1,6 @@
-"""Tests that packages import each other in one direction only.
+"""Tests that imports between packages go in one direction only.
 
-This must hold for all imports, also for those within functions and for type checkers only.
+The tests look at all imports, also at imports within functions and imports only for type checkers.
 """
 
 import ast
@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each line names packages. A package may import only packages that are named in lower lines than
-# itself. So packages in the same line may not import each other.
+# Each line of this table names packages. A package may import only packages that are named in the
+# lines below its own line. So packages in the same line may not import each other.
 LAYERS = [
     {"benchmarks"},
     {"reproduce"},
@@ -58,7 +58,7 @@ OLD_NAMES = {"batchnorm", "checkpoint", "microbatch", "saves", "schedule"}
 
 
 def modules() -> dict[str, Path]:
-    """Return a dictionary from the names of all modules of this project to their files."""
+    """Map the name of each module of this project to the module's file."""
     found = {}
     for folder in ("benchmarks", "reproduce", "torchgpipe"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -94,8 +94,8 @@ def package(module: str) -> tuple[int, str] | None:
     """Return the innermost package in the table `LAYERS` that contains a module.
 
     Returns:
-        The index of the line of `LAYERS` that names the package, and the name of the package. If no
-        package contains the module, `None`.
+        The index of the line of `LAYERS` that names the package, and the name of the package. The
+        result is `None` if no package contains the module.
     """
     found = None
     for line, names in enumerate(LAYERS):

@@ -25,7 +25,7 @@ TASKS = 8
 
 # A key is the engine, the mode of checkpointing, and the schedule of `step`, or "" for a step that
 # calls `model(x)`. A value is the number of functions that run in a step, and the number of their
-# calls. Divided by `TASKS`, the latter is the number of calls for each task.
+# calls. The number of calls divided by `TASKS` is the number of calls for each task.
 EXPECTED = {
     ("workers", "except_last", ""): (201, 999),
     ("workers", "never", ""): (166, 685),
@@ -37,7 +37,7 @@ EXPECTED = {
 
 
 def ran(engine: Any, checkpoint: Any, schedule: str) -> tuple[int, int]:
-    """Return how many functions of the library run in a step, and the number of all their calls."""
+    """Return how many functions of the library run in a step, and how often they are called."""
     seen = Counter[CodeType]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:

@@ -61,7 +61,7 @@ def test_no_line_is_wide() -> None:
     [("torchgpipe", 4, 2.0), ("reproduce", 4, 2.0), ("benchmarks", 4, 2.0), ("tests", 5, 2.6)],
 )
 def test_density(folder: str, comprehensions: float, expressions: float) -> None:
-    """Check how dense the code of a folder is.
+    """Check that the statements in a folder have few expressions and comprehensions.
 
     Args:
         folder: The folder.
@@ -87,7 +87,7 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_nothing_is_within_its_like() -> None:
-    """Check that no comprehension and no conditional expression is within another one.
+    """Check that no comprehension is within another, and no conditional expression in another.
 
     A comprehension may have only one `for`, except in constants at the top of a module.
     """

@@ -1,6 +1,7 @@
 """Tests of the wheel, from which the library is installed.
 
-It must have the library, and `reproduce` with its data, and work without a git checkout.
+The wheel must contain the library, and the package `reproduce` with its data. Both must work
+without a git checkout.
 """
 
 import os
@@ -81,7 +82,7 @@ def copy_needed(to: Path) -> None:
 def assert_content(names: list[str]) -> None:
     """Assert that the files of a wheel are those of the packages `torchgpipe` and `reproduce`.
 
-    They must include the published results of all papers.
+    These files must include the published results of all papers.
     """
     tops, published = set(), set()
     for name in names:

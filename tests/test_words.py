@@ -96,9 +96,9 @@ def test_no_two_classes_of_the_library_have_the_same_name() -> None:
 def public(
     body: list[ast.stmt], owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef]]:
-    """Yield all public functions of a module or methods of a class, given its body.
+    """Yield all public functions and methods in the body of a module or of a class.
 
-    Each comes as a pair: the class or `None`, and the syntax tree of the function. Overloads are
+    Each item is a pair: the class or `None`, and the syntax tree of the function. Overloads are
     left out.
     """
     for node in body:

@@ -1,8 +1,8 @@
 """GPipe pipeline parallelism for PyTorch: micro-batches, checkpointing, skip connections.
 
 `GPipe` makes a pipeline of an `nn.Sequential`. `pipeline` makes a pipeline of any module, and
-`distributed_pipeline` makes one that runs on several ranks (processes). `sequential` cuts any
-module into an `nn.Sequential` for `GPipe`.
+`distributed_pipeline` makes a pipeline that runs on several ranks (processes). `sequential` cuts
+any module into an `nn.Sequential` for `GPipe`.
 
 `torchgpipe.balance` chooses the number of layers for each device. `torchgpipe.skip` declares skip
 connections between layers.

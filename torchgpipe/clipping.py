@@ -46,8 +46,8 @@ def clip_gradients(
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]
     all_norms, all_places = torch.cat(found, dim=1)
-    # Sort the norms by the order of the partitions in the model. So the total norm is equal, to the
-    # last bit, whichever rank has which layers.
+    # Sort the norms by the order of the partitions in the model. So the total norm does not depend,
+    # not even in its last bit, on which rank has which layers.
     order = all_places.argsort(stable=True)
     total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One call clips plain gradients (their mesh is None here), or the DTensors of one mesh.

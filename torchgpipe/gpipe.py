@@ -94,8 +94,8 @@ class GPipe(Partitioned):
         TypeError: `module` is not an `nn.Sequential`, its skips do not match, or `devices` is not a
             list.
         ValueError: `chunks`, `checkpoint`, `engine` or `balance` is out of range; a layer occurs
-            twice; or a layer is on `meta`, and there is no `init`, or it leaves out a buffer that
-            is not persistent.
+            twice; or a layer is on `meta`, and there is no `init`, or `init` leaves out a buffer
+            that is not persistent.
         IndexError: There are fewer devices than the partitions need.
     """
 
@@ -242,8 +242,8 @@ class GPipe(Partitioned):
     def _begun(self, input: Input) -> tuple[list[TensorOrTensors], torch.Event | None]:
         """Check the input and the settings; return the micro-batches of the input.
 
-        Also return an event that occurs when copies of the input from pinned memory have ended. It
-        is `None` if there are no such copies.
+        Also return an event that occurs when all copies of the input from pinned memory have ended.
+        The event is `None` if nothing is copied from pinned memory.
         """
         input = taken_apart(input)
         check(input)
@@ -261,7 +261,8 @@ class GPipe(Partitioned):
         """Run a mini-batch through the pipeline, and return `criterion(output, target)`.
 
         This method runs only the forwards. Call `backward()` on the returned loss to run the
-        backwards. (The method `step` runs both.) `DistributedGPipe` has the same method.
+        backwards. (The method `step` runs forwards and backwards.) `DistributedGPipe` has the same
+        method.
 
         Args:
             criterion: A function of the output of the whole mini-batch and the target.

@@ -28,7 +28,7 @@ def modules_of_pipelines(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class SeveralParts:
-    """Several modules that are parts of one module, and together have all of its attributes.
+    """Several modules that are parts of one module. Together, they have all of its attributes.
 
     For example, if a layer has `model.embed`, and another layer has `model.blocks.0`, each of them
     has a module `model`. These two modules are parts of the traced module's `model`.
@@ -81,7 +81,7 @@ class InPlace:
     """A context that replaces entries of dictionaries, such as attributes of modules.
 
     At its end, the context restores the old values. An interrupt by Ctrl-C can skip `__exit__`.
-    Then `__del__` restores them.
+    Then `__del__` restores the old values.
     """
 
     __slots__ = ("_before", "_swaps")

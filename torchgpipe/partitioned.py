@@ -128,7 +128,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         self._look()
 
     def _look(self) -> None:
-        """List the modules inside of each layer again, as the user may have replaced some."""
+        """List the modules inside of each layer again, because the user may have replaced some."""
         if not any([stage.look() for stage in self._stages]):  # noqa: C419 - each has to look
             return
         modules = [*chain.from_iterable(stage.modules for stage in self._stages)]
@@ -171,8 +171,8 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             for i, (x, t) in enumerate(zip(micro_batches(input), micro_batches(target))):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
 
-        But the sum over the micro-batches is added to `.grad` only once, at the end. So a step that
-        fails changes no gradient. An input that requires grad gets its gradient, too.
+        But `step` adds the sum over the micro-batches to `.grad` only once, at the end. So a step
+        that fails changes no gradient. An input that requires grad gets its gradient, too.
 
         In a distributed pipeline all ranks call `step`. The rank of the first stage gives `input`.
         The rank of the last stage gives `target` and `criterion`. All ranks return the same loss.
@@ -181,19 +181,19 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             criterion: A function of a micro-batch's output and target. It returns a scalar, or a
                 tuple of a scalar and a value that is kept in the list `model.logs`. Parameters that
                 it uses get gradients, too, but a parameter of another rank raises an error.
-            input: As for `forward` (for a traced module, as the trace's sample), or `MicroBatches`.
-            target: Tensors with the batch as dimension 0, in tuples, lists and mappings. Each
-                micro-batch gets a part of each tensor, and all other values unchanged. A list with
-                an entry for each sample is split by its entries. Or `MicroBatches`, or `None`.
+            input: As for `forward` (if the layers were traced: like the sample), or `MicroBatches`.
+            target: Tensors with the batch as dimension 0, in tuples, lists and mappings;
+                `MicroBatches`; or `None`. Each micro-batch gets a part of each tensor, and all
+                other values unchanged. Lists with an entry for each sample are split, too.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
-                the losses. `"none"` has the same gradients, but returns a tensor of all losses.
+                the losses. `"none"` has the gradients of `"sum"`, but returns all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.
             scaler: Scales the loss for the backward. In a distributed pipeline, it has to be a
                 `ShardedGradScaler`, of `torch.distributed.fsdp.sharded_grad_scaler`.
 
         Returns:
-            The loss of the mini-batch: a scalar, or for `"none"` all losses. It has no graph, so
-            `backward()` raises an error, also of `loss / 4` and of `scaler.scale(loss)`.
+            The loss of the mini-batch: a scalar, or for `"none"` a tensor of all losses. It has no
+            graph, so `backward()` of it, of `loss / 4` or of `scaler.scale(loss)` raises an error.
 
         Raises:
             RuntimeError: Gradients are off, a layer does something that a pipeline does not
@@ -243,7 +243,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch without gradients, and return the pipeline's output.
 
-        The arguments are those of a call of the pipeline, or a single `input` as for `evaluate`.
+        Give the arguments of a call of the pipeline, or a single `input` as for `evaluate`.
         """
         if len(args) == 1 and not kwargs:
             args, kwargs = self._arguments(args[0])
@@ -255,7 +255,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         return ((input,), {}) if self._signature is None else self._signature.arguments(input)
 
     def _hooked(self, input: Any, request: Any) -> Tensor:
-        """Run a mini-batch with this module's forward hooks, as a call would; return the loss."""
+        """Run a mini-batch with this module's forward hooks, as a call does; return the loss."""
         given = self._arguments(input)
         return run_with_hooks(self, given, lambda given: self._run_for_loss(*given, request))
 
@@ -320,7 +320,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             return clip_gradients(partitions, self.copies(), exchange, **settings)
 
     def _together(self, doing: str, **alike: float) -> AbstractContextManager[Exchange]:
-        """Let ranks exchange tensors within this context, in a method that all of them call.
+        """Return a context, for a method that all ranks call, in which they exchange tensors.
 
         The context gives a function that sends this rank's tensor to all ranks, and returns the
         tensors of all ranks. `doing` is the method's name, and `alike` are its arguments.

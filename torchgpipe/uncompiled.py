@@ -1,4 +1,4 @@
-"""Run a pipeline without compiling it, even if compiled code calls it; shorten tracebacks."""
+"""Run a pipeline without compiling it, even in compiled code; shorten tracebacks of errors."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +15,7 @@ def is_traced() -> bool:
 
 
 def run_uncompiled(instead: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Call `run(*args)` without compiling it, even if code compiled by `torch.compile` calls this.
+    """Call `run(*args)` without compiling it, even if the caller is compiled by `torch.compile`.
 
     Args:
         instead: What the user can trace or export in place of the pipeline, for the error message.

@@ -1,7 +1,7 @@
-"""Define faults that the tests plant in a training, such as a process that is killed or that hangs.
+"""Define faults that tests cause in a training, such as a process that is killed or that hangs.
 
 The training program (program.py) calls one of these functions in its second step. Some of the
-functions only take long. They are no faults, and the training must go on after them.
+functions only take long. This is no fault: the training must go on after the function returns.
 """
 
 import ctypes
@@ -107,7 +107,7 @@ def strangers_write() -> None:
 
 
 def overflows() -> None:
-    """Stand for an infinite gradient on one rank, after which all ranks must skip the update.
+    """Stand for the fault that a gradient is infinite on one rank: all ranks must skip the update.
 
     This function does nothing. The table of faults (rows.py) needs a function for each fault, and
     the training program (program.py) makes the gradient infinite when the table names this
@@ -116,7 +116,7 @@ def overflows() -> None:
 
 
 def takes_another_pipeline() -> None:
-    """Stand for a rank that calls another pipeline than the other ranks do.
+    """Stand for the fault that one rank calls another pipeline than the other ranks.
 
     This function does nothing. The table of faults (rows.py) needs a function for each fault, and
     the training program (program.py) calls the wrong pipeline when the table names this function.
@@ -230,7 +230,7 @@ class Keyboard:
     """Simulate a user who presses Ctrl-C `times` times during a task of `lasts` seconds.
 
     A signal that arrives right before a thread begins to wait does not wake this thread. So signals
-    are sent until `times` of them have been handled. Later ones have no effect.
+    are sent until `times` of them have been handled. Further signals have no effect.
     """
 
     def __init__(self, times: int = 1, lasts: float = 0.5) -> None:
@@ -238,7 +238,7 @@ class Keyboard:
         self.over, self._latest = False, 0.0
 
     def listen(self) -> None:
-        """Install the handler of the signal SIGINT. Only the main thread can do this."""
+        """Let this object handle the signal SIGINT (Ctrl-C). Call this in the main thread."""
         signal.signal(signal.SIGINT, self._hear)
 
     def __call__(self) -> None:

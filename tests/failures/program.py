@@ -64,7 +64,7 @@ def train(rank: int, said: Any, row: Row, folder: Path) -> None:
 
 
 class _Training:
-    """The training of one process, with the fault of one row of the table of faults (rows.py)."""
+    """A training in one process, with a fault from a row of the table of faults in rows.py."""
 
     def __init__(self, row: Row, rank: int, folder: Path, said: Any) -> None:
         self.row, self.folder, self.said = row, folder, said
@@ -89,9 +89,9 @@ class _Training:
 
     def happens(self) -> None:
         if self.row.engine == "ranks":
-            # A waiting rank reports where it is after a quarter of the timeout, or after a second
-            # if that is earlier. Sleep twice as long before the fault, so that the other ranks have
-            # this report.
+            # A rank that waits reports to the other ranks where it is. It does so after a quarter
+            # of the timeout, but after a second at most. Sleep twice as long before the fault, so
+            # that the other ranks have this report.
             time.sleep(2 * min(self.row.timeout / 4, 1.0))
         self.said.send(("", time.monotonic()))
         if self.row.does is cuts_links:
@@ -106,7 +106,7 @@ class _Training:
         return (output - target).square().mean()
 
     def watch_saving(self) -> None:
-        """Let the fault happen, if it is due, whenever a save writes to a file."""
+        """Whenever a save writes to a file, let the fault happen if it is due."""
         writer: Any = FileSystemWriter
         written = writer.write_data
 

@@ -36,7 +36,8 @@ class Row:
     """A fault in the second step of a training, and the errors that the ranks must raise.
 
     Attributes:
-        does: The function of the fault. `None` means that the rank leaves out its backward.
+        does: The function that causes the fault. `None` means that the rank leaves out its
+            backward.
         place: Where the fault happens: in the first task of the second partition ("forward",
             "recompute" or "backward"), in the criterion ("criterion"), in a save ("saving"), or
             outside of the pipeline ("outside").

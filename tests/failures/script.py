@@ -1,16 +1,16 @@
-"""Run a script under torchrun, with one planted fault for each time that it is started.
+"""Run a script under torchrun, and cause at most one fault in each of its starts.
 
     FAULTS='[[1, "raises", 2], [0, "dies while it saves", 6], null]'
     torchrun ... -m tests.failures.script "$FAULTS" SCRIPT ...
 
-The faults of this example:
+The argument `$FAULTS` is a JSON list with a fault for each start. In this example:
 
 1. In the first start, local rank 1 raises an error when it clips gradients for the second time.
 2. In the second start, local rank 0 is killed when it flushes a file for the sixth time.
 3. In the third start, nothing goes wrong.
 
-Another fault, "node", kills all processes of the rank's node. The script's transformer layers have
-no dropout by default, because dropout masks depend on the balance.
+Another fault, "node", kills all processes of the rank's node. This program turns off the dropout of
+the script's transformer layers, because dropout masks depend on the balance.
 """
 
 import json
@@ -31,7 +31,7 @@ from . import faults
 
 
 def at(when: int, act: Callable[[], object], called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `called`, but calls `act` first in its call number `when`."""
+    """Return a function that calls `called`, and in its call number `when` first calls `act`."""
     number = count(1)
 
     def counted(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check that the caller gets the error of a task, once and soon, and can go on with the pipeline.
+"""Check that the caller gets a task's error once and soon, and can then use the pipeline again.
 
 The tests also check that nothing of a deleted pipeline remains in memory. Errors about wrong
 arguments are tested in other files, because they are raised before any task runs.
@@ -206,7 +206,7 @@ def test_ctrl_c_at_any_line(
     """Check that a pipeline can be used again after Ctrl-C at any line of the library.
 
     The test interrupts the calling thread before every 47th line that runs in the library. With
-    `kept`, the test keeps the errors, as an interactive Python does for the last one. A kept error
+    `kept`, the test keeps the errors, as an interactive Python keeps the last error. A kept error
     keeps all objects of its run alive.
     """
     layers = nn.Sequential()
@@ -259,7 +259,7 @@ def interrupted(at: float, run: Callable[[Any, Any], Any], model: Any, x: Tensor
 def may_be_interrupted(frame: FrameType) -> bool:
     """Return whether Python itself could raise KeyboardInterrupt at this line.
 
-    If not, the test does not raise it there. There are two such places:
+    Python cannot raise it in two places. So the test does not raise it there, either:
 
     - The end of a `with` block: Python calls the trace function there, but handles no signals.
     - `__del__`: Python does not propagate errors from it.

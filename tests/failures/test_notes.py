@@ -1,7 +1,7 @@
 """Check that an error says where it was raised.
 
-A note at the error names the layer, the stage, the rank and the micro-batch. The traceback shows
-the user's code, and little of the library's.
+A note on the error names the layer, the stage, the rank and the micro-batch. The traceback shows
+the user's code, and only a few functions of the library.
 """
 
 import sys
@@ -117,7 +117,7 @@ def test_where(engine: Any, name: str) -> None:
 
 
 def shown(traceback: TracebackType) -> tuple[list[str], list[str]]:
-    """Return the names of all functions in a traceback, and those of the library alone."""
+    """Return the names of all functions in a traceback, and of the library's functions in it."""
     functions, own = [], []
     for frame, _ in walk_tb(traceback):
         name = frame.f_code.co_name

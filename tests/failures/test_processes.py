@@ -1,7 +1,7 @@
 """Check that a fault in one process soon makes all processes raise the expected errors.
 
-The processes are forked from a process that has already imported torch, because that is faster than
-an import in each of them.
+The processes are forked from a process that has already imported torch, because this is faster than
+to import torch in each process.
 """
 
 import os
@@ -50,7 +50,7 @@ def with_room(row: Row) -> Row:
     """Return the test case, with a longer timeout for silent ranks if this machine is very busy.
 
     On a busy machine, a healthy process may get no CPU time for seconds. The other ranks must not
-    mistake it for a failed one.
+    mistake this process for a failed one.
     """
     load, _, _ = os.getloadavg()
     busy = load > 3 * (os.cpu_count() or 1)

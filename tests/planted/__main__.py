@@ -1,8 +1,8 @@
-"""Plant faults in copies of this repository, and check that tests find them.
+"""Plant faults (wrong code) in copies of this repository, and check that tests find them.
 
 rows.json lists the faults: the file, the text to replace, the faulty text, and the test that finds
-the fault. Some of these tests need a browser. Without a browser they are skipped, and it stays
-unknown whether they find their fault.
+the fault. Some of these tests need a browser. Without a browser, such a test is skipped, and it
+stays unknown whether it finds its fault.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROWS = Path(__file__).with_name("rows.json")
 class Row:
     """A fault to plant in a file: its `old` text is replaced by its `new` text.
 
-    `by` names the test that finds the fault. It is empty if no test does.
+    `by` names the test that finds the fault. It is empty if no test finds it.
     """
 
     file: str
@@ -87,7 +87,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 def outcome(tree: Path, test: str, limit: float, stop: threading.Event) -> Outcome:
     """Run a test, even one that is marked as slow, and return its outcome.
 
-    A test that takes longer than `limit` seconds has failed.
+    A test that takes longer than `limit` seconds counts as failed.
     """
     options = ["-xq", "-p", "no:cacheprovider", "-p", "no:xdist"]
     code, printed = _run_pytest(tree, [*options, "--slow", test], limit, stop)

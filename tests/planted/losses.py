@@ -47,7 +47,7 @@ TITLE = "Losses of speed that were planted, and the gates of regression that fin
 
 @dataclass
 class Loss(Row):
-    """A change that makes the library slower, and the gates that must find it.
+    """A change that makes the library slower, and the names of the gates that must find it.
 
     A gate is a check of the command `regression`.
     """
@@ -65,9 +65,8 @@ def read() -> list[Loss]:
 def chosen(asked: Namespace) -> list[Loss]:
     """Return the losses of speed (changes that make the library slower) that are to be planted.
 
-    The options choose them: the description of a loss contains the text of `--only`, and `--gate`
-    names a gate (check of `regression`) that must find the loss. With `--unchanged`, nothing is
-    planted.
+    A loss is chosen if its description contains the text of `--only`, and if `--gate` names a gate
+    (check of `regression`) that must find the loss. With `--unchanged`, nothing is planted.
     """
     if asked.unchanged:
         return [NOTHING]
@@ -126,7 +125,7 @@ class Tally:
 
         Args:
             gates: The gates that have run.
-            found: Those of them that have found the planted loss.
+            found: The gates in `gates` that have found the planted loss.
 
         Returns:
             The new counts, as results for a record.
@@ -142,9 +141,9 @@ class Tally:
 def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
     """Return whether `regression` has found a planted loss of speed reliably.
 
-    This is so if at least one gate (check of `regression`) that should find the loss has found it
-    in each of its runs, and no run has ended without a verdict. If nothing was planted (`NOTHING`),
-    no gate may find anything.
+    At least one gate (check of `regression`) that should find the loss must have found it in each
+    of the gate's runs, and no run may have ended without a verdict. If nothing was planted
+    (`NOTHING`), no gate may find anything.
 
     Args:
         tally: The counted results for the loss.
@@ -160,7 +159,7 @@ def is_as_wanted(tally: Tally, gates: Sequence[str]) -> bool:
 
 
 def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
-    """Plant each loss of speed, and run `regression` until each gate has `runs` runs.
+    """Plant each loss of speed, and run `regression` until each gate (check) has run `runs` times.
 
     Yield the results after each run.
     """
@@ -228,7 +227,7 @@ def commit(tree: Path) -> None:
 
 
 def begun(asked: Namespace) -> Record:
-    """Return a record for this start of the program, which begins with the results in `--out FILE`.
+    """Return a record for this start of the program, with the results that `--out FILE` has so far.
 
     Raises:
         Error: If the results in the file were found with other arguments of `regression`, or if the
@@ -261,7 +260,7 @@ def begun(asked: Namespace) -> Record:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count how often planted losses of speed are found. Return the exit code.
 
-    It is 0 if all of them are found reliably, and otherwise 1.
+    The exit code is 0 if all losses are found reliably, and otherwise 1.
     """
     parser = command("losses", __doc__, package="tests.planted")
     parser.add_argument(

@@ -19,7 +19,7 @@ SPINS = "each backward spins for about a tenth of a millisecond"
 
 
 class Runs:
-    """Replaces runs of the command `regression` by made-up results.
+    """A replacement for runs of the command `regression`, with made-up results.
 
     Attributes:
         answers: For each run to come, the gates (checks of `regression`) that find the planted loss

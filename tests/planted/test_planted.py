@@ -1,7 +1,7 @@
 """Test rows.json and losses.json, which list faults, and the program that plants these faults.
 
-To plant a fault is to make a copy of the code wrong or slower, and then to see whether a test, or a
-check of speed, finds this.
+To plant a fault means to make a copy of the code wrong or slower, and then to see whether a test,
+or a check of speed, finds the fault.
 """
 
 import ast
@@ -42,7 +42,7 @@ def test_rows(row: Row) -> None:
 def test_losses(loss: losses.Loss) -> None:
     """Check that each fault of losses.json, which makes the library slower, changes the code.
 
-    The gates (checks of the command `regression`) that must find this fault must exist.
+    Also check that the gates (checks of the command `regression`) that must find this fault exist.
     """
     program, changed = (ROOT / loss.file).read_text(), loss.planted()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(program))
@@ -99,7 +99,7 @@ def test_skipped():
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:
-    """Plant faults in a small project, and check which of them are reported as found.
+    """Plant faults in a small project, and check the report on each of them.
 
     A fault is found if its test fails with the fault and passes without it. The test may be a slow
     one, but if the test is skipped, the fault does not count as found.

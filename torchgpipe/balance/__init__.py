@@ -119,7 +119,7 @@ def balance_by_size(  # noqa: PLR0913 - each is an option of the user's
 def _check(
     partitions: int, module: nn.Sequential, sample: TensorOrTensors, device: Device | None
 ) -> tuple[TensorOrTensors, torch.device]:
-    """Check arguments of both balancing functions; return the sample's tensors and the device.
+    """Check the arguments that both functions have; return the sample's tensors and the device.
 
     The check is done before any layer runs, because running the layers takes time.
     """

@@ -6,8 +6,8 @@
    fit into the partitions, by bisection.
 
 To test a bound, the partitions are filled from the end of the list. Each partition takes as many
-layers as the bound allows; a binary search in the costs' prefix sums finds how many. The bound is
-possible if the partitions take all layers (Pinar and Aykanat, "Fast optimal load balancing
+layers as the bound allows. A binary search in the costs' prefix sums finds this number. The bound
+is high enough if the partitions take all layers (Pinar and Aykanat, "Fast optimal load balancing
 algorithms for 1D partitioning", 2004).
 """
 
@@ -25,8 +25,8 @@ def minimise_heaviest(costs: Iterable[float | Fraction], partitions: int) -> lis
 
     A balance is a list with the number of layers of each partition. A partition has consecutive
     layers, at least one. If several balances are equally good, the function returns one in which
-    the other partitions cost about the same. Layers that cost nothing are divided into about equal
-    numbers.
+    the other partitions cost about the same. Layers that cost nothing are spread over partitions in
+    about equal numbers.
 
     Args:
         costs: One non-negative finite number per layer, in any unit (int, float or Fraction).
@@ -105,8 +105,8 @@ def _place(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
     """Return the index of each partition's first layer, followed by the number of layers.
 
     Partitions are filled from first to last. While k partitions are still empty, the next one gets
-    about 1/k of the remaining cost, so that all cost about the same. No partition costs more than
-    `bound`.
+    about 1/k of the remaining cost, so that all partitions cost about the same. No partition costs
+    more than `bound`.
     """
     layers = len(prefix) - 1
     earliest = _earliest_starts(prefix, partitions, bound)
@@ -142,7 +142,7 @@ def _even_out(prefix: Sequence[int], starts: list[int]) -> None:
 
 
 def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -> int:
-    """Return the border, from `first` to `last`, before which all layers cost about `share`.
+    """Return a border from `first` to `last`: the layers before it cost about `share` together.
 
     A border is the index of the first layer after it. The prefix sum at this index is the cost of
     all layers before the border. If several borders are equally good, because layers between them
@@ -156,10 +156,10 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return, for each k, how early the last k partitions can start, for k up to `partitions`.
+    """Return, for each k up to `partitions`, the lowest index at which the last k can start.
 
-    Entry k is the smallest index such that k partitions can take all layers from this index to the
-    end of the list, although no partition may cost more than `bound`.
+    Entry k of the list is the index of a layer: k partitions can take all layers from this index to
+    the end, and no partition costs more than `bound`. With any lower index, they cannot.
     """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):

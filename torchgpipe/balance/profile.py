@@ -1,4 +1,4 @@
-"""Measure each layer's seconds of forward and backward, or its bytes for a micro-batch.
+"""Measure each layer: the seconds of its forward and backward, or its bytes for a micro-batch.
 
 The layers run one after another, each on the outputs and skips of the layers before it. These
 tensors are detached from the earlier layers' autograd graph. A detached tensor requires grad if the
@@ -43,7 +43,7 @@ RUNS_PER_COPY = 3
 def profile_times(
     module: nn.Sequential, sample: TensorOrTensors, timeout: float, device: torch.device
 ) -> list[float]:
-    """Return for each layer the median of its measured seconds, of forward and backward together.
+    """Return for each layer the median seconds of its forward and backward together.
 
     Args:
         module: The layers.
@@ -141,7 +141,7 @@ class Rehearsal:
         check(self.output, f"the output of layer {self.index}")
 
     def saved(self, value: TensorOrTensors) -> dict[int, torch.UntypedStorage]:
-        """Run the layer's copy; return the storages that autograd has saved, by their ids."""
+        """Run the layer's copy; map ids to the storages that autograd has saved in this run."""
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _kept_bytes(rehearsal: Rehearsal) -> int:
-    """Run the layer, and return the bytes that its forward allocates for backward or later layers.
+    """Run a layer; return the bytes of tensors that its forward keeps for backward or later layers.
 
     The layer's input, the skips that it pops, its parameters and its buffers do not count.
     """
@@ -306,14 +306,14 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Enable gradients, even under `torch.no_grad()`, and restore the random state at the end."""
+    """Enable gradients within this context, even under `no_grad`; then restore the random state."""
     devices = accelerator.with_generators([device])
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _placed(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Move a layer's copy to the device, and return it.
+    """Move the copy of a layer to a device, and return the copy.
 
     Tensors on `meta` have no values. If the layer has such tensors, and is moved to a real device,
     its parameters and buffers get new values: ones, or random numbers with such a variance that

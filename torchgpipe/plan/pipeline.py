@@ -81,7 +81,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
 
     Raises:
         TypeError: If `sequential`, `plan` or `GPipe` refuses the type of an argument.
-        ValueError: If one of the three functions refuses a value, or if no setup fits.
+        ValueError: If one of these three functions refuses a value, or if no setup fits the memory.
 
     Warns:
         UserWarning: If the plan uses fewer devices than were given.

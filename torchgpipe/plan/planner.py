@@ -82,9 +82,9 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
             than the tensors take, and 0 on a CPU. See `Hardware.room`.
         hardware: The hardware to predict for: a hardware description, its name such as "h100x8", or
             its file; `hardware_names` lists the names. With the default "here", the layers are
-            timed on the sample's device, and the prediction is for several such devices. If this is
-            a CPU, a device has as many cores as PyTorch has threads, and all devices have equal
-            shares of the memory.
+            timed on the sample's device, and the prediction is for several such devices. If the
+            sample's device is a CPU, each device has as many cores as PyTorch has threads, and all
+            devices have equal shares of the memory.
         optimizer: One of "none", "sgd", "momentum", "rmsprop", "adagrad", "adam" and "adamw", with
             PyTorch's defaults. The optimizer decides how much memory its state takes and its step
             allocates. On a GPU, the step is taken to update all parameters at once (`foreach`).
@@ -97,9 +97,9 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
             dtype of the autocast that is enabled when `plan` is called.
         master_weights: Whether the optimizer keeps a float32 copy of parameters in 16 bits.
         criterion: The criterion of the training, as for `GPipe.step`, to predict the seconds and
-            the bytes of the loss, too. For a language model with a large vocabulary, they can be as
-            many as those of all other layers of the last stage. By default, predictions are without
-            a loss. The criterion's own parameters are not counted.
+            the bytes of the loss, too. For a language model with a large vocabulary, the loss can
+            take as much time and memory as all other layers of the last stage. By default,
+            predictions are without a loss. The criterion's own parameters are not counted.
         target: The target of the sample, with as many samples as the sample has.
         progress: A function that is called again and again with one line of text, which says what
             the planner is doing.
@@ -178,9 +178,10 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
 
 
 def _in_order(candidates: list[Candidate]) -> list[Candidate]:
-    """Return setups, the fastest first; but first the one with the fewest devices that is near it.
+    """Return the best setup, followed by the other setups, the fastest first.
 
-    More devices are not used for hardly any gain (see `HARDLY`).
+    The best setup has the fewest devices, among all setups that are nearly as fast as the fastest
+    one (see `HARDLY`).
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
     near = [each for each in ordered if each.seconds <= ordered[0].seconds * HARDLY]
@@ -191,15 +192,15 @@ def _in_order(candidates: list[Candidate]) -> list[Candidate]:
 
 @contextmanager
 def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float) -> Iterator[None]:
-    """Name another way of training in the error that is raised if no pipeline fits the memory.
+    """Within this context, add another way of training to the error that no pipeline fits.
 
     Args:
         beside: The predictions of data parallel training and FSDP, for each number of devices.
         room: How many bytes tensors may take on each device.
 
     Raises:
-        Impossible: The error that was raised in the context. Its message also names the fastest way
-            of training that fits the memory, if there is one.
+        Impossible: If this error was raised in the context. Its message then also names the fastest
+            way of training that fits the memory, if there is one.
     """
     try:
         yield
@@ -214,7 +215,7 @@ def _naming_another_way(beside: Mapping[int, Sequence[Alternative]], room: float
 def _by_schedule(
     schedules: Sequence[str | Schedule], found: Sequence[Mapping[int, Found]]
 ) -> list[tuple[str, Candidate | None]]:
-    """Return pairs of a schedule's name and its best setup, or `None` where no setup fits.
+    """Return for each schedule a pair: its name, and its best setup or `None` if no setup fits.
 
     Args:
         schedules: The schedules.
@@ -231,8 +232,8 @@ def _by_schedule(
 def _numbers(most: int) -> list[int]:
     """Return the numbers of partitions that the search tries, for at most `most` partitions.
 
-    To save time, not all numbers above 16 are tried. The list has `most`, and of the smaller
-    numbers all up to 16, powers of two, and three times powers of two.
+    To save time, not all numbers above 16 are tried. The list has `most` and some smaller numbers:
+    all numbers up to 16, powers of two, and powers of two times three.
     """
     numbers = {*range(1, min(most, 16) + 1), most}
     for power in range(3, 12):
@@ -276,7 +277,7 @@ def _check_headroom(headroom: Any) -> None:
 
 
 def _several(name: str, given: Any, what: str, check: Callable[[Any], None]) -> list[Any]:
-    """Return an argument that is one item, or a sequence of items, as a list of items.
+    """Convert an argument, which is one item or a sequence of items, to a list of items.
 
     Args:
         name: The name of the argument, for error messages.

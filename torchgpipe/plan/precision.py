@@ -15,7 +15,7 @@ def precision_of(
     Args:
         counts: The model's layers, with the dtypes of their operators.
         hardware: The node. Products are in float32, and not in TF32, if the node's devices are
-            CPUs, or if it has peak rates for other dtypes but none for TF32.
+            CPUs, or if its description has peak rates for other dtypes but none for TF32.
         autocast: The dtype of autocast, if it is enabled.
         master_weights: Whether the optimizer keeps a float32 copy of the parameters.
     """

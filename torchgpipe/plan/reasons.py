@@ -1,7 +1,7 @@
 """Write sentences that say why a planned pipeline is not faster.
 
-The reasons are the slowest layer, the bubble, too little memory, or that training without a
-pipeline is faster.
+A sentence names the slowest layer, the bubble, too little memory, or a training without a pipeline
+that is faster.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ def about_memory(best: Candidate, unlimited: float) -> str:
 def fastest_alternative(
     found: Mapping[int, Sequence[Alternative]], room: float
 ) -> Alternative | None:
-    """Return the fastest way to train without a pipeline that fits the memory, or `None`.
+    """Return the fastest training without a pipeline that fits the memory; `None` if none fits.
 
     Args:
         found: The predictions without a pipeline, for each number of devices.
@@ -138,10 +138,11 @@ def about_bubble(
     candidates: Iterable[Candidate],
     room: float,
 ) -> str:
-    """Return a sentence about the bubble, and about what a larger batch and the last device bring.
+    """Return a sentence about the bubble, and the gains from a larger batch and the last device.
 
-    The sentence says what share of the time the bubble takes. It says by how much twice the batch
-    size would raise the samples per second, and by how much the last device raises them.
+    The sentence says what share of the devices' time the bubble takes. It also says how many more
+    samples per second twice the batch size would give, and how many more the last of the devices
+    gives.
 
     Args:
         predictor: The predictor of the model.

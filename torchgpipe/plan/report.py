@@ -36,8 +36,8 @@ INDENT = " " * 12
 class Plan:
     """The fastest setup of a pipeline that was found, and others to compare it with.
 
-    A setup is a balance, a number of micro-batches, a checkpoint mode and a schedule. Each has a
-    prediction of the seconds and of the memory of a training step.
+    A setup is a balance, a number of micro-batches, a checkpoint mode and a schedule. For each
+    setup, the seconds and the memory of a training step are predicted.
 
     `print(plan)` writes a report with tables. `plan.summary` is one line of text.
     """
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster than this plan any setup could be, at most; 0.05 means 5 %."""
+        """An upper bound on how much faster another setup could be: 0.05 means 5 % faster."""
         return self.seconds / self.bound - 1
 
     @property

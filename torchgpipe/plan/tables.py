@@ -15,7 +15,7 @@ RECOMPUTED = "*"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as text such as `1.23 s`, or as milliseconds if less than one: `45.6 ms`."""
+    """Format seconds as text such as `1.23 s`, or as `45.6 ms` if they are less than one second."""
     if seconds >= 1:
         return f"{figure(seconds, 3)} s"
     return f"{figure(seconds * 1e3, 3)} ms"
@@ -82,7 +82,7 @@ def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
 def without_pipeline(
     found: Mapping[int, Sequence[Alternative]], batch_size: int, room: float
 ) -> str:
-    """Return a table that predicts training without a pipeline, a row for each number of devices.
+    """Return a table of predictions without a pipeline, with a row for each number of devices.
 
     Args:
         found: For each number of devices, the predictions of data parallel training and, on several
@@ -126,7 +126,7 @@ def _alternative(each: Alternative, batch_size: int, room: float) -> str:
 
 
 def listed(balance: Iterable[int], width: int) -> str:
-    """Return a balance as text of at most `width` characters; a long one loses its middle."""
+    """Return a balance as text of at most `width` characters. A long text loses its middle."""
     text = str(list(balance))
     if len(text) <= width:
         return text

@@ -1,4 +1,4 @@
-"""Check that devices can do their lists of actions, and find an order for a single thread."""
+"""Check that devices can do their lists of actions, and find an order of all actions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
@@ -67,9 +67,10 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
 
     - Both actions are neighbours in the list of one device.
     - The later action needs the earlier one.
-    - The later action is a recomputation, and the earlier one computes its backward's gradient.
+    - The later action is a recomputation, and the earlier one computes the gradient with which the
+      backward after the recomputation begins.
     - The earlier action makes room in a buffer for the result of the later one (`room`). The
-      function adds these actions to `needed`.
+      function also adds the earlier action to `needed`.
     """
     pairs: list[tuple[Action, Action]] = []
     # Maps a recomputation to the action that computes the gradient for its backward.
@@ -91,7 +92,7 @@ def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], r
     """Raise `ValueError` if actions wait for each other because a buffer between stages is full.
 
     Actions that wait for each other form a circle. The error names a full buffer in this circle,
-    because other buffers may be full only as a result of it.
+    because other buffers may be full only as a result of the circle.
 
     Args:
         pairs: All pairs (earlier, later), as `_pairs` returns them.

@@ -25,7 +25,8 @@ def looped(
        backwards in the same way, but begins with its last stage.
     2. Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, as long
        as there are any of both.
-    3. If m is not a multiple of n, the last group has too many micro-batches, which are removed.
+    3. If m is not a multiple of n, the last group has more micro-batches than are left. The actions
+       of the surplus ones are removed.
 
     Larger groups would make the bubble smaller, but would need buffers between devices for more
     than one activation or gradient.
@@ -106,7 +107,7 @@ def interleaved(n: int, m: int, v: int) -> Lists:
 
 
 def fill(lists: Lists, most: int) -> Lists:
-    """Add backwards of weights to lists, at the times when devices otherwise wait.
+    """Add backwards of weights to lists of actions, at times when devices would wait without them.
 
     No other action waits for a backward of weights, so it can run late. The function replays the
     lists: each action takes one unit of time. If a device has to wait in a unit, it does the oldest
@@ -300,7 +301,7 @@ def make(
 
 
 def _check_fits(schedule: Schedule, n: int, m: int, v: int | None) -> None:
-    """Raise `ValueError` unless a schedule is for n devices, m micro-batches, and v stages each."""
+    """Raise `ValueError` if a schedule does not fit n devices of v stages, or m micro-batches."""
     devices, stages = len(schedule.lists), len(schedule.placement)
     if devices != n or v not in (None, stages / n):
         asked = f"{n} devices" if v is None else f"{n} devices with {v} on each"

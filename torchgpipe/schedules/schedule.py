@@ -24,7 +24,8 @@ class Schedule:
 
     The constructor checks that devices can run the lists. Schedules are compared by value. `str`
     returns a picture of the schedule. Layers see the micro-batches in the order of the forwards. So
-    if forwards are out of order, batch norms update their running statistics in another order.
+    if forwards are not in the order of the micro-batches, batch norms update their running
+    statistics in the order of the forwards.
 
     Attributes:
         name: The schedule's name.
@@ -33,9 +34,9 @@ class Schedule:
 
     Raises:
         ValueError: If an action is missing, is listed twice, is on a device that does not have its
-            stage, or comes before an action that it needs. Also if a device waits for ever, or if a
-            recomputation is not directly before its backward. The message names the action and the
-            device.
+            stage, or comes before an action that it needs. It is also raised if a device waits for
+            ever, or if a recomputation is not directly before its backward. The message names the
+            action and the device.
     """
 
     name: str
@@ -122,8 +123,8 @@ class Schedule:
 
         Args:
             seconds: A function that returns how many seconds an action takes.
-            copies: The copies that take time, each as a source stage, a target stage, and
-                seconds. A skip's target may be any later stage. Other copies take no time.
+            copies: The copies that take time, each as a tuple: the source stage, the target stage,
+                and the seconds. A skip's target may be any later stage. Other copies take no time.
             buffered: How many items the buffer between two stages on different devices holds, in
                 each direction; `None` for no limit. An item is the activation or the gradient of
                 one micro-batch. An item leaves the buffer when the action that needs it starts. A
@@ -199,10 +200,10 @@ class Schedule:
         return Timeline(events, max(free), len(self.lists), at)
 
     def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
-        """Return where each stage sends its outputs, and where it sends its inputs' gradients.
+        """Return where each stage sends its outputs, and where it sends gradients of its inputs.
 
-        Each is a dictionary from a stage to a list with the stages that receive, their devices, and
-        the seconds of a copy.
+        Each of the two results is a dictionary. It maps a stage to a list of tuples: a stage that
+        receives, its device, and the seconds of the copy.
         """
         at = self.placement
         later: Targets = defaultdict(list)

@@ -15,10 +15,10 @@ The entries of a picture are:
 If a device has several stages, a letter after the number names the stage: a is the device's first
 stage, and b the second.
 
-A file is a table in CSV format, with a row for each device. The entry 0F1, for example, means stage
-0, kind F and micro-batch 1. The kinds are F for a forward, B for a whole backward, I for a backward
-of the inputs, and W for a backward of the weights. Files have no recomputations. An empty entry
-means that the device waits.
+A schedule file is a table in CSV format, with a row for each device. The entry 0F1, for example,
+means stage 0, kind F and micro-batch 1. The kinds are F for a forward, B for a whole backward, I
+for a backward of the inputs, and W for a backward of the weights. Schedule files have no
+recomputations. An empty entry means that the device waits.
 """
 
 import csv
@@ -59,7 +59,7 @@ def drawn(units: Timeline) -> str:
 
 
 def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
-    """Return a tuple for each event of one device: a text that ends in a space, start, and end."""
+    """Return for each event of one device a tuple: its text in a picture, its start and its end."""
     stages = sorted({event.partition for event in events})
     entries = []
     for kind, micro_batch, stage, start, end in events:
@@ -70,7 +70,7 @@ def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
 
 
 def written(file: File, units: Timeline) -> None:
-    """Return the text of a schedule file: a row lists what a device does in each unit of time."""
+    """Write a schedule file: a row lists what a device does in each unit of time."""
     with open(file, "w", newline="") as opened:
         writer = csv.writer(opened)
         for events in units.devices:

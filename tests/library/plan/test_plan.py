@@ -240,7 +240,7 @@ def test_tries_more_tasks_than_it_likes_where_nothing_else_fits(
         (
             {"criterion": mse_loss, "target": X[:3]},
             ValueError,
-            r"needs the number of the sample's samples, 4, .* has the shape \(3, 32\)",
+            r"must have the sample's batch size, 4, .* has the shape \(3, 32\)",
         ),
         (
             {"criterion": cross_entropy, "target": torch.empty(4, 9)},

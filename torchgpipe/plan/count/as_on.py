@@ -1,9 +1,9 @@
 """Make operators on device `meta` run as they would on a CPU or a GPU.
 
 On `meta`, PyTorch uses no fused kernels, and its autocast does nothing. So this module chooses the
-fused kernels, and casts the inputs of operators as autocast would. The lists of operators below
-come from PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list runs in
-the dtype of its inputs, or in the widest of their dtypes.
+fused kernels, and casts the inputs of operators as autocast would. The lists of operators in this
+module come from PyTorch's documentation ("Autocast Op Reference"). An operator that is in no list
+runs in the dtype of its inputs, or in the widest of their dtypes.
 """
 
 import functools
@@ -104,7 +104,7 @@ def _drops(input: Tensor, p: float, train: bool) -> bool:
 
 @functools.cache
 def _body(func: Any) -> Callable[..., Any] | None:
-    """Return a copy of a PyTorch function whose operators a `TorchFunctionMode` sees.
+    """Return a copy of a PyTorch function that shows its operators to a `TorchFunctionMode`.
 
     Some functions of PyTorch are written in Python, such as
     `torch.nn.functional.multi_head_attention_forward`. If a mode is active, such a function shows

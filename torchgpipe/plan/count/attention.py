@@ -1,8 +1,9 @@
 """Run the fused attention kernels of CPUs and GPUs on `meta`, and count each as one operator.
 
-PyTorch has fused kernels for `scaled_dot_product_attention` on CPUs and GPUs. They never write the
-matrix of all attention scores to memory. On `meta`, PyTorch would run several plain operators
-instead, and keep that matrix. Counting these operators would give too many bytes.
+PyTorch has fused kernels for `scaled_dot_product_attention` on CPUs and GPUs. These kernels never
+write the matrix of all attention scores to memory. On `meta`, PyTorch would run several plain
+operators instead, and keep the matrix. The plain operators take more bytes than the fused kernel,
+so counting them would be wrong.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,16 @@
-"""Count a convolution's operations and bytes in two ways: as matrix product and as Winograd kernel.
+"""Count a convolution's operations and bytes: as a matrix product, and as a Winograd kernel.
 
 A Winograd kernel computes a 3 x 3 convolution at stride 1 with fewer multiplications than a matrix
 product. It cuts the image into tiles, and computes m x m results for a tile from (m + 2) x (m + 2)
-values, with one multiplication for each value. A matrix product needs nine multiplications for each
-result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, arXiv:1509.09308). But a
-Winograd kernel first has to transform the image and the weights, which moves bytes, and it pads
-images to whole tiles. If there are few tiles for each weight, this costs more time than the saved
-multiplications.
+values, with one multiplication for each of these values. A matrix product needs nine
+multiplications for each result (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks,
+arXiv:1509.09308). But a Winograd kernel first has to transform the image and the weights, which
+moves bytes, and it pads images to whole tiles. If there are few tiles for each weight, this costs
+more time than the saved multiplications.
 
 The count is for m = 4, and for kernels that write transformed images to memory, like cuDNN's
-unfused kernels. cuDNN also has fused kernels, which keep transformed images on the chip. They are
-not counted, because predictions agree with published timings equally well without them.
+unfused kernels. cuDNN also has fused kernels, which keep transformed images on the chip. The fused
+kernels are not counted, because predictions agree with published timings equally well without them.
 """
 
 import math
@@ -34,7 +34,7 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
 
     Args:
         args: The arguments of `aten.convolution` or `aten.convolution_backward`.
-        made: What it returned: the result, or the gradients of image, weight and bias.
+        made: What the operator returned: the result, or the gradients of image, weight and bias.
     """
     backward = len(made) == 3
     image, weight, bias, stride, _, dilation, transposed, _, groups = (
@@ -54,10 +54,10 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     moved = float(sum(map(bytes_of, (image, weight, result))))
 
     def operator(grid: Grid, tiled: Tensor, more: float = 0.0) -> Operator:
-        """Describe one operator of the convolution, which computes the matrices of `grid`.
+        """Describe an operator of the convolution, whose results are the matrices of `grid`.
 
         Args:
-            grid: The number and the size of the matrices that the operator computes.
+            grid: How many matrices the operator computes, and their size.
             tiled: The tensor that Winograd kernels cut into tiles: the operator's output. For the
                 gradient of the weight, it is the forward's output.
             more: The bytes that the operator moves in addition to image, weight and result.
@@ -85,8 +85,8 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
 def _winograd(weight: Tensor, tiled: Tensor, grid: Grid, moved: float) -> tuple[Operator, ...]:
     """Describe a convolution by Winograd kernels as two operators.
 
-    The first operator transforms the image's tiles and the weights. The second computes a matrix
-    product for each of the values in a transformed tile.
+    The first operator transforms the image's tiles and the weights. A transformed tile has 36
+    values. The second operator computes a matrix product for each of them.
     """
     dtype = dtype_of(weight)
     outputs, inputs = weight.shape[:2]

@@ -5,8 +5,8 @@
 
 Copies of the layers run one after another (see `torchgpipe.balance.profile`). The cost of a layer
 is a fixed cost for its parameters, plus an equal cost for each sample of the micro-batch. So the
-layers are counted for only two micro-batch sizes, and the costs for all other sizes are computed
-from these two. Layers that multiply samples with each other are an exception (see `growth`).
+layers are counted for only two micro-batch sizes, and the costs for all other sizes follow from
+these two counts. Layers that multiply samples with each other are an exception (see `growth`).
 """
 
 import functools
@@ -49,8 +49,8 @@ A single sample is not counted, because batch normalization can refuse it.
 class Counts:
     """The operations and bytes of a model's layers, for micro-batches of any size.
 
-    The layers were counted for two micro-batch sizes. The methods compute the values for all
-    others.
+    The layers were counted for two micro-batch sizes. From these counts, the methods compute the
+    values for all other sizes.
     """
 
     low: LayerCounts
@@ -84,7 +84,7 @@ class Counts:
 
     @functools.cached_property
     def on_one_device(self) -> "Counts":
-        """The same counts for partitions that are all on one device, so that no input is copied."""
+        """These counts for partitions that are all on the same device, which copy no inputs."""
         return replace(self, copied=False, tasks={}, cache={})
 
     def at(self, size: int) -> LayerCounts:
@@ -98,7 +98,7 @@ class Counts:
         return self.known[size]
 
     def skips(self, size: int) -> Sequence[tuple[int, int, Stashed]]:
-        """Return the skips for micro-batches of `size` samples.
+        """Return the model's skips, with their bytes for micro-batches of `size` samples.
 
         Each skip is a tuple: the number of the layer that stashes it, the number of the layer that
         pops it, and its bytes.
@@ -136,7 +136,7 @@ class Counts:
         return self.loss.task(size, 0, 1, checkpoint=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without the caches, which a pickle or a copy leaves out."""
+        """Return the fields for a pickle or a copy, with empty caches."""
         return {**vars(replace(self, known={}, tasks={}, cache={}))}
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class Counts:
 
 
 def _line(low: Any, high: Any, size: int) -> Any:
-    """Return the costs for micro-batches of `size` samples, on the line through two counted sizes.
+    """Compute the costs for micro-batches of `size` samples from those for two counted sizes.
 
     Args:
         low: The costs for the smaller of `SIZES`, as nested tuples.
@@ -210,7 +210,7 @@ def count(  # noqa: PLR0913 - each decides what is counted
 def _at(
     sample: TensorOrTensors, module: Sequential, alike: Alike
 ) -> tuple[LayerCounts, Footprints]:
-    """Return the operators and the memory of each layer, for a sample on device `meta`.
+    """Run the layers on a sample on device `meta`; return the operators and the memory of each.
 
     Args:
         sample: The sample, whose batch size is the micro-batch size.
@@ -250,7 +250,8 @@ def _refuse_compiled(module: Sequential) -> None:
 def _empty(sample: TensorOrTensors, size: int, split: Sequence[bool] | None) -> TensorOrTensors:
     """Return an input on `meta` like the given one, `sample`, but with a batch size of `size`.
 
-    `split` says which tensors have a batch dimension; with `None`, all have one.
+    `split` says for each tensor whether it has a batch dimension. With `None`, all of them have
+    one.
     """
 
     def empty(x: Tensor, grows: bool = True) -> Tensor:

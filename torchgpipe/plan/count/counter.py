@@ -33,8 +33,8 @@ ADVICE_OF_LOSS = (
     "plan without a criterion if it needs values"
 )
 
-# The class of operators without a formula for floating-point operations, by a part of their name.
-# An operator whose name has none of these parts is elementwise.
+# For operators without a formula for floating-point operations: maps a part of the operator's name
+# to its class. An operator whose name has none of these parts is elementwise.
 KINDS: dict[str, OperatorClass] = {
     "batch_norm": "norm",
     "instance_norm": "norm",
@@ -60,7 +60,7 @@ VIEWS = (
 
 
 class Counter(TorchDispatchMode):
-    """Within this context, list this thread's operators, except those that only make views."""
+    """Within this context, list this thread's operators, but not operators that make views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -181,11 +181,11 @@ def count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
 
 
 class _Entry(torch.autograd.Function):
-    """An autograd node in front of a layer, whose backward notes that a gradient reaches the input.
+    """An autograd node in front of a layer. It notes that a gradient reaches the layer's input.
 
     Without this node, the input would be a leaf of the autograd graph. If a layer's backward passes
-    the output's gradient on to a leaf unchanged, PyTorch copies it for `.grad`. A pipeline makes no
-    such copy, so it must not be counted.
+    the output's gradient on to a leaf unchanged, PyTorch copies it for `.grad`. A pipeline does not
+    make this copy, so the copy must not be counted.
     """
 
     @staticmethod

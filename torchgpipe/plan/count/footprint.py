@@ -1,7 +1,7 @@
-"""Data classes for what is counted of one layer: its operators, and the memory that it takes.
+"""Data classes for the counts of one layer: its operators, and the memory that it takes.
 
-The memory that a layer takes is called its footprint. In a footprint, storages are referred to by
-numbers. If several layers use a storage, it has the same number in all their footprints.
+The memory that a layer takes is called its footprint. In a footprint, a number stands for each
+storage. If several layers use a storage, it has the same number in all their footprints.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torchgpipe.plan.hardware.operators import Operator
 
 
 class Change(NamedTuple):
-    """Memory that is allocated or freed: the bytes are positive if allocated, negative if freed."""
+    """A change of memory: its bytes are positive for an allocation, and negative for a release."""
 
     bytes: float
     storage: int | None
@@ -118,7 +118,7 @@ class LayerCount(NamedTuple):
 
     @property
     def products(self) -> tuple[Operator, ...]:
-        """The matrix products of the forward that have a parameter as a factor.
+        """The matrix products in the layer's forward in which a parameter is a factor.
 
         For each of these products, the backward has an equally large one, which computes the
         gradient of the parameter.

@@ -1,8 +1,9 @@
-"""Compute a layer's cost for any micro-batch size, on the straight line through two sizes' costs.
+"""Compute a layer's cost for any micro-batch size by linear extrapolation from two sizes.
 
-A straight line is wrong for an operator that multiplies samples with each other: with twice the
-samples, it costs more than twice as much. Such an operator can be recognized: the line through its
-costs for the two sizes is so steep that it gives a negative cost for zero samples.
+The cost is taken from the straight line through the two known costs. This is wrong for an operator
+that multiplies samples with each other: with twice the samples, it costs more than twice as much.
+Such an operator can be recognized: the line through its costs for the two sizes is so steep that it
+gives a negative cost for zero samples.
 """
 
 import warnings
@@ -21,13 +22,13 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
 
     Args:
         a: The cost if `share` is 0: a float, or nested tuples of floats and other values.
-        b: The cost if `share` is 1, nested in the same way.
+        b: The cost if `share` is 1, nested like `a`.
         share: The position on the line. It is below 0 or above 1 for points beyond `a` and `b`.
-        known: A cache, which maps the ids of `a` and `b` to the result. It saves time because
-            layers that behave alike share their tuples.
+        known: A cache, which maps the ids of `a` and `b` to the result. The cache saves time,
+            because layers that behave alike have the same tuples.
 
     Returns:
-        The cost, nested in the same way. Each float is computed on its own.
+        The cost, nested like `a`. Each float in it is computed on its own.
 
     Raises:
         ValueError: If `a` and `b` differ in anything but floats.
@@ -51,11 +52,11 @@ def between(a: Any, b: Any, share: float, known: dict[tuple[int, int], Any]) -> 
 def check_growth(
     low: Sequence[LayerCount], high: Sequence[LayerCount], sizes: tuple[int, int]
 ) -> None:
-    """Check that the cost of each layer grows in a straight line with the micro-batch size.
+    """Check that the cost of each layer grows linearly with the micro-batch size.
 
     Args:
-        low: The layers as counted for micro-batches of the smaller size.
-        high: The layers as counted for micro-batches of the larger size.
+        low: The counts of the layers for micro-batches of the smaller size.
+        high: The counts of the layers for micro-batches of the larger size.
         sizes: The two sizes.
 
     Raises:

@@ -1,8 +1,8 @@
 """Caches that make counting faster, because many layers of a model are alike.
 
-`Alike` keeps the measured costs of a layer, for all layers that behave as this one does.
-`Remembered` keeps the shapes of operators' results. It saves time because PyTorch infers shapes on
-`meta` in Python code, which is slow.
+`Alike` keeps the measured costs of a layer. They are also the costs of all layers that behave like
+it. `Remembered` keeps the shapes of operators' results. This saves time, because PyTorch infers
+shapes on `meta` in Python code, which is slow.
 """
 
 import io
@@ -61,14 +61,14 @@ class Alike:
     def once(
         self, measure: Callable[[Rehearsal], T], rehearsal: Rehearsal, more: object = None
     ) -> T:
-        """Return the measurement of a layer, from the cache if a layer like it was measured.
+        """Measure a layer, or return the cached measurement of a layer that behaves alike.
 
         Args:
             measure: A function that runs the layer and measures something.
-            rehearsal: The layer and its input. The method also stores the layer's output and the
-                skips that the layer stashes in this object, even if it does not run the layer.
-            more: An additional part of the key, with all else that the result depends on. It must
-                differ for different kinds of measurements.
+            rehearsal: The layer and its input. Even if this method does not run the layer, it
+                stores in this `Rehearsal` the layer's output and the skips that the layer stashes.
+            more: An additional part of the key in the cache, with everything else that the result
+                depends on. It must differ for different kinds of measurements.
         """
         layer = rehearsal.original
         key = self.behaviour(layer, rehearsal.value, more, skips=rehearsal.skips)
@@ -85,11 +85,12 @@ class Alike:
     def behaviour(
         self, layer: Module, value: TensorOrTensors, more: object = None, *, skips: Scope = EMPTY
     ) -> object:
-        """Return a cache key for a layer: it is equal for layers that behave alike.
+        """Return a key for a layer in the cache. Layers that behave alike have equal keys.
 
-        The key has all state of the layer and the shapes of its inputs, but no contents of tensors,
-        and no names of the layer and its parts. It is `None` if layers cannot be compared: a layer
-        that cannot be pickled, or that has skips and is not a layer of a traced module.
+        The key describes all state of the layer and the shapes of its inputs. It has no contents of
+        tensors, and not the names of the layer and its parts. It is `None` if the layer cannot be
+        compared with others: if it cannot be pickled, or has skips and is not a layer of a traced
+        module.
 
         Args:
             layer: The layer.
@@ -211,10 +212,10 @@ def _described(item: Any) -> Any:
 
 
 def _made(result: Any, given: list[Tensor]) -> bool:
-    """Return whether an operator's result can be cached, so that `_again` can make tensors like it.
+    """Return whether an operator's result can be cached: whether `_again` can make equal tensors.
 
-    This is not so if a tensor of the result shares its storage with another tensor or with an
-    argument of the operator (`given`), or if its storage is larger than the tensor needs.
+    It cannot be cached if a tensor of the result shares its storage with another tensor or with an
+    argument of the operator (`given`), or if the storage is larger than the tensor needs.
     """
     items = result if type(result) in (tuple, list) else [result]
     storages = {id(x.untyped_storage()) for x in given}

@@ -1,4 +1,4 @@
-"""Record how many bytes of memory are allocated and freed, in order, while operators run."""
+"""Record the bytes of each allocation and release of memory, in order, while operators run."""
 
 import weakref
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Live(TorchDispatchMode):
         """The ids of the storages that were added to the parameters' gradients."""
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Do not record tensors that exist before and after the run, such as parameters."""
+        """From now on, do not record these tensors, which outlive the run, such as parameters."""
         for x in tensors:
             self._known[id(x.untyped_storage())] = None
 
@@ -49,7 +49,7 @@ class Live(TorchDispatchMode):
             return result
 
     def enter(self, x: Tensor, number: int | None) -> None:
-        """Begin to watch a tensor's storage, and record it when the storage is freed.
+        """Watch a tensor's storage from now on, to record when the storage is freed.
 
         Args:
             x: The tensor.

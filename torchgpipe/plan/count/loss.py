@@ -1,7 +1,7 @@
 """Treat a criterion as one more layer, so that the planner can count or time it like a layer.
 
-A prediction needs the criterion for large outputs. The cross entropy of a language model, for
-example, can take as much time and memory as all other layers of the last stage.
+If a model's output is large, a prediction has to include the criterion. The cross entropy of a
+language model, for example, can take as much time and memory as all other layers of the last stage.
 """
 
 import copy
@@ -47,7 +47,7 @@ class LossLayer(Module):
         return scalar(result).reshape(1)
 
     def __deepcopy__(self, known: dict[int, Any]) -> "LossLayer":
-        """Return a copy for a device. Only a criterion that is a module has tensors to copy."""
+        """Return a copy of this layer. The criterion is copied only if it is a module."""
         criterion = self.criterion
         if isinstance(criterion, Module):
             criterion = copy.deepcopy(criterion, known)
@@ -55,7 +55,7 @@ class LossLayer(Module):
 
 
 class Loss:
-    """A criterion and a target, from which layers for any micro-batch size are made.
+    """A criterion and a target. `behind` adds them to a model as a layer, for any batch size.
 
     Args:
         criterion: The criterion, as for `GPipe.step`.
@@ -65,7 +65,7 @@ class Loss:
 
     Raises:
         TypeError: If the criterion is not a function, or needs a target and has none.
-        ValueError: If a tensor of the target does not have an entry for each sample.
+        ValueError: If a tensor of the target does not have one entry for each sample.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Loss:
     def _check(self, x: Tensor) -> Tensor:
         if not x.dim() or len(x) != self._samples:
             raise ValueError(
-                f"every tensor of the target needs the number of the sample's samples, "
-                f"{self._samples}, as its dimension 0, but one has the shape {tuple(x.shape)}"
+                f"every tensor of the target must have the sample's batch size, {self._samples}, "
+                f"as its dimension 0, but one has the shape {tuple(x.shape)}"
             )
         return x
 
@@ -131,7 +131,7 @@ def _as_it_is(output: Any) -> Any:
 def loss_of(
     criterion: Criterion | None, target: Any, module: Sequential, sample: TensorOrTensors
 ) -> Loss | None:
-    """Return the loss that a plan includes, or `None` if no criterion was given.
+    """Return the `Loss` that a plan includes, or `None` if no criterion was given.
 
     Args:
         criterion: The criterion, as for `GPipe.step`, or `None`.

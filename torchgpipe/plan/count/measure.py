@@ -20,10 +20,11 @@ Needs = Sequence[bool] | None
 
 
 class StorageNumbers:
-    """Give each storage of a whole model a number of its own.
+    """Number the storages of a whole model, so that each storage has a different number.
 
     In each layer's measured footprint, the storages are numbered from 0 on. The method `placed` is
-    called for one layer after another, and replaces these numbers by numbers for the whole model.
+    called for one layer after another, and replaces the numbers in this layer's footprint by
+    numbers for the whole model.
 
     Args:
         inputs: How many inputs the first layer has.
@@ -84,9 +85,9 @@ class StorageNumbers:
 
 
 class _Head(torch.autograd.Function):
-    """An autograd node behind a layer, whose backward allocates the outputs' gradients.
+    """An autograd node behind a layer. In backward, it allocates the gradients of the outputs.
 
-    In a pipeline, the backward of the next layer does this.
+    In a pipeline, the backward of the next layer allocates them.
     """
 
     @staticmethod
@@ -108,13 +109,15 @@ def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footp
     """Run a layer on device `meta`, and return its footprint, which says what memory it takes.
 
     The footprint refers to tensors' storages by number. The first numbers stand for the layer's
-    inputs, the next for the skips that it pops, and the others for the storages that it makes.
+    inputs, the next numbers for the skips that the layer pops, and all others for the storages that
+    the layer makes.
 
     Args:
         gives: For each input, whether the layer's backward computes the gradient of this input.
         takes: For each output, whether the next layer's backward computes the gradient of this
             output. `None` (for the last layer) means that all outputs get a gradient.
-        rehearsal: The layer and its input. The layer's output is stored in it, for the next layer.
+        rehearsal: The layer and its input. This function stores the layer's output in it, which is
+            the input of the next layer.
     """
     layer = rehearsal.layer
     held = [*layer.parameters(), *layer.buffers()]
@@ -187,12 +190,12 @@ def _grad_bytes(tensors: Sequence[Tensor], needs: Needs) -> float:
 
 
 def _entering(rehearsal: Rehearsal) -> tuple[Any, list[tuple[Tensor, int]]]:
-    """Prepare a run of a layer, and return its input with the numbers of the storages.
+    """Prepare a run of a layer; return the layer's input and the numbers of the input's storages.
 
     Returns:
-        A copy of the layer's input, and a list of pairs: each tensor of the input and each skip
-        that the layer pops, with the number of its storage. Inputs that share a storage have the
-        same number.
+        A copy of the layer's input, and a list of pairs of a tensor and the number of its storage.
+        The list has the tensors of the input and the skips that the layer pops. Inputs that share a
+        storage have the same number.
     """
     value = rehearsal.prepare()
     storages = []
@@ -218,7 +221,7 @@ def _backward(
     Args:
         rehearsal: The layer and its input.
         held: The layer's parameters and buffers.
-        takes: For each output, whether it gets a gradient; `None` if all outputs get one.
+        takes: For each output, whether it gets a gradient; `None` if all outputs get a gradient.
         hold: Whether the outputs' gradients stay allocated until the backward ends.
 
     Returns:

@@ -1,17 +1,17 @@
-"""Tell how many bytes an optimizer takes on a device, in addition to parameters and gradients.
+"""Compute the bytes that an optimizer takes on a device, beyond parameters and gradients.
 
 An optimizer keeps its state between steps, and each step allocates temporary tensors. How many
 bytes a step allocates depends on PyTorch's default for the device:
 
-- On a CPU, a step updates one parameter after another. It allocates tensors as large as one
-  parameter, while tensors for the previous parameter may still exist.
+- On a CPU, a step updates one parameter after another. For each parameter, it allocates tensors as
+  large as the parameter, while tensors for the previous parameter may still exist.
 - On CUDA, a step updates all parameters at once (`foreach`). It allocates tensors as large as all
   parameters together.
 
 If parameters have 16 bits, an optimizer can keep master weights: a float32 copy of the parameters,
-which the optimizer updates. Then its state is as large as for float32 parameters, and its step also
-allocates float32 gradients. Training with autocast needs no master weights, because its parameters
-are float32.
+which the optimizer updates. Then the optimizer's state is as large as for float32 parameters, and
+the step also allocates float32 gradients. Training with autocast needs no master weights, because
+its parameters are float32.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ MASTER = 2
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The memory that an optimizer takes, in bytes for each byte of parameters that it updates."""
+    """The memory that an optimizer takes: its bytes for each byte of the updated parameters."""
 
     state: float = 0.0
     """The bytes of the state, which the optimizer keeps between steps."""

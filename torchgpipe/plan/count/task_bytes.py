@@ -12,7 +12,7 @@ from torchgpipe.plan.count.footprint import SUMMED, Footprint
 class TaskBytes:
     """The bytes of memory that one task takes: one micro-batch on one partition.
 
-    The task's inputs count only in fields whose description mentions inputs.
+    The task's inputs do not count in a field, unless the description of the field mentions inputs.
     """
 
     inputs: float
@@ -62,8 +62,9 @@ def task_bytes(
     whole = len(layers) == len(footprints)
     inputs = set(layers[0].inputs)
     cloned = checkpoint and len(inputs) == 1 and _begins_in_place(layers)
-    # The storages that something outside the task holds: in the first partition, for example, the
-    # caller holds the mini-batch. They are not counted, and the task does not free them.
+    # The storages that something outside the task keeps alive. For the first partition, for
+    # example, the caller keeps the mini-batch. These storages are not counted, and the task does
+    # not free them.
     others: set[int] = set()
     if start == 0 and not cloned:
         others |= inputs
@@ -118,15 +119,16 @@ def _backward(
     later: bool,
     apart: bool = True,
 ) -> float:
-    """Return how many bytes the backward of a task allocates at its peak.
+    """Return by how many bytes the memory grows, at most, during the backward of a task.
 
-    The bytes are counted from the start of the backward on, and what is freed is subtracted.
+    The count starts at 0 when the backward begins. What the backward frees is subtracted.
 
     Args:
         layers: The footprints of the partition's layers.
-        others: The storages that something outside the task holds, so that they are not freed.
+        others: The storages that something outside the task keeps alive, so that they are not
+            freed.
         saver: For each storage that the graph has saved, the first layer that saves it.
-        later: Whether this backward is later than another one, so that parameters have gradients.
+        later: Whether an earlier backward of the step has given the parameters gradients.
         apart: Whether the task's graph is separate from the graphs of other tasks. If so, gradients
             are added in place. If not, autograd makes a new tensor for each sum of gradients.
     """
@@ -156,7 +158,8 @@ def _backward(
 def _begins_in_place(layers: Sequence[Footprint]) -> bool:
     """Return whether a partition changes its input in place, so that checkpointing must clone it.
 
-    This is so if the first layer that does not just return its input changes it in place.
+    Layers that just return their input are skipped. The partition changes its input in place if the
+    first other layer does.
     """
     for layer in layers:
         if layer.in_place or layer.outputs != layer.inputs:

@@ -13,7 +13,7 @@ from torchgpipe.plan.count.footprint import LayerCount, Tied
 
 
 def tied_parameters(module: Sequential) -> list[tuple[Tied, ...]]:
-    """Return a list with an item for each layer: the parameters it shares with other layers."""
+    """Return for each layer a tuple of the parameters that it shares with other layers."""
     holders: dict[Parameter, list[int]] = {}
     for index, layer in enumerate(module):
         for parameter in layer.parameters():

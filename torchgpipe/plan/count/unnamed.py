@@ -1,7 +1,7 @@
 """Describe a layer of a traced module without names and numbers, to compare it with other layers.
 
-Two layers that do the same have equal descriptions, although the names of their submodules in the
-module differ, and so do the numbers of the tensors that they compute.
+Two layers that do the same have equal descriptions, although their submodules have different names
+in the traced module, and the tensors that they compute have different numbers.
 """
 
 from typing import Any
@@ -34,8 +34,9 @@ NAMED = {
 def unnamed(layer: Layer) -> object:
     """Return a description of what a layer does: its calls and further attributes, without names.
 
-    A submodule that the layer calls is in the description itself, in place of its name.
-    Placeholders of tensors (`Value` and `Held`) stay as they are in the calls.
+    A call names a submodule of the layer. In the description, the submodule itself stands in place
+    of its name. In the arguments of calls, the placeholders of tensors (`Value` and `Held`) stay as
+    they are.
     """
     steps: list[Any] = []
     for call in layer._steps:
@@ -55,7 +56,7 @@ def unnamed(layer: Layer) -> object:
 
 
 def tensor_of(layer: Layer, held: Held) -> Tensor:
-    """Return the parameter or buffer of a layer for which a placeholder (`held`) stands."""
+    """Return the parameter or buffer of a layer for which the placeholder `held` stands."""
     path, _, last = held.name.rpartition(".")
     holder = _at(layer, path)
     found: Any = {**holder._buffers, **holder._parameters}[last]
@@ -64,7 +65,7 @@ def tensor_of(layer: Layer, held: Held) -> Tensor:
 
 
 def _at(layer: Layer, path: str) -> Any:
-    """Return a layer's submodule at a path such as "layer1.0"; the layer for an empty path."""
+    """Return a layer's submodule at a path such as "layer1.0"; the layer if the path is empty."""
     module: Any = layer
     for part in path.split(".") if path else ():
         module = module._modules[part]

@@ -4,11 +4,12 @@
     seconds = hardware.seconds(operator)       # of one operator on one device
     seconds = hardware.transfer(nbytes)        # of a copy between two devices
 
-A hardware description is a JSON file. Every figure in it is an object with a `value` and a
-`source`. For each class of operators, such as `conv`, it has two efficiencies. The compute
-efficiency is the share of the device's peak rate that operators of the class reach. The memory
-efficiency is the share of the device's memory bandwidth that they reach. A compute efficiency with
-a name such as `conv.float16` is for one class and one dtype.
+A hardware description is a JSON file. Every figure in it is a JSON object with a `value`, which is
+a number, and a `source`, which says where the number comes from. For each class of operators, such
+as `conv`, the file has two efficiencies. The compute efficiency is the share of the device's peak
+rate that operators of the class reach. The memory efficiency is the share of the device's memory
+bandwidth that they reach. A compute efficiency with a name such as `conv.float16` is for one class
+and one dtype.
 
 These rules are the same for all descriptions:
 
@@ -108,9 +109,9 @@ class Hardware:
     def room(self, memory: float, headroom: float | None = None) -> float:
         """Return how many bytes tensors may take on a device.
 
-        On a GPU, this is less than the device's memory, because PyTorch's caching allocator needs
-        more memory than the tensors take: it keeps freed blocks, also those whose size does not
-        suit the next tensor. On a CPU, freed memory goes back to the system.
+        On a GPU, this number is less than the device's memory, because PyTorch's caching allocator
+        needs more memory than the tensors take: it keeps freed blocks, also those whose size does
+        not suit the next tensor. On a CPU, freed memory goes back to the system.
 
         Args:
             memory: The bytes of memory of the device.
@@ -208,7 +209,7 @@ def _decoded(name: str, data: Any) -> Hardware:
 
 
 def _table(key: str, table: Any, sources: dict[str, str]) -> Shares:
-    """Check a table of a hardware description, such as `peak`; return the values in it by name.
+    """Check a table of a hardware description, such as `peak`; return its values by name.
 
     In the file, each entry of the table is a JSON object with a `value` and a `source`. The sources
     are added to `sources`.
@@ -228,7 +229,7 @@ def _efficiencies(key: str, shares: Shares, needed: Iterable[str], dtypes: Itera
         shares: The table: an efficiency for each class of operators. A name such as `conv.float16`
             is for one class and one dtype.
         needed: The classes that must be in the table.
-        dtypes: The dtypes that names in the table may have.
+        dtypes: The dtypes that may occur in names such as `conv.float16`.
     """
     known = set(CLASSES)
     for dtype in dtypes:

@@ -156,7 +156,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
-    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
+    """Return this machine's bytes of memory, or the limit of its container if that is lower."""
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
@@ -171,7 +171,7 @@ def _main_memory(limit: Path = MEMORY_LIMIT) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name for messages: the GPU's model, or that it is this machine's CPU."""
+    """Return a device's name for messages: a GPU's model, or words for this machine's CPU."""
     if accelerator.has_streams(device):
         return str(accelerator.properties(device).name)
     threads = torch.get_num_threads()

@@ -4,9 +4,9 @@ An operator is a call that reaches PyTorch's dispatcher below autograd, such as 
 an operator launches about one kernel.
 
 A GPU kernel for a matrix product cuts the output matrix into tiles of a fixed size. The GPU's
-processors compute the tiles in rounds, each processor one tile in a round. Two things waste time: a
-tile that reaches over the edge of the matrix takes as long as a full tile, and in the last round
-some processors have no tile.
+processors compute the tiles in rounds, and each processor computes one tile in a round. Time is
+wasted in two ways: a tile that reaches over the edge of the matrix takes as long as a full tile,
+and in the last round some processors have no tile.
 
 Floating-point operations are counted by a table of formulas in PyTorch. PyTorch does not promise to
 keep this table, so only this module uses it. `tests/library/plan/count/test_counter.py` fails if
@@ -78,7 +78,7 @@ class Operator(NamedTuple):
 
 
 def bytes_of(x: Tensor) -> int:
-    """Return the bytes that a tensor's elements take; those of an expanded dimension count once."""
+    """Return the bytes of a tensor's elements. An expanded dimension counts as one element."""
     if x.layout is not torch.strided:
         return 0  # a sparse tensor has no strides; its parts are counted as tensors of their own
     elements = 1
@@ -115,8 +115,9 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 def excess(grid: Grid, processors: int) -> float:
     """Return by what factor tiles make a matrix product slower; 1 means that no time is wasted.
 
-    A kernel cuts the result into tiles, and those at the edges or in the last round waste time. The
-    factor is for the best of the tile sizes in `TILES`.
+    A kernel cuts the result into tiles. Time is wasted on the tiles at the edges and in the last
+    round (see the docstring of this module). The factor is for the best of the tile sizes in
+    `TILES`.
 
     Args:
         grid: The matrices that the product computes.

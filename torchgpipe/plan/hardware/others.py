@@ -1,6 +1,6 @@
 """Warn if other programs use the CPU while something is timed, because this makes the times wrong.
 
-How busy each core is comes from /proc/stat, which exists on Linux only. On other systems, there is
+The file /proc/stat says how busy each core is. It exists on Linux only. On other systems, there is
 no warning.
 """
 
@@ -30,8 +30,8 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
         what: What is measured within the context, for the warning's text.
 
     Warns:
-        UserWarning: If other programs have used more than a share of `MUCH` of the cores. The text
-            says how much.
+        UserWarning: If other programs have used a share of the cores above `MUCH`. The warning
+            names the share.
     """
     before, start = _busy_of_others(), perf_counter()
     yield
@@ -50,7 +50,8 @@ def warn_if_disturbed(what: str) -> Iterator[None]:
 def _busy_of_others() -> float | None:
     """Return for how many seconds other programs have used this process's cores since boot.
 
-    The number is a total over all these cores; `None` if the system does not tell it.
+    The seconds of all these cores are added up. The result is `None` if the system does not tell
+    them.
     """
     try:
         tick = os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Time the layers of a model on a device, in training steps of the whole model or each alone.
+"""Time the layers of a model on a device, in steps of the whole model or each layer alone.
 
 A step of the whole model gives more realistic times, for two reasons. First, a layer's input can
 still be in the device's caches, because the previous layer has just computed it. Second, the
@@ -24,7 +24,7 @@ from torchgpipe.trace.parts import as_tensors
 
 
 class Seconds(NamedTuple):
-    """The measured seconds of one micro-batch: for each pass, a list with each layer's seconds."""
+    """The measured seconds of all layers for one micro-batch, with a list for each kind of pass."""
 
     forward: list[float]
     """The seconds of each layer's forward without an autograd graph."""
@@ -39,7 +39,7 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
     The step has three passes: a forward without an autograd graph, a forward with a graph, and a
     backward. The backward of a layer lasts from the arrival of its output's gradient to the arrival
     of its input's gradient. The gradients of parameters are freed before the step. So the times do
-    not include adding to earlier gradients, which is predicted separately.
+    not include the addition to earlier gradients, whose time is predicted separately.
 
     Args:
         module: The layers.
@@ -66,9 +66,9 @@ def time_step(module: Sequential, sample: TensorOrTensors, device: torch.device)
     torch.autograd.backward(roots, gradients)
     synchronize(device)
     end = perf_counter()
-    # The times at which the backward reaches the layers, from the last layer to the first. If a
-    # layer's output gets no gradient, this is the time at which the backward ends. The hooks of
-    # very fast layers can run out of order, so `accumulate` with `max` keeps the times from
+    # The times at which the backward reaches the layers, from the last layer to the first. For a
+    # layer whose output gets no gradient, the time at which the backward ends is taken. The hooks
+    # of very fast layers can run out of order, so `accumulate` with `max` keeps the times from
     # decreasing.
     arrivals = [arrived.get(i, end) for i in reversed(range(len(module) - 1))]
     times = [*accumulate([start, *arrivals], max), end]
@@ -100,7 +100,7 @@ def _forward(
         if notice is not None:
             # Read each `grad_fn` before a hook is registered, because otherwise PyTorch can crash:
             # if a view's base was changed in place, the view gets its new graph node only when its
-            # `grad_fn` is read. It must not get a hook before that.
+            # `grad_fn` is read. The view must not get a hook before that.
             nodes = [(x, x.grad_fn) for x in tensors_of(value) if x.requires_grad]
             for x, _ in nodes:
                 x.register_hook(partial(notice, i))

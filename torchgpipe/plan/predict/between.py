@@ -1,4 +1,4 @@
-"""Find what partitions have in common: skips from one to another, and parameters in several."""
+"""Find skips from one partition to another, and parameters that several partitions share."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def crossing(
 def exchanged_parameters(
     layers: Sequence[LayerCount], cuts: Cuts, placement: Sequence[int]
 ) -> dict[Tied, set[int]]:
-    """Return a dictionary from trained parameters that several devices have to these devices.
+    """Map each trained parameter that several devices have to the set of these devices.
 
     Args:
         layers: The layers of the model.

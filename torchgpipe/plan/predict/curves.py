@@ -16,7 +16,7 @@ from torchgpipe.plan.hardware.here import device_name
 class Curve:
     """The seconds that one layer takes, as a function of the micro-batch size.
 
-    The layer was timed at several sizes. Between these, the function is linear.
+    The layer was timed at several sizes. Between these sizes, the function is linear.
 
     Attributes:
         sizes: The micro-batch sizes at which the layer was timed, the smallest first.
@@ -72,7 +72,7 @@ Curves = tuple[list[Curve], list[Curve], list[Curve]]
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured seconds of every layer for several micro-batch sizes, and how they were taken.
+    """The measured seconds of every layer for several micro-batch sizes, and how they were timed.
 
     `print` shows how the layers were timed: on which device, alone or together, with which sizes.
     """

@@ -9,8 +9,8 @@ all micro-batches have the same size. These tensors are on a device during an ac
   of these layers;
 - stashed: the tensors that tasks keep from their forward to their backward. A checkpointed task
   keeps its inputs. A task without checkpointing keeps the tensors that its autograd graph has
-  saved. If a backward is split into halves, a task keeps what its weights' gradients need until
-  they are computed;
+  saved. If a backward is split into halves, a task keeps the tensors that its weights' gradients
+  need until these gradients are computed;
 - working: the tensors that the action itself allocates, from the footprints of its layers. If a
   criterion was given, the loss and its backward allocate tensors, too: with GPipe's schedule once
   for the whole mini-batch, after all forwards, and otherwise for each micro-batch, after its
@@ -81,7 +81,7 @@ def setup_memory(counts: Counts, setup: Setup) -> list[DeviceBytes]:
 def peaks_of_devices(counts: Counts, setup: Setup) -> Iterator[DeviceBytes]:
     """Yield the items of `setup_memory`: the predicted peak memory of one device after another.
 
-    The caller can stop early, and save the time to predict the other devices.
+    The caller can stop early, to save the time of predicting the remaining devices.
     """
     sizes = setup.sizes
     routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
@@ -140,8 +140,8 @@ class _Device:
     def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
         """Return the bytes that tensors take on the device when its memory is fullest.
 
-        This is during one of the actions in `moments`, between the last forward and the first
-        backward, or during the optimizer's step.
+        The memory is fullest during one of the actions in `moments`, between the last forward and
+        the first backward, or during the optimizer's step.
         """
         found = [self._at(moment) for moment in moments]
         if self._several_losses:
@@ -270,9 +270,9 @@ class _Device:
     ) -> list[tuple[int, float, float, float]]:
         """Return the bytes that skips and their gradients take on their way between stages.
 
-        CPU devices share one memory, so a skip is not copied between them. It counts on the device
-        of the partition that computes it, and its gradient on the device of the partition that
-        computes the gradient.
+        CPU devices share one memory, so a skip is not copied between them. The skip counts on the
+        device of the partition that computes it. Its gradient counts on the device of the partition
+        that computes the gradient.
 
         Args:
             skips: For each pair of stages, how many micro-batches have a skip or a gradient on its
@@ -281,8 +281,8 @@ class _Device:
 
         Returns:
             A tuple for each entry of `skips` that takes memory on this object's device. The first
-            item is the entry's index. The other three are bytes for one micro-batch: one whose skip
-            has left, one whose gradient has come early, and one that waits (see `Traffic`).
+            item is the entry's index. The other three are the bytes of a micro-batch whose skip has
+            left, of one whose gradient has come early, and of one that waits (see `Traffic`).
         """
         found = []
         for index, traffic in enumerate(skips):

@@ -1,6 +1,6 @@
 """Find the actions of a training step during which a device's memory can reach its peak.
 
-To predict the peak memory, only these actions need to be looked at.
+The prediction of the peak memory looks only at these actions.
 """
 
 from bisect import bisect_right
@@ -32,8 +32,9 @@ class InFlight(NamedTuple):
 class Traffic(NamedTuple):
     """How many micro-batches have skips, or skips' gradients, on their way between two stages.
 
-    Only those that take memory on the device of the stage `source` count. The other stage is
-    `target`. Some skips go from `source` to `target`, and others from `target` to `source`.
+    Only skips and gradients that take memory on the device of the stage `source` count. The other
+    stage is `target`. Some skips go from `source` to `target`, and others from `target` to
+    `source`.
     """
 
     source: int
@@ -74,7 +75,8 @@ class Moment(NamedTuple):
         """All numbers of tasks in `held` and of micro-batches in `skips`, as one tuple.
 
         The larger these numbers are, the more memory the device uses. So an action cannot reach the
-        peak of memory if another action of the same kind has all these numbers at least as large.
+        peak of memory if all these numbers are at least as large for another action of the same
+        kind.
         """
         counts: list[int] = []
         for in_flight in self.held:
@@ -116,7 +118,7 @@ def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]
 def _walk(
     actions: Sequence[Action], micro_batches: int, recomputed: int, clock: "_Clock | None"
 ) -> Iterator[Moment]:
-    """Yield for each action of one device, in order, the tasks and skips that then take memory."""
+    """Yield a `Moment` for each action of one device, in the order of the actions."""
     own = tuple(sorted({action.stage for action in actions}))
     states = {stage: _State(micro_batches) for stage in own}
     for k, action in enumerate(actions):
@@ -197,7 +199,7 @@ class _Clock:
                 self._backwards[stage].append(end)
 
     def traffic(self, own: Sequence[int], action: Action) -> tuple[Traffic, ...]:
-        """Return how many micro-batches have skips on their way between stages during `action`.
+        """Return the `Traffic` during `action`: how many micro-batches have skips on their way.
 
         The list has an item for each pair of a stage in `own` and any stage of the pipeline.
         """
@@ -221,9 +223,10 @@ def _duration(action: Action) -> float:
 
 
 def _add(alike: Alike, now: Moment) -> None:
-    """Add an action to the actions `alike` of its kind, unless one of those needs as much memory.
+    """Add an action to `alike`, unless an action in `alike` needs at least as much memory.
 
-    If the new action is added, delete the actions that need no more memory than the new one.
+    If the new action is added, delete all actions from `alike` that need no more memory than the
+    new one. All these actions are of the same kind.
     """
     counts = now.counts
     if any(_covers(known, counts) for known in alike):

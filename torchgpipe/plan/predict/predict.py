@@ -89,7 +89,7 @@ class Predictor:
 
     @functools.cached_property
     def _of_loss(self) -> "Predictor | None":
-        """A predictor of the criterion, as the only layer; `None` if no criterion was given."""
+        """A predictor for the criterion as the only layer; `None` if no criterion was given."""
         loss = self.counts.loss
         return None if loss is None else Predictor(loss, self.hardware)
 
@@ -99,7 +99,7 @@ class Predictor:
         return self._of_loss is not None
 
     def loss(self, size: int) -> LossSeconds:
-        """Return the seconds of the loss of `size` samples; both are 0 without a criterion."""
+        """Return the seconds of the loss for `size` samples. Without a criterion, they are 0."""
         if self._of_loss is None:
             return LossSeconds(0.0, 0.0)
         layers = self._of_loss.layers(size)
@@ -193,8 +193,8 @@ class Predictor:
 
         Returns:
             Four lists: the seconds of forwards, of whole backwards, of recomputations, and of the
-            halves of backwards that compute the weights' gradients. The last is empty if backwards
-            are not split.
+            halves of backwards that compute the weights' gradients. The last list is empty if
+            backwards are not split.
         """
         layers = self.layers(size)
         dearer = DEARER if halves else 1.0
@@ -215,8 +215,8 @@ class Predictor:
 
         Returns:
             A list with the seconds of a copy from each partition to the next, and a dictionary with
-            the seconds of copying skips. Its keys are pairs: the partition that stashes, and the
-            one that pops.
+            the seconds of copying skips. The keys of the dictionary are pairs: the partition that
+            stashes the skips, and the partition that pops them.
         """
         size, cuts = setup.sizes[0], setup.cuts
         layers = self.layers(size).layers

@@ -1,6 +1,6 @@
 """Predict steps from measured times: a model's layers are timed on a device.
 
-Without a measurement, the seconds would be predicted from the layers' operators.
+Without this measurement, the seconds are predicted from the layers' operators (see `predict`).
 
 The layers are timed for micro-batches as large as the sample, half as large, a quarter as large,
 and so on. For other micro-batch sizes, the seconds are interpolated or extrapolated linearly.
@@ -54,9 +54,9 @@ The first layers that take so long are run, and not the whole model.
 
 
 class ProfiledPredictor(Predictor):
-    """Predict the seconds of tasks from measured times, and all else from counted bytes.
+    """Predict the seconds of tasks from measured times, and the rest as `Predictor` does.
 
-    The seconds of copies and the memory are predicted as by `Predictor`.
+    The rest is the memory, and the seconds of copies. It follows from counted bytes.
 
     Args:
         counts: The model's layers, with the operations and bytes counted for each layer.
@@ -103,7 +103,8 @@ def predictor_here(  # noqa: PLR0913 - those of `plan` that a profile needs
     `plan` calls this function if it is called without `hardware`. The layers are timed in training
     steps of the whole model if such a step and a copy of the model fit the memory. Otherwise each
     layer is timed alone. On a CPU, devices that work at the same time slow each other down. If the
-    layers were timed in steps of the whole model, the function also measures by how much.
+    layers were timed in steps of the whole model, the function also measures how much slower they
+    get.
 
     Args:
         module: The layers.
@@ -141,8 +142,8 @@ def predictor_here(  # noqa: PLR0913 - those of `plan` that a profile needs
 def _first_layers(profile: Profile, size: int) -> int:
     """Return how many of the model's first layers take `A_PART` seconds or more together.
 
-    To measure how much devices slow each other down, each runs only these layers, with `size`
-    samples. If all layers take less time, the result is the number of all layers.
+    To measure how much devices slow each other down, each device runs only these layers, with
+    `size` samples. If all layers together take less time, the result is the number of all layers.
     """
     seconds = 0.0
     layers = zip(*profile.curves, strict=True)
@@ -154,7 +155,7 @@ def _first_layers(profile: Profile, size: int) -> int:
 
 
 def _copy(module: Sequential, device: torch.device, layers: int | None = None) -> Sequential:
-    """Return a copy of a model's first `layers` layers on a device; by default of all layers."""
+    """Copy the first `layers` layers of a model (by default, all layers) to a device."""
     copy = Sequential()
     for index in range(len(module) if layers is None else layers):
         copy.append(placed_copy(module, index, device))
@@ -257,8 +258,8 @@ def _device(sample: TensorOrTensors) -> torch.device:
 def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
     """Return the micro-batch sizes for which layers are timed: at least two, the smallest first.
 
-    The largest is the size of the sample, but at least 4. Each other size is half of the next one,
-    rounded down.
+    The largest is the batch size of the sample, but at least 4. Each other size is half of the next
+    one, rounded down.
     """
     split = batched(module) or [True]
     first = list(split).index(True)  # the first tensor with a batch dimension
@@ -271,9 +272,9 @@ def _sizes(module: Module, sample: TensorOrTensors) -> tuple[int, ...]:
 
 
 def _rows(module: Module, sample: TensorOrTensors, size: int) -> TensorOrTensors:
-    """Return a micro-batch of `size` samples, taken from the sample.
+    """Return a micro-batch of batch size `size`, made from the example input `sample`.
 
-    If the sample has fewer than `size` samples, they are repeated.
+    If `sample` has a smaller batch size, its entries are repeated.
     """
 
     def take(x: Tensor, grows: bool = True) -> Tensor:

@@ -33,9 +33,9 @@ class Costs:
             and all other actions. `None` if there is no such loss.
         skips: Seconds of copying skips. The keys are pairs: the stage that stashes, and the stage
             that pops.
-        blocking: Whether neither the sending nor the receiving device can run a task during a copy,
-            which starts when both are free. If not, copies run on separate streams, and only the
-            receiving device waits for them.
+        blocking: Whether a copy keeps both the sending and the receiving device from running tasks.
+            It then starts when both are free. If false, copies run on separate streams, and only
+            the receiving device waits for them.
         ahead: Whether a recomputation may run before the gradient of its task's output arrives.
         weights: Seconds of the part of each backward that computes only the weights' gradients.
             Schedules that split backwards into two halves need these seconds.
@@ -60,8 +60,8 @@ class Costs:
 def recomputing(schedule: str | Schedule, n: int, m: int, v: int | None = None) -> Schedule:
     """Return a schedule in which every task is recomputed before its backward.
 
-    Thus one schedule serves for all checkpoint modes: in a replay, the recomputation of a task that
-    is not checkpointed takes no time.
+    The schedule can be replayed for all checkpoint modes, because in a replay the recomputation of
+    a task that is not checkpointed takes no time.
 
     Args:
         schedule: The name of a schedule, or the schedule itself.

@@ -13,7 +13,7 @@ from torchgpipe.tensors.checkpoint import Mode
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that decides how a model is trained, for a prediction.
+    """The settings of a training run, from which the planner predicts a step.
 
     Attributes:
         batch_size: The number of samples in a mini-batch.
@@ -58,8 +58,8 @@ class Setup:
     def gathered(self) -> bool:
         """Whether one loss is computed from the outputs of all micro-batches: `loss(model(x))`.
 
-        This is so with GPipe's schedule. With other schedules, the step is `GPipe.step`, which
-        computes a loss for each micro-batch.
+        With GPipe's schedule, it is true. With other schedules, it is false, because a step is
+        `GPipe.step`, which computes a loss for each micro-batch.
         """
         return isinstance(self.schedule, str) and self.schedule.lower() == "gpipe"
 

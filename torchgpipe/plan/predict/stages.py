@@ -1,4 +1,4 @@
-"""Compute the bytes of a stage: of its tasks, of its parameters, and of skips to other stages."""
+"""Compute the bytes of a stage's tasks, of its parameters, and of its skips to other stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -33,7 +33,7 @@ def routes_of(crossings: Iterable[tuple[int, int, Stashed]]) -> Routes:
 
 
 class StageKey(NamedTuple):
-    """All that the bytes of a stage depend on: a key in a cache of these bytes."""
+    """The values that decide the bytes of a stage. They are the key in a cache of these bytes."""
 
     size: int
     start: int

@@ -10,9 +10,9 @@ whose gradients are added up (gradient accumulation). The predictions make these
   the parameters, of the gradients and of the optimizer's state. Consecutive layers form units. All
   parameters of a unit are gathered before its forward and again before its backward. Its gradients
   are summed and scattered after its backward. In each of these three exchanges, a device receives
-  (k - 1)/k of the unit's bytes. They take place for every micro-batch, and overlap with computing.
-  A device holds the parameters of two units, as the next unit's are gathered while one unit
-  computes, and the gradients of one unit.
+  (k - 1)/k of the unit's bytes. The exchanges take place for every micro-batch, and overlap with
+  computing. A device holds the gradients of one unit and the parameters of two units, because the
+  next unit's parameters are gathered while one unit computes.
 - Recomputation. The number of units is about the square root of the number of layers. A unit keeps
   only its inputs, and runs again in the backward (Chen et al., "Training deep nets with sublinear
   memory cost", 2016, arXiv:1604.06174).
@@ -114,7 +114,7 @@ class _Share:
         return self._slowed(sum(self.predictor.layers(self.size).accumulate))
 
     def _slowed(self, seconds: float) -> float:
-        """Return how long work takes if all devices do it at once and slow each other down.
+        """Return the seconds that work takes if all devices do it at once and slow each other down.
 
         `seconds` is how long the work takes on one device alone.
         """
@@ -123,12 +123,13 @@ class _Share:
     def memory(self, optimizer: Optimizer, units: tuple[int, ...], most: int) -> DeviceBytes:
         """Return the bytes that a device has allocated when its memory is fullest.
 
-        This is for a device with the whole model, as in data parallel training.
+        The device has the whole model, as in data parallel training.
 
         Args:
             optimizer: The memory that the optimizer takes.
             units: The number of layers in each unit; a recomputation runs one unit at a time.
-            most: The most micro-batches to look at. More of them need no more memory.
+            most: How many micro-batches to look at, at most. Further micro-batches need no more
+                memory.
         """
         m = min(most, self.micro_batches)
         mode: Mode = "always" if self.recomputed else "never"
@@ -153,7 +154,8 @@ class _Share:
 def _in_turn(units: int, micro_batches: int) -> Schedule:
     """Return a schedule for one device that runs each micro-batch's forward and backward in turn.
 
-    The next micro-batch's forward begins only after that, as in ordinary gradient accumulation.
+    A micro-batch's forward begins only after the backward of the previous micro-batch, as in
+    ordinary gradient accumulation.
     """
     actions: list[Action] = []
     for i in range(micro_batches):
@@ -167,9 +169,9 @@ def alternatives(
 ) -> list[Alternative]:
     """Predict data parallel training and, if there are several devices, FSDP.
 
-    For each of these two ways, the function tries several numbers of micro-batches, with and
-    without recomputation. The result has the fastest prediction that fits the memory. If none fits,
-    it has the one that needs the least memory.
+    For each of these two ways to train, the function tries several numbers of micro-batches, with
+    and without recomputation. For each of the two, the result has the fastest prediction that fits
+    the memory. If none fits, it has the prediction with the least memory.
 
     Args:
         predictor: The predictor of the model.
@@ -203,7 +205,8 @@ def alternatives(
 def _micro_batches(share: int) -> Iterator[tuple[int, int]]:
     """Yield the ways to split one device's samples into micro-batches, as pairs (number, size).
 
-    The first has one micro-batch. Each size is about half of the one before, down to one sample.
+    The first pair has one micro-batch. Each further size is about half of the previous size, down
+    to one sample.
     """
     size = share
     while True:
@@ -249,7 +252,7 @@ def fully_sharded(share: _Share) -> Alternative:
 def _sharded_memory(share: _Share) -> DeviceBytes:
     """Return the bytes that a device has allocated with FSDP when its memory is fullest.
 
-    This is during the backward, or during the optimizer's step.
+    The memory is fullest during the backward, or during the optimizer's step.
     """
     k, optimizer, layers = share.devices, share.optimizer, share.predictor.counts.once
     sizes: list[float] = []

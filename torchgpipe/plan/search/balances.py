@@ -116,8 +116,8 @@ class Work:
     def stages(self, n: int) -> int:
         """Return how many stages the setup's schedule has on `n` devices together.
 
-        The number is 0 if the schedule cannot run on `n` devices, or not with the setup's number of
-        micro-batches.
+        The number is 0 if the schedule cannot run on `n` devices, or cannot run with the setup's
+        number of micro-batches.
         """
         schedule = self.setup.schedule
         if isinstance(schedule, str):

@@ -45,10 +45,10 @@ def refuse_hopeless(
             gradients and the optimizer's state need more memory than all devices have together.
     """
     layers = predictor.layers(1).layers
-    # Try the two extremes, because one of them needs the least memory. With one micro-batch,
-    # activations of many samples exist, but each gradient is made only once. With micro-batches of
-    # one sample, activations are small, but a backward allocates gradients while the sum of earlier
-    # gradients exists.
+    # Try the largest and the smallest micro-batches, because one of the two needs the least memory.
+    # With one micro-batch, activations of many samples exist, but each gradient is made only once.
+    # With micro-batches of one sample, activations are small, but a backward allocates gradients
+    # while the sum of earlier gradients exists.
     needs = _alone(predictor, batch_size, optimizer, summed=False)
     if batch_size > 1:
         needs = list(map(min, needs, _alone(predictor, 1, optimizer, summed=True)))
@@ -76,7 +76,7 @@ def refuse_hopeless(
 
 
 def _alone(predictor: Predictor, size: int, optimizer: Optimizer, *, summed: bool) -> list[float]:
-    """Return a list with the bytes that a device would need for each layer, if it had no other.
+    """Return for each layer how many bytes a device would need if it had no other layer.
 
     These bytes are the peak during a forward or a backward of `size` samples, or during the
     optimizer's step. If `summed` is true, the backward adds its gradients to earlier gradients.
@@ -137,7 +137,7 @@ def least(predictor: Predictor, partitions: int, choices: Choices) -> Candidate:
 def why(
     predictor: Predictor, allowed: Candidate, batch_size: int, devices: int, memory: float
 ) -> str:
-    """Return the message of the error that no setup fits the memory.
+    """Return the message of the error that is raised if no setup fits the memory.
 
     The message says how much memory is needed, and names a setup that needs less, if there is one.
 

@@ -1,9 +1,9 @@
 """Search for the setup with the shortest predicted step that fits every device's memory.
 
 A setup has a schedule, a number of devices, a number of micro-batches, a checkpoint mode and a
-balance. The first four together are called a choice here. For each choice, the search looks for the
-fastest balance. The result is the fastest setup for each schedule and number of devices. The search
-has these steps:
+balance. The first four of these together are called a choice here. For each choice, the search
+looks for the fastest balance. The result is the fastest setup for each schedule and number of
+devices. The search has these steps:
 
 1. For each choice, compute a lower bound on the step time of all balances (see `balances`).
 2. Try the choices in turn, the one with the lowest bound first. Skip a choice if its bound shows
@@ -61,7 +61,7 @@ class Aim(NamedTuple):
 
 @dataclass
 class Found:
-    """The result of a search for one number of devices, with one schedule or with all.
+    """The result of a search for one number of devices, with one schedule or with all schedules.
 
     Attributes:
         best: The best setup, or `None` if no setup fits.
@@ -217,7 +217,7 @@ def _try(found: Found, n: int, work: Work, aim: Aim) -> float:
 
 
 def _finish(found: Found, n: int, work: Work, aim: Aim) -> None:
-    """Search again, from balances that divide the memory evenly: this can find a faster setup.
+    """Search again from balances that divide the memory evenly, which can find a faster setup.
 
     Args:
         found: The best setup so far, which is replaced by a faster one.

@@ -116,8 +116,8 @@ class Trial:
     def take(self, balance: Balance) -> bool:
         """Predict a step with a balance, and keep the balance if it is the best so far.
 
-        Return whether the balance is the best so far. The number of predictions is limited. After
-        the last one, this method predicts nothing and returns false.
+        Return whether the balance is the best so far. The number of predictions is limited. When
+        the limit is reached, this method predicts nothing and returns false.
         """
         if balance in self.known or not self.left:
             return False
@@ -148,9 +148,9 @@ class Trial:
     def improve(self, enough: float) -> None:
         """Move layers from one stage to another as long as this gives better balances.
 
-        The first moves are of many layers at a time, later moves of fewer. The moves end when the
-        best balance fits the memory and its step takes at most `enough` seconds, or when no move
-        helps.
+        The first moves are of many layers at a time, and later moves are of fewer layers. The moves
+        end when the best balance fits the memory and its step takes at most `enough` seconds, or
+        when no move helps.
         """
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
