@@ -19,9 +19,9 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return how far the means of two errors may be apart and still count as the same error.
+        """Return the largest difference between two mean errors that still counts as none.
 
-        This is the sum of both errors' standard deviations, or None if one of them is not known.
+        This is the sum of both standard deviations, or None if one of them is not known.
         """
         ours = self.deviation
         theirs = other.deviation
@@ -43,7 +43,7 @@ class FinalError(NamedTuple):
 
 
 def final_errors(result: Result) -> list[float]:
-    """Return a list of top-1 errors after the last epoch, one for each seed that got there."""
+    """Return the top-1 errors after the last epoch: one for each seed that has finished it."""
     samples = result.samples
     epochs = samples.get("epoch", [])
     errors = samples.get("top1_error", [])
