@@ -110,7 +110,7 @@ class Asked:
         sides: The sides, such as runs. Each later side is compared with the first one.
         rule: What counts as a difference.
         force: Whether to compare absolute numbers even of different machines or different work.
-        every: Whether notes name the rows that only one side has. Otherwise, they say how many.
+        every: Whether notes name the rows that only one side has. If not, notes give their number.
     """
 
     sides: Sequence[Side]

@@ -227,7 +227,7 @@ def outcome(result: Result) -> str:
 
 
 def better(metric: str) -> Literal["higher", "lower", None]:
-    """Return whether higher or lower values of a metric are better; None if that is not known."""
+    """Return whether higher or lower values of a metric are better; None if this is not known."""
     if metric in HIGHER:
         return "higher"
     if metric in LOWER:

@@ -29,8 +29,8 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return a list with the table that compares engines (ways to run partitions in parallel).
 
-    The list is empty if only the engine `threads` was used, or if this machine has too few devices
-    for every row.
+    The list is empty if only the engine `threads` was used, or if no row (configuration) could be
+    measured, because each row needs more devices than the machine has.
     """
     used: set[Engine] = set()
     rows: dict[str, dict[Engine, Result]] = {}
@@ -64,7 +64,10 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 
 
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield notes that say why some engines did not run some rows: one for each reason."""
+    """Yield a note for each reason why an engine did not run a row (a configuration).
+
+    The note names the engines and the rows to which the reason applies.
+    """
     for reason, found in grouped(results, lambda result: result.reason).items():
         engines: dict[str, None] = {}
         rows: dict[str, None] = {}
