@@ -35,7 +35,8 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
     Args:
         record: The record.
         experiment: The experiment whose tables are returned, or None for all experiments.
-        group: The group of rows whose table is returned, or None for all groups.
+        group: The group of rows (compared configurations) whose table is returned, or None for all
+            groups.
     """
     if record.kind == "predicted" and record.results[0].experiment in predictable():
         predicted = record.results[0].experiment

@@ -1,8 +1,8 @@
 """Make the table that compares engines on the same rows (configurations).
 
 An engine is a way to run the partitions of a pipeline in parallel, for example by threads. The
-table has the samples per second of each engine, and the ratio of this number to that of the engine
-`threads`.
+table has the samples per second of each engine, and the ratio of this number to the number of the
+engine `threads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ def _name(row: ByEngine) -> str:
 
 
 def _columns(engine: Engine) -> list[Column[ByEngine]]:
-    """Return the columns of an engine: its samples/s, and their ratio to those of `threads`.
+    """Return the columns of an engine: its samples/s, and their ratio to the engine `threads`.
 
     For the engine `threads` itself, there is no column of ratios.
     """

@@ -103,8 +103,9 @@ def _described(machine: Machine) -> str:
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
     """Yield the numbers of the records (files of results) that a history file keeps.
 
-    It keeps counts and the metrics in `KEPT`, such as the time, unless other programs disturbed the
-    measurement. Each number is a dictionary of fields. A field whose value is None is left out.
+    A history file keeps counts and the metrics in `KEPT`, such as the time, unless other programs
+    disturbed the measurement. Each number is a dictionary of fields. A field whose value is None is
+    left out.
     """
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
@@ -216,8 +217,8 @@ def line_table(line: Line) -> Table:
 def for_github(line: Line) -> list[dict[str, Json]]:
     """Return the numbers of a line for the GitHub action github-action-benchmark.
 
-    The format is the one that the action calls `customSmallerIsBetter`. So metrics of which larger
-    values are better, such as speed-ups, are left out.
+    The result has the format that the action calls `customSmallerIsBetter`. So it has only counts,
+    and metrics of which smaller values are better. Speed-ups, for example, are left out.
     """
     numbers = []
     for number in line.numbers:

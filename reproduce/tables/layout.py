@@ -15,7 +15,7 @@ GiB = BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Format a number with three significant digits, or a large one as an integer.
+    """Format a number with three significant digits, or a large number as an integer.
 
     Examples are 0.850, 12.0 and 4,224. For a reading (the samples of a metric), its median or mean
     is formatted. If other programs disturbed the measurement, an asterisk is added.
