@@ -1,6 +1,7 @@
 """Define the command `init-ci`, which writes a CI workflow for the user's repository.
 
-The workflow runs the command `regression`, to say whether a pull request makes the code worse.
+For each pull request, the workflow runs the command `regression`, which says whether the pull
+request makes the code slower or worse in another way.
 """
 
 import re
@@ -56,9 +57,9 @@ def init_ci(
 ) -> None:
     """Write a CI workflow that judges pull requests.
 
-    The workflow runs the command regression for each pull request, to say whether it makes the code
-    worse. Before the workflow is written, each case (a piece of code to time) is run once here. If
-    a case fails, nothing is written.
+    For each pull request, the workflow runs the command regression, which says whether the code
+    becomes slower or worse in another way. Before the workflow is written, each case (a piece of
+    code to time) is run once on this machine. If a case fails, nothing is written.
     """
     import jinja2
 
@@ -104,10 +105,11 @@ def init_ci(
 
 
 def check_place(cases: Path | None) -> None:
-    """Raise `Error` if CI would not find the workflow, or the user's file of code to time.
+    """Raise `Error` if CI would not find the workflow, or the user's file with the code to time.
 
-    The current folder must be the top folder of a git repository with a commit. The file `cases`,
-    if there is one, must be in this repository, and git must not ignore it.
+    The current folder must be the top folder of a git repository with a commit. If the user has
+    given a file of code to time, `cases`, it must be in this repository, and git must not ignore
+    it.
     """
     here = Path.cwd()
     try:
@@ -132,13 +134,14 @@ def check_place(cases: Path | None) -> None:
 
 
 def address_of_program(given: str | None) -> str:
-    """Return the address from which CI installs this program, in the form that pip takes.
+    """Return the address from which CI installs this program, `reproduce`, in the form for pip.
 
     Args:
-        given: The address that the user gave. If it is None, the address is found out.
+        given: The address that the user gave. If it is None, use the address from which this
+            program was installed, or that of its checkout's remote repository.
 
     Raises:
-        Error: No address is known, or git cannot read the repository.
+        Error: No address is known, or git cannot read the repository at the address.
     """
     if given is None:
         try:
@@ -179,9 +182,10 @@ def try_cases(project: Any) -> None:
 
 
 def default_set_up(program: str | None) -> str:
-    """Return the shell command by which CI installs this program and the package to measure.
+    """Return the shell command by which CI installs `reproduce` and the package to measure.
 
-    `program` is the address of this program for pip, or None if CI measures this program itself.
+    `program` is the address of `reproduce` for pip, or None if the repository that CI measures is
+    that of `reproduce` itself.
     """
     if program is None:
         return f"{INSTALL} '.[reproduce]'"

@@ -61,7 +61,7 @@ class Job:
         devices: The devices to use.
         emulate: The largest number of devices to emulate, or 0 to emulate none.
         tracer: The object that writes timelines, or None without the option --trace.
-        accuracy: The data and the seeds of each accuracy experiment, by the experiment's name.
+        accuracy: Maps the name of each accuracy experiment to its data and seeds.
     """
 
     options: Options
@@ -138,12 +138,12 @@ def check_measures(options: Options, found: Devices, measured: set[str]) -> None
 
 
 def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
-    """Return the object that writes a timeline of each row (configuration) into the file `trace`.
+    """Return the object that writes the timeline of each row (configuration) to a trace file.
 
     Raise an error if no experiment times steps, or if the folder of `trace` is not writable.
 
     Args:
-        trace: The path of the file.
+        trace: The path of the file. If there are several files, their names begin with its name.
         chosen: The experiments to run, and their rows.
         several: Whether a row can have several timelines, for example one for each engine.
     """
@@ -168,7 +168,7 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
 def make_recorder(job: Job) -> Recorder:
     """Return the object that writes the run's record, the file of its results.
 
-    The record is new or, with the option --resume, that of the last run.
+    With the option --resume, this is the record of the last run. Otherwise, it is a new record.
     """
     from reproduce.run.session import UNITS
 
@@ -185,7 +185,7 @@ def make_recorder(job: Job) -> Recorder:
 def settings_of(job: Job) -> dict[str, Json]:
     """Return the settings that are stored in the run's record (its file of results).
 
-    These are the options of the command line, and the settings of each experiment.
+    They are the options of the command line, and the settings of each experiment.
     """
     options = job.options
     settings: dict[str, Json] = {

@@ -47,11 +47,11 @@ SUFFIXES = (
 
 
 class Minutes(NamedTuple):
-    """How long an earlier run took.
+    """How long an earlier run of an experiment took.
 
     Attributes:
         minutes: The whole minutes of the run.
-        alone: Whether the run had only one experiment.
+        alone: Whether the run had only this experiment, and no others.
         folder: The folder of the run's record: `RUNS` for the user's own runs, or `MEASURED` for
             committed runs, which may come from another machine.
     """
@@ -63,15 +63,16 @@ class Minutes(NamedTuple):
     def __str__(self) -> str:
         """Return the minutes as a text such as "12".
 
-        "<12" means that the run also had other experiments. Brackets, as in "(12)", mean that the
-        run's record is in the folder `MEASURED`, so the run may come from another machine.
+        "<12" means that the run also had other experiments, so this one took less time. Brackets,
+        as in "(12)", mean that the run's record (file of results) is in the folder `MEASURED`, so
+        the run may come from another machine.
         """
         text = f"{self.minutes}" if self.alone else f"<{self.minutes}"
         return text if self.folder == RUNS else f"({text})"
 
 
 class Overview(NamedTuple):
-    """A line of the list of experiments.
+    """A line in the list that the command `list` prints: one experiment.
 
     Attributes:
         name: The name of the experiment.
@@ -195,7 +196,10 @@ def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
 
 
 def _numbers(name: str, scale: Scale) -> Iterator[Number]:
-    """Yield each setting of each row of a scale (set of sizes), as an entry for CSV or JSON."""
+    """Yield entries for CSV or JSON: one for each setting of each row (configuration) of a scale.
+
+    A scale is a named set of sizes for all rows.
+    """
     for row in scale.rows:
         about: Number = {"experiment": name, "scale": scale.name, "row": row.name}
         settings = {
@@ -211,9 +215,9 @@ def _numbers(name: str, scale: Scale) -> Iterator[Number]:
 
 
 def _table(experiment: Experiment, scale: Scale, devices: Devices) -> Table:
-    """Return a table of the rows that an experiment has at a scale (a set of sizes).
+    """Return a table of the rows (configurations) of an experiment at a scale (a set of sizes).
 
-    A note below the table says how many of the rows can run on the devices.
+    A note below the table says how many of the rows can run on the given devices.
     """
     paper = "nobody has published these rows"
     if experiment.table:

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
     An error is printed as one line on stderr.
 
     Args:
-        arguments: The words of the command line. By default, those of this process.
+        arguments: The words of the command line. By default, the words that this process got.
         benchmarks: A function that makes the tables with results of benchmarks, for the command
             `render`. If it is None, `render` leaves these tables as they are.
     """

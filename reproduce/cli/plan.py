@@ -30,15 +30,15 @@ from reproduce.machine.devices import Devices, find_devices
 
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
-HEADROOM = 0.15  # the default of the planner
-GROWS = ("depth", "width")  # the sizes of a model of the papers, in their order
+HEADROOM = 0.15  # the planner's default of the option --headroom
+GROWS = ("depth", "width")  # the names of the two numbers of the option --size, in their order
 
 PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 
 
 @contextmanager
 def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterator[None]:
-    """Within a `with` block, set how GPUs compute float32, and the type of CUDA autocast.
+    """Within a `with` block, set how GPUs compute float32, and the dtype of CUDA autocast.
 
     Args:
         fp32_precision: "ieee" or "tf32", or None to keep the current setting.
@@ -67,10 +67,10 @@ def precision(fp32_precision: str | None, autocast: str | None = None) -> Iterat
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str], None]]:
-    """Within a `with` block, yield a function that prints what the command does now.
+    """Yield a function that prints, within a `with` block, what the command is doing.
 
-    The function writes to standard error. On a terminal, each text appears at once, in the place of
-    the text before. Elsewhere, a line is written only every few seconds.
+    The function writes to standard error. On a terminal, each text replaces the previous one at
+    once. If the output is not a terminal, a line is written only every few seconds.
     """
     from reproduce.run.progress import Progress
 
@@ -147,8 +147,8 @@ def plan(**options: Any) -> None:
     """Predict the best setup to train MODEL on a node.
 
     MODEL is amoebanet, unet, resnet101, torchvision:NAME, or your own function, written as
-    package.module:function. The function returns a model; a model and an example batch; or a model,
-    an example batch, a criterion and a target, to predict the loss, too.
+    package.module:function. The function returns a model; or a model and an example batch; or a
+    model, an example batch, a criterion and a target, so that the plan includes the loss.
     """
     source = click.get_current_context().get_parameter_source("hardware")
     asked = Options(**options, by_default=source is ParameterSource.DEFAULT)
@@ -214,7 +214,7 @@ class Options:
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a wrong option and a reason: it does not fit the model or another option."""
+    """Yield each option that does not fit the model or another option, with the reason."""
     from reproduce.predict.asked import PAPERS
 
     sized = [name for name, paper in PAPERS.items() if paper.sizes]
@@ -232,7 +232,7 @@ def conflicts(asked: Options) -> Iterator[tuple[str, str]]:
 
 
 def conflicts_with_largest(asked: Options, sized: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an option that cannot be used together with `--largest`, and the reason.
+    """Yield each option that is wrong in a command line with `--largest`, with the reason.
 
     Args:
         asked: The values of the options.

@@ -107,7 +107,7 @@ def show_records(
 ) -> None:
     """Print the tables of records (files of results) in a format such as "text" or "json".
 
-    If `made` is given, its tables are printed instead of the records' usual tables.
+    If `made` is given, print the tables in `made` instead of the records' usual tables.
     """
     from reproduce.tables.all import written_records
 
@@ -116,6 +116,8 @@ def show_records(
 
 def show_run(run: str, hardware: Any, style: str) -> None:
     """Predict the emulated rows of a run, and print emulated and predicted results side by side.
+
+    A row is a configuration that was run.
 
     Args:
         run: The run's name, or the path of its record.
@@ -139,7 +141,7 @@ def predict_table(
 ) -> Record:
     """Predict the published table of an experiment; return the results as a record.
 
-    If `autocast` or `fp32_precision` is given, it is a part of the record's name and title.
+    If `autocast` or `fp32_precision` is given, the record's name and title contain it.
     """
     from reproduce.predict import rows
 

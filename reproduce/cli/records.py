@@ -48,12 +48,12 @@ def show(records: tuple[str, ...], style: str) -> None:
 def publish(record: str, force: bool) -> None:
     """Copy a run into results/measured, where it can be committed.
 
-    RECORD is the path of a record, or the name of a run. The copy is named after its experiments,
-    scale, devices and time. The run's tables are written into a Markdown file of the same name.
-    Absolute paths in the run's command are shortened to their last part.
+    RECORD is the path of a record (file of results), or the name of a run. The copy is named after
+    its experiments, scale, devices and time. The run's tables are written into a Markdown file of
+    the same name. Absolute paths in the run's command are shortened to their last part.
 
-    A run is refused if it was not finished, if other programs disturbed it, if its source code had
-    uncommitted changes or is unknown, or if results/measured already has a record of this name.
+    A run is not copied if it was not finished, if other programs disturbed it, if its source code
+    had uncommitted changes or is unknown, or if results/measured already has a record of this name.
     """
     from reproduce.tables.all import document
 
@@ -91,7 +91,7 @@ def reasons_against(record: Record, run: Run) -> Iterator[str]:
 
 
 def published_name(record: Record, run: Run) -> str:
-    """Return the name for a run's file in results/measured: experiments, scale, devices, time.
+    """Return the name of a run's file in results/measured: experiments, scale, devices and time.
 
     An example is `unet-speed_unet-memory-paper-8xtesla-p40-20200421T1002`. Some results belong to
     no experiment, such as those of `python -m benchmarks.gpu`. For them, the name of the record
@@ -140,9 +140,9 @@ def import_paper(source: Path, out: Path) -> None:
 def render(benchmarks: Any, check: bool) -> None:
     """Rewrite the tables that are made from records.
 
-    These tables are the pages in results/, and the blocks between marker comments in README.md and
-    docs/. Blocks with results of benchmarks stay as they are, unless this command is started as
-    python -m benchmarks.render.
+    A record is a file of results. The tables are in pages in results/, and in blocks between marker
+    comments in README.md and docs/. Blocks with results of benchmarks stay as they are, unless this
+    command is started as python -m benchmarks.render.
     """
     from reproduce.tables import render
 
@@ -186,9 +186,9 @@ def report(results: Path | None, out: Path, traces: tuple[Path, ...]) -> None:
     """Write a page with all numbers, figures and machines.
 
     The page shows published, predicted, measured and emulated numbers side by side. It also shows
-    your own runs in the folder runs. If a run is left out, the page says why. If DIR (or, by
-    default, the current folder) has a file history.jsonl, the page also draws the numbers that the
-    command history has added. Files that cannot be read are skipped, and their names are printed.
+    your own runs in the folder runs. If a run is left out, the page says why. If DIR (by default,
+    the current folder) has a file history.jsonl, the page also draws the numbers in this file,
+    which the command history writes. Files that cannot be read are skipped, and named on stderr.
     """
     from reproduce.report.page import page
     from reproduce.report.subjects import FOLDERS
@@ -256,7 +256,7 @@ def history(
 ) -> None:
     """Add a revision's numbers to a history file.
 
-    The file has a line for each git revision and machine. The command report draws its numbers as
+    The file has a line for each git revision and machine. The command report draws the numbers as
     curves. SOURCES are records (files of results), folders of records, or files of counts, such as
     benchmarks/gates/counts.json. All sources must come from one revision and one machine. Numbers
     that other programs disturbed are left out.
@@ -326,8 +326,8 @@ def compare(
     """Compare results with those of A, row by row.
 
     Each of A, B and so on is a record, a folder of records, a JSON file of pytest-benchmark, or a
-    git revision. REVISION stands for the records in results/measured at this revision, and
-    REVISION:PATH for those in another file or folder.
+    git revision. A row is one configuration in these results. REVISION stands for the records in
+    results/measured at this revision, and REVISION:PATH for the records in another file or folder.
     """
     if not 2 <= len(sides) <= 26:
         raise click.UsageError(

@@ -1,4 +1,4 @@
-"""Define the command `regression`, which says whether a git revision is worse than another one."""
+"""Define the command `regression`, which says whether a change made the code slower or worse."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,9 +146,9 @@ def regression(  # noqa: PLR0913 - click passes each option
     training step of U-Net) with the code of two git revisions, alternately. A package other than
     torchgpipe has only "times".
 
-    The exit code is 0 if nothing is worse, 1 if a gate finds that something is, and 2 if the
-    measurements cannot tell. A slow-down counts only if it is statistically significant, and more
-    than the threshold. With --bisect, the exit code is 0 if a slower commit was found.
+    The exit code is 0 if no gate finds anything worse, 1 if a gate does, and 2 if the measurements
+    cannot tell. A slow-down counts only if it is statistically significant, and larger than the
+    threshold. With --bisect, the exit code is 0 if a slower commit was found.
     """
     project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or also or gates or out)):

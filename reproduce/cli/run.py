@@ -143,7 +143,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
 @click.option("--resume", is_flag=True, help="Go on with the last run, which was interrupted.")
 @click.option("--seeds", type=COUNT, metavar="K", help="Accuracy: train each row from K seeds.")
 def run(**options: Any) -> None:
-    """Run experiments, print their tables and keep a record. The record has all results.
+    """Run experiments, print their tables and keep a record. The record is a file of all results.
     EXPERIMENTS are names of experiments; the command list shows all names.
     """
     job = validate(Options(**options))
@@ -257,7 +257,7 @@ def session_maker(job: Job, recorder: Recorder, progress: Progress) -> Callable[
 
 
 def show_group(job: Job, recorder: Recorder, experiment: str, group: str, *, done: bool) -> None:
-    """Print the tables of a group of rows, which are rows that are compared with each other.
+    """Print the tables of a group: the rows (configurations) that are compared with each other.
 
     `done` says whether the group is finished. The tables of a finished group go to stdout if the
     output style is text. All other tables go to stderr.

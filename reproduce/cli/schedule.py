@@ -114,10 +114,10 @@ def _facts(schedule: "Schedule") -> Iterator[str]:
 
 
 def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":
-    """Yield the numbers of the output, for CSV or JSON, each as a dictionary of fields.
+    """Yield the numbers of a schedule for CSV or JSON, each as a dictionary of fields.
 
-    They are the step's time, two measures of the bubble, and how many tasks' activations each
-    device keeps at most.
+    The numbers are the step's time, two measures of the bubble, and for each device, the largest
+    number of tasks whose activations it keeps.
     """
     played = schedule.replay()
     about: Number = {"experiment": title, "row": schedule.name}

@@ -137,7 +137,7 @@ def threshold(default: float) -> Option:
 
 
 def alpha(where: str) -> Option:
-    """Return the click option `--alpha`, the accepted risk to call noise a real difference."""
+    """Return the click option `--alpha`: the accepted risk of taking noise for a difference."""
     return click.option(
         "--alpha",
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -154,7 +154,7 @@ def hardware(here: str) -> Option:
     The option's value can also be "here". Then the command times the layers on this machine.
 
     Args:
-        here: The text that stands for this value in the option's help text.
+        here: The words that name this value in the option's help text, such as "or here".
     """
     return click.option(
         "--hardware",
@@ -187,9 +187,9 @@ described = parsed(_described)
 
 
 def known(what: str, offered: Callable[[], Iterable[str]]) -> dict[str, Any]:
-    """Return keyword arguments of `click.argument` for an argument that is a list of names.
+    """Return keyword arguments of `click.argument`, for an argument that is a list of names.
 
-    Unknown names raise an error, and repeated names are dropped. A shell can complete the names.
+    An unknown name raises an error, and repeated names are dropped. A shell can complete the names.
 
     Args:
         what: What the names stand for, such as "experiment", for the error message.

@@ -19,9 +19,9 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return how far the means of two errors may be apart and still count as the same error.
+        """Return the largest difference between two mean errors that still counts as none.
 
-        This is the sum of both errors' standard deviations, or None if one of them is not known.
+        This is the sum of both standard deviations, or None if one of them is not known.
         """
         ours = self.deviation
         theirs = other.deviation
@@ -32,8 +32,8 @@ class FinalError(NamedTuple):
     def verdict(self, other: "FinalError") -> str:
         """Return "same" if the intervals `mean +- deviation` of both errors overlap.
 
-        Otherwise return "differs" or, if one of the standard deviations is not known, an empty
-        text.
+        Return "differs" if they do not overlap, and an empty text if one of the standard deviations
+        is not known.
         """
         allowed = self.allowed(other)
         if allowed is None:
@@ -43,7 +43,7 @@ class FinalError(NamedTuple):
 
 
 def final_errors(result: Result) -> list[float]:
-    """Return a list of top-1 errors after the last epoch, one for each seed that got there."""
+    """Return the top-1 errors after the last epoch: one for each seed that has finished it."""
     samples = result.samples
     epochs = samples.get("epoch", [])
     errors = samples.get("top1_error", [])
@@ -57,9 +57,9 @@ def final_errors(result: Result) -> list[float]:
 def final_error(result: Result) -> FinalError | None:
     """Return the top-1 error of a row (a training configuration) after the last epoch.
 
-    For a measured row, this is the mean over all seeds, and their standard deviation. For a
-    published row, it is the published error, and its published spread if there is one. Return None
-    if the row has no error.
+    For a measured row, return the mean and the standard deviation over all seeds. For a published
+    row, return the published error, and its published spread if there is one. If the row has no
+    error, return None.
     """
     if result.status == "published":
         error = result.values.get("top1_error")

@@ -1,6 +1,7 @@
 """Choose the baseline row of a comparison, and find out whether the baseline itself has changed.
 
-The numbers of all other rows are divided by the numbers of the baseline row.
+A row is a measured configuration. The numbers of all other rows are divided by the numbers of the
+baseline row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,13 @@ CHANGED = ("higher", "lower")  # the outcomes of a real difference
 def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
     """Choose the baseline for one line of a comparison's table.
 
-    The line has the matching rows of all sides, such as runs. Its numbers will be divided by those
-    of the baseline, which is also such a line. Each side that has a value in the line
-    must also have a value in the baseline. If several baselines are possible, these questions
-    decide, one after another:
+    A line of the table has the matching rows (configurations) of the compared sides, such as runs.
+    The numbers of the line will be divided by the numbers of the baseline, which is also a line.
+    Each side that has a value in the line must also have a value in the baseline. If several
+    baselines are possible, these questions decide, one after another:
 
     1. Which baseline was run like the line: measured or emulated, and by the same engine?
-    2. Which baseline has the same scale as the line?
+    2. Which baseline has the same scale (set of sizes) as the line?
     3. Which baseline is the row that the line's field `over` names?
     4. Which baseline is first in `bases`?
 
@@ -47,19 +48,20 @@ def baseline(line: Line, own: Readings, bases: Sequence[Measured]) -> Measured:
 def differing_baseline(
     base: Measured, side: int, rows: Sequence[Decision | None], rule: Rule
 ) -> Decision | None:
-    """Return the result of comparing the baseline's own numbers if they have changed, else None.
+    """Return how the baseline's own numbers differ between two sides, or None if they do not.
 
     If only the baseline became slower, all rows that are divided by it would look faster. So the
     baseline counts as changed if its absolute numbers differ. There is one exception: if most rows
-    kept their ratio to the baseline, the whole machine has become slower or faster.
+    kept their ratio to the baseline, the whole machine has become slower or faster, and the
+    baseline counts as unchanged.
 
     The baseline of a published or predicted table counts as unchanged.
 
     Args:
         base: The baseline, and its values on each side.
-        side: The number of the side that is compared with the first side.
-        rows: For each row whose numbers are divided by the baseline's, the result of comparing
-            this ratio on both sides.
+        side: The index of the side that is compared with the first side.
+        rows: For each row whose numbers are divided by those of the baseline, the result of
+            comparing this ratio between the two sides.
         rule: What counts as a difference.
     """
     line, readings = base
@@ -78,8 +80,8 @@ def differing_baseline(
 def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision | None:
     """Compare the value `head` with the value `base`; return whether they differ, and their ratio.
 
-    Return None if they have no ratio: if one of them is missing or not positive, or if their units
-    differ. `rule` says which differences count.
+    Return None if the two values have no ratio: if one of them is missing or not positive, or if
+    their units differ. `rule` says which differences count.
     """
     if base is None or head is None or base.unit != head.unit:
         return None

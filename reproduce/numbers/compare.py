@@ -1,9 +1,9 @@
 """Compare the results of several sides with the results of the first side, row by row.
 
-A side is what the user names, such as a run, a folder of records, or a git revision. Rows that did
-the same work on the same machine are compared by their absolute numbers. Otherwise the numbers of
-each side are first divided by the numbers of a baseline row of the same side, and the ratios are
-compared.
+A side is what the user names, such as a run, a folder of records, or a git revision. A row is a
+configuration that was run. Rows that did the same work on the same machine are compared by their
+absolute numbers. For other rows, the numbers of each side are first divided by the numbers of a
+baseline row of the same side, and the ratios are compared.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of the comparison's table: the values that all sides (such as runs) have in a metric.
+    """A line of the comparison's table: the value of a metric on each side, such as each run.
 
     Attributes:
         line: The rows of this line, one for each side.
         readings: The value of each side. It is None for a side without a value.
         decisions: The result of comparing each side with the first side. It is None for the first
             side, and for a side that cannot be compared.
-        is_base: Whether this is a baseline, by whose numbers those of other rows were divided.
+        is_base: Whether the numbers of other lines were divided by the numbers of this line.
     """
 
     line: Line
@@ -51,7 +51,9 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of all rows of an experiment in one metric, between sides such as runs.
+    """A comparison of two or more sides (such as runs) in one metric, for an experiment's rows.
+
+    A row is a configuration that was run.
 
     Attributes:
         relative: Whether the numbers of each side were divided by a baseline row of this side.
@@ -70,10 +72,10 @@ class Comparison:
     unfair: str = ""
 
     def mean(self, side: int) -> tuple[float, int] | None:
-        """Return the geometric mean of a side's ratios to the first side, and how many there are.
+        """Return the geometric mean of a side's ratios to the first side, and the number of ratios.
 
-        A side is, for example, a run. Disturbed rows are left out. If `together` is not None, its
-        ratio is the mean. The result is None if there is no ratio.
+        A side is, for example, a run. Rows that other programs disturbed are left out. If
+        `together` is not None, its ratio is the mean. The result is None if there is no ratio.
         """
         ratios = []
         for row in self.rows:
@@ -87,10 +89,10 @@ class Comparison:
 
 
 def verdict(decision: Decision, metric: str) -> Verdict:
-    """Say whether a comparison came out better or worse.
+    """Return the verdict of a comparison in a metric, such as "better" or "worse".
 
     The outcomes "higher" and "lower" become "better" or "worse". If it is not known whether higher
-    values of the metric are better, they become "differs". Other outcomes do not change.
+    values of the metric are better, both become "differs". Other outcomes do not change.
     """
     if decision.outcome == "higher" or decision.outcome == "lower":
         wanted = better(metric)
@@ -108,7 +110,7 @@ class Asked:
         sides: The sides, such as runs. Each later side is compared with the first one.
         rule: What counts as a difference.
         force: Whether to compare absolute numbers even of different machines or different work.
-        every: Whether notes name the rows that only one side has. Otherwise, they say how many.
+        every: Whether notes name the rows that only one side has. If not, notes give their number.
     """
 
     sides: Sequence[Side]
@@ -124,7 +126,8 @@ def compare(
 
     Args:
         asked: The sides, and the options of the comparison.
-        lines: The lines of the table. Each line has matching rows, at most one of each side.
+        lines: The lines of the table. Each line has matching rows (configurations), at most one of
+            each side.
         metric: The metric to compare. By default, the first of `DEFAULTS` that two sides have.
         among: The lines among which to look for the baselines of speed-ups. By default, `lines`.
 
@@ -167,8 +170,8 @@ def _experiment(line: Line) -> str:
 def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
     """Return a list of pairs: a line of a comparison, and a dictionary with the line's values.
 
-    The keys of the dictionary are the numbers of the sides (such as runs). The values are those of
-    the metric `metric`. A side without a value is left out.
+    The dictionary maps the index of each side (such as a run) to the value of the metric `metric`
+    on this side. A side without a value is left out.
     """
     measured: list[Measured] = []
     for line in lines:
@@ -184,7 +187,7 @@ def _measured(lines: Sequence[Line], metric: str) -> list[Measured]:
 def _compare(
     asked: Asked, measured: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> Comparison:
-    """Compare the rows of an experiment in one metric, between sides such as runs.
+    """Compare the rows (configurations) of an experiment in one metric, between sides such as runs.
 
     If the rows did different work or ran on different machines, ratios are compared: each side's
     numbers are first divided by the side's number for a baseline row, which is one of `bases`.
@@ -215,10 +218,10 @@ def _compare(
 def _relative_rows(
     asked: Asked, shared: Sequence[Measured], bases: Sequence[Measured], metric: str
 ) -> tuple[list[ComparedRow], list[str]]:
-    """Compare runs (or other sides) whose absolute numbers cannot be compared.
+    """Compare runs (or other sides) by ratios, because their absolute numbers cannot be compared.
 
-    For each run, the number of a row is divided by the number of a baseline row of the same run.
-    Then these ratios are compared between the runs.
+    For each run, the number of a row (a configuration) is divided by the number of a baseline row
+    of the same run. Then these ratios are compared between the runs.
 
     Args:
         asked: The runs or other sides, and the options of the comparison.
@@ -269,9 +272,9 @@ def _distrust(asked: Asked, base: Measured, rows: Sequence[ComparedRow]) -> list
 
 
 def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool = False) -> ComparedRow:
-    """Compare the value of every side (such as a run) in one line with that of the first side.
+    """Compare, in one line, the value of each side (such as a run) with the first side's value.
 
-    The line of the baseline is not compared: all its ratios are 1.
+    The line of the baseline is not compared, because all its ratios are 1.
     """
     values = [readings.get(side) for side in range(len(asked.sides))]
     first, *others = values
@@ -283,9 +286,9 @@ def _row(asked: Asked, line: Line, readings: Readings, *, is_base: bool = False)
 
 
 def _notes(asked: Asked, measured: Sequence[Measured], metric: str) -> list[str]:
-    """Return notes on how compared rows differ in their settings, and on rows that are missing.
+    """Return notes on how compared rows differ, and on rows that are missing on a side.
 
-    For example, two rows can come from different versions of PyTorch.
+    For example, two compared rows (configurations) can come from different versions of PyTorch.
     """
     lines = []
     have = []

@@ -1,7 +1,8 @@
 """Decide whether a comparison may pass as a check that nothing has become worse.
 
-Some rows of the first side (A) cannot be judged, for example because another side lacks them. Such
-a row could hide a regression, so the check fails or, if such rows are allowed, names them.
+A comparison has sides, such as two runs. Some rows (configurations) of the first side, A, cannot be
+judged, for example because another side lacks them. Such a row could hide a regression. So the
+check fails or, if the user accepts such rows, names them.
 """
 
 from collections.abc import Sequence
@@ -91,8 +92,9 @@ def gate(
 
     Args:
         sides: The sides that were compared, such as two runs.
-        lines: The lines, each with matching rows of the sides. Some lines may be in no table.
-        comparisons: The tables of the comparison.
+        lines: The lines, each with matching rows (configurations) of the sides. A line may be in no
+            table.
+        comparisons: The tables of the comparison: at most one for each experiment.
         threshold: The smallest relative difference that matters.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
@@ -128,10 +130,10 @@ def gate(
 
 
 def _is_judged(decision: Decision, threshold: float) -> bool:
-    """Return whether a decision is clear: it shows a regression, or that there is none.
+    """Return whether a decision is clear: it shows a regression, or it shows that there is none.
 
-    Numbers without samples, such as counted bytes, cannot be tested for significance. They show
-    that there is no regression if they differ by no more than the threshold.
+    Numbers without samples, such as counted bytes, cannot be tested for significance. If they
+    differ by no more than the threshold, they show that there is no regression.
     """
     if decision.outcome == "untested":
         return abs(decision.ratio - 1) <= threshold
@@ -143,11 +145,11 @@ def _reason(
 ) -> str | None:
     """Return why the comparison could not judge a side (such as a run) in one line of its table.
 
-    Return None if the side was judged, or if there was nothing to judge.
+    Return None if the side was judged, or if side A has no number with which to compare it.
 
     Args:
         line: The line.
-        side: The number of the side, from 0 on.
+        side: The index of the side.
         letter: The letter of the side in tables, such as B.
         table: The table of the line's experiment, if there is one.
         row: The line's row in this table, if there is one.

@@ -1,17 +1,16 @@
 """Match the rows of several sides (such as runs) for the table that compares these sides.
 
-Rows that match, because they have the same configuration, share a line of the table.
-
-Two rows match if all of these conditions are met:
+A row is a configuration that was run. Rows that match share a line of the table. Two rows match if
+all of these conditions are met:
 
 - Every field that both rows have has the same value. Fields that a run may choose itself, such as a
   profiled balance, do not count.
 - Both rows are emulated, or neither is.
 - The same engine (what runs partitions in parallel, such as threads or processes) ran both rows.
 
-A published row also matches the rows that reproduce it, which name the published row in their field
-`published`. If some of these rows have the same configuration as the published row, only those
-match. Otherwise all of them match, at any scale, and a note says what differs.
+A published row also matches the rows that reproduce it: they name the published row in their field
+`published`. If some of these rows have the same configuration as the published row, only they
+match. Otherwise all of them match, at any scale (set of sizes), and a note says what differs.
 """
 
 import json
@@ -69,8 +68,8 @@ def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
 def match(sides: Sequence[Side]) -> list[Line]:
     """Return the lines of a table that compares sides, such as runs.
 
-    Each row of each side is on one line, and rows that match share a line. All lines of an
-    experiment come together.
+    Each row (configuration) of each side is on a line, and rows that match share a line. The lines
+    of an experiment follow each other.
     """
     lines: list[Line] = []
     for number, side in enumerate(sides):
@@ -116,9 +115,9 @@ def likeness(one: Entry, other: Entry) -> int:
 
 
 def value_text(line: Line, name: str) -> str:
-    """Return the value of a field of a comparison as text, or a dash if there is no such field.
+    """Return the text of a field's value in a line of a comparison; a dash if it has no value.
 
-    The field is one of `FIELDS`, or a field in the configuration of the two compared rows.
+    The field is one of `FIELDS`, or a field in the configuration of the line's rows.
     """
     name = ALIASES.get(name, name)
     if name == "experiment":
@@ -134,7 +133,9 @@ def value_text(line: Line, name: str) -> str:
 
 
 def pick(lines: Sequence[Line], filters: Sequence[str]) -> list[Line]:
-    """Return the lines that pass all filters. A filter is a field and its values, such as `n=2,4`.
+    """Return the lines that pass all filters.
+
+    A filter is a field and the values that it may have, such as `n=2,4`.
 
     Raises:
         Error: A filter cannot be read, or no line passes all filters.
@@ -157,7 +158,7 @@ def _with_values(lines: Sequence[Line], name: str, allowed: Sequence[str]) -> li
     Args:
         lines: The lines of a table.
         name: The name of the field.
-        allowed: The values of which the field must have one.
+        allowed: The values that the field may have.
 
     Raises:
         Error: No line has the field, or no line has an allowed value.
@@ -189,7 +190,7 @@ def _is_published(entry: Entry) -> bool:
 
 
 def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> None:
-    """Add a row of a side (such as a run) to the table, on the line whose rows are most similar.
+    """Add a row of a side (such as a run) to the line with matching rows that are most similar.
 
     If no line has rows that match, add the row on a new line.
     """
@@ -252,9 +253,10 @@ def _same(one: Entry, other: Entry) -> bool:
 def _label(lines: Sequence[Line]) -> None:
     """Set the label of each line, such as `GPipe n2m4 (emulated) (small)`.
 
-    A label is the name of the row. It is followed by "(emulated)" or, if other means than threads
-    ran the partitions, by the name of this engine. Where several lines still have the same label,
-    the scale, the device or the hardware is added if it differs.
+    A label is the name of the row. If the row was emulated, "(emulated)" follows. Otherwise, if an
+    engine other than `threads` ran the partitions, the engine's name follows. Where several lines
+    still have the same label, the scale (set of sizes), the device or the hardware is added if it
+    differs.
     """
     for line in lines:
         result = line.first.result

@@ -1,4 +1,4 @@
-"""Compute the metrics of a row, such as its throughput, from its samples.
+"""Compute the metrics of a row (a configuration), such as its throughput, from its measurements.
 
 All tables show the same numbers, because only this module and `reproduce.numbers.accuracy` compute
 metrics.
@@ -102,7 +102,7 @@ def throughput(result: Result, run: str = "") -> Reading | None:
 
 
 def _speeds(result: Result, times: str, run: str) -> Reading | None:
-    """Return samples/s in each step, from a row's list of seconds called `times`, if it has one."""
+    """Return the samples/s of each step from a row's step times called `times`, if it has any."""
     steps = result.samples.get(times)
     if not steps:
         return None
@@ -133,9 +133,9 @@ def epoch_throughput(result: Result) -> float | None:
 def speed_up(result: Result | None, base: Result | None) -> Reading | None:
     """Return the throughput of a row, divided by the throughput of a baseline row.
 
-    A ratio is computed for each round, because steps of the same round ran close to each other in
-    time. If the two rows have no round in common, the speed-up is the ratio of their medians, as
-    an exact number. The result is None if one of the rows is None or has no throughput.
+    A ratio is computed for each round, in which each row runs one step, because steps of a round
+    run at nearly the same time. If the two rows have no round in common, the speed-up is the ratio
+    of their medians, an exact number. The result is None if a row is None or has no throughput.
     """
     ours = None if result is None else throughput(result)
     theirs = None if base is None else throughput(base)
@@ -151,7 +151,7 @@ def speed_up(result: Result | None, base: Result | None) -> Reading | None:
 def speed_ups(results: Iterable[Result], first: Result) -> dict[str, float]:
     """Return a dictionary from the names of timed rows to their speed-ups over the row `first`.
 
-    In the keys, the end of a row's name from a slash on, such as `/mb`, is left out.
+    The keys are the names of the rows, without an ending that begins with a slash, such as `/mb`.
     """
     readings = {}
     for result in results:
@@ -194,9 +194,9 @@ def over(reading: Reading, base: Reading) -> Reading:
 def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
-    The emulated throughput comes from the record's samples `here_time`. These are the emulated
-    times of a step if copies between devices take as long as on this machine. The result is None if
-    one of the two throughputs is missing.
+    The emulated throughput comes from the record's list `here_time`. It has the emulated times of
+    steps whose copies between devices take as long as on the machine that emulated them. The result
+    is None if one of the two throughputs is missing.
     """
     ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)
@@ -227,7 +227,7 @@ def outcome(result: Result) -> str:
 
 
 def better(metric: str) -> Literal["higher", "lower", None]:
-    """Return whether higher or lower values of a metric are better; None if that is not known."""
+    """Return whether higher or lower values of a metric are better; None if this is not known."""
     if metric in HIGHER:
         return "higher"
     if metric in LOWER:
@@ -244,7 +244,7 @@ def read(entry: Entry, metric: str) -> Reading | None:
     - `reserved`: bytes that the caching allocator reserved, summed over devices; the papers publish
       this number
     - `top1_error`: the error after the last epoch, in %, one number for each seed
-    - any other name: the samples or the value with that name; if the value is a list with a number
+    - any other name: the samples or the value with this name; if the value is a list with a number
       for each device, the mean of the list
     """
     result = entry.result

@@ -1,6 +1,7 @@
 """Write the notes below the table of a comparison.
 
-The notes say which numbers cannot be compared, how matched rows differ, and which rows are missing.
+The notes say which numbers cannot be compared, how rows (configurations) on the same line differ,
+and which rows are missing.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -40,7 +41,7 @@ def unfair(lines: Lines, metric: str) -> str:
 def other_differences(lines: Lines) -> list[str]:
     """Return notes on how matched rows (rows on the same line of a comparison's table) differ.
 
-    They can differ in their scales (sets of sizes), in some settings, and in versions of software.
+    The rows can differ in their scales (sets of sizes), in settings, and in versions of software.
     """
     scales: dict[str, None] = {}
     fields: list[str] = []
@@ -73,7 +74,7 @@ def other_differences(lines: Lines) -> list[str]:
 def other_times(sides: Sides, lines: Lines) -> list[str]:
     """Return a list with a note if the compared runs took place at different times, else [].
 
-    The note says that the comparison cannot show why the runs differ: it may be the time.
+    The note says that the comparison cannot show why the runs differ: the cause may be the time.
     """
     if not _at_other_times(lines):
         return []
@@ -95,7 +96,7 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
         sides: The sides that are compared.
         lines: The lines of the table.
         have: For each line, the indices of the sides that have a number.
-        every: Whether a note names all its rows. Otherwise, it says how many they are.
+        every: Whether a note names all its rows. Otherwise, it says how many rows there are.
     """
     pairs = unmatched(lines, len(sides))
     told = set()
@@ -117,16 +118,16 @@ def missing(sides: Sides, lines: Lines, have: Sequence[set[int]], every: bool) -
 
 
 def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[str]:
-    """Return notes on rows that cannot be compared, because their settings differ.
+    """Return notes on rows (configurations) that cannot be compared, because their settings differ.
 
-    A side is one of the things that are compared, such as a run or a published table. Side A is the
-    first one.
+    The compared results are called sides, such as a run or a published table. The first side is
+    called A.
 
     Args:
         sides: The sides.
         pairs: Pairs of a row of side A and a row of another side. The two rows have the same name,
             but different settings.
-        every: Whether a note names all its rows. Otherwise, it says how many they are.
+        every: Whether a note names all its rows. Otherwise, it says how many rows there are.
     """
     labels: dict[str, list[str]] = {}
     for pair in pairs:
@@ -137,11 +138,10 @@ def other_fields(sides: Sides, pairs: Sequence[Unmatched], every: bool) -> list[
 
 
 def nothing_shared(sides: Sides, lines: Lines, metric: str | None, every: bool) -> str:
-    """Return a note about an experiment in which no row can be compared.
+    """Return a note about an experiment in which no row (configuration) can be compared.
 
-    No row has values of the same metric on two sides (such as runs).
-
-    The note has the first of these reasons that applies:
+    No row has values of the same metric on two sides (such as runs). The note gives the first of
+    these reasons that applies:
 
     1. Rows of the same name have different settings. The note names these settings.
     2. No row has the same configuration on two sides. The note says how many rows each side has.

@@ -9,8 +9,8 @@
   the number of samples that would be enough.
 
 Samples of one run vary less than samples of several runs. So the test can find a difference between
-two runs of the same code. For a reliable comparison, run both sides alternately and compare paired
-samples.
+two runs of the same code. For a reliable comparison, measure both sides (the compared versions)
+alternately, and compare paired samples.
 """
 
 import bisect
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of comparing `head` with `base`.
+    """The result of comparing a measurement, `head`, with another one, `base`.
 
     Attributes:
         outcome: What was found:
@@ -76,14 +76,16 @@ class Decision:
 def compare_samples(
     base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False
 ) -> Decision:
-    """Compare `head` with `base`. All numbers must be positive.
+    """Compare the measurement `head` with the measurement `base`: find out whether they differ.
 
-    - Independent samples are compared by the Mann-Whitney test. The ratio is the median over all
-      pairs of a sample of `head` and a sample of `base`.
+    Both are called sides here. All numbers must be positive.
+
+    - Independent samples are compared by the Mann-Whitney test. The ratio of the sides is the
+      median of the ratios of every sample of `head` to every sample of `base`.
     - If `paired` is true, the i-th samples of both sides were measured together. Each such pair has
-      a ratio. The ratios are compared with 1 by Wilcoxon's signed-rank test. The resulting ratio is
-      the median over the geometric means of every two ratios.
-    - If one side is an exact number, each sample of the other side forms a pair with it.
+      a ratio. These ratios are compared with 1 by Wilcoxon's signed-rank test. The ratio of the
+      sides is the median over the geometric means of every two ratios.
+    - If one side is an exact number, each sample of the other side forms a pair with this number.
 
     Both estimates of the ratio are by Hodges and Lehmann (1963).
 
@@ -110,7 +112,8 @@ def compare_samples(
 def needed(alpha: float, *, paired: bool) -> int:
     """Return the smallest number of samples per side with which an outcome can be significant.
 
-    If `paired` is true, each sample of one side was measured together with one of the other side.
+    A side is one of the two compared measurements. If `paired` is true, each sample of one side was
+    measured together with a sample of the other side.
     """
     count = 1
     while _least_p(count, None if paired else count) > alpha:
@@ -123,12 +126,14 @@ def needed(alpha: float, *, paired: bool) -> int:
 
 @dataclass(frozen=True)
 class RankTest:
-    """A rank test for the logarithm of the ratio of two sides (the log ratio).
+    """A rank test for the logarithm of the ratio of two measurements (the log ratio).
+
+    The two measurements are called sides. Either their samples are independent, or they are pairs.
 
     Attributes:
         candidates: The values whose median is the estimate of the log ratio. In a test of pairs,
-            these are the mean log ratios of every two pairs. Otherwise these are the log ratios of
-            each sample of one side to each sample of the other side.
+            these are the mean log ratios of every two pairs. In a test of independent samples,
+            these are the log ratios of each sample of one side to each sample of the other side.
         p: A function that returns the p-value of the hypothesis that the log ratio has a given
             value.
         samples: The number of samples on one side or, in a test of pairs, the number of pairs.
@@ -161,9 +166,9 @@ def _ranks(old: Array, new: Array) -> RankTest:
 def _exact(new: Array, old: Array) -> float:
     """Return the exact p-value of Mann-Whitney's test, from the ranks of both sides' samples.
 
-    This function is for few samples of which some are equal. For such samples, `mannwhitneyu`
+    This function is for few samples, some of which are equal. For such samples, `mannwhitneyu`
     approximates the p-value by a normal distribution, so a clear difference can seem insignificant.
-    Here, the p-value is computed from all ways to divide the ranks between the two sides.
+    Here, the p-value is computed from all possible divisions of the ranks between the two sides.
     """
 
     def rank_sum(one: Array, other: Array, axis: int) -> Array:
@@ -175,9 +180,9 @@ def _exact(new: Array, old: Array) -> float:
 
 
 def _signed_ranks(ratios: Array) -> RankTest:
-    """Make Wilcoxon's signed-rank test, which compares two versions by pairs of samples.
+    """Prepare Wilcoxon's signed-rank test for pairs of samples.
 
-    `ratios` has the logarithm of the ratio of each pair's two samples.
+    For each pair, `ratios` has the logarithm of the ratio of its two samples.
     """
 
     def p(shift: float) -> float:
@@ -200,7 +205,7 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
         return Decision("too few", ratio, needed=enough)
 
     def below(k: int) -> float:
-        """Return the p-value of a log ratio between the sorted candidates k - 1 and k."""
+        """Return the p-value of the log ratio midway between the sorted candidates k - 1 and k."""
         if k == 0:
             return test.p(ordered[0] - 1)
         return test.p((ordered[k - 1] + ordered[k]) / 2)
@@ -218,10 +223,10 @@ def _decision(test: RankTest, rule: Rule) -> Decision:
 
 
 def _least_p(one: int, other: int | None) -> float:
-    """Return the smallest two-sided p-value that a rank test of so few samples can give.
+    """Return the smallest two-sided p-value that a rank test can give with these sample sizes.
 
-    In a test of pairs, it is reached if all differences have the same sign. Otherwise, it is
-    reached if all samples of one side are above all samples of the other side.
+    In a test of pairs, the test gives this p-value if all differences have the same sign. In a test
+    of independent samples, it does if all samples of one side are above all of the other side.
 
     Args:
         one: The number of samples of one side or, in a test of pairs, the number of pairs.
@@ -245,7 +250,7 @@ def _logs(side: Measurement) -> Array:
 def _thin(values: Array) -> Array:
     """Return the samples or, if there are more than `MOST_SAMPLES`, only every k-th sample.
 
-    With fewer samples, fewer differences are significant. So to leave out samples creates no false
+    With fewer samples, fewer differences are significant. So leaving out samples creates no false
     differences.
     """
     step = math.ceil(len(values) / MOST_SAMPLES)

@@ -1,4 +1,4 @@
-"""Load the records of one side of a comparison.
+"""Load the records (files of results) of one side of a comparison.
 
 A side is a record, a folder of records, a JSON file of pytest-benchmark, or a git revision.
 """
@@ -32,9 +32,9 @@ Records = Sequence[Record]
 
 
 class _Stats(Struct):
-    """Times of a benchmark in seconds per call: their median, and sometimes all of them.
+    """The times of a benchmark in seconds per call: their median, and sometimes every time.
 
-    pytest-benchmark writes all times (`data`) only with the option --benchmark-save-data.
+    pytest-benchmark writes every time (`data`) only with the option --benchmark-save-data.
     """
 
     median: float
@@ -57,9 +57,10 @@ class _File(Struct):
 
 
 def from_pytest_benchmark(data: Json, where: str) -> Record:
-    """Turn the parsed content of a file that pytest-benchmark wrote into a record.
+    """Return a record (results of a run) made from the content of a file of pytest-benchmark.
 
-    Each test file becomes an experiment, and each test becomes a row.
+    The content is parsed JSON. In the record, each test file becomes an experiment, and each test
+    becomes a row (a measured configuration) of this experiment.
     """
     file = decode(_File, data, where)
     results = []
@@ -122,7 +123,10 @@ class Entry:
 
     @property
     def hardware(self) -> str | None:
-        """Return the name of the hardware for which the row was predicted; None if it was not."""
+        """Return the name of the hardware that the row was predicted for.
+
+        Return None if the row was not predicted.
+        """
         if self.result.status != "predicted":
             return None
         return hardware_name(self.record, self.result)
@@ -130,18 +134,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows of one side of a comparison.
+    """The rows (configurations) of one side of a comparison.
 
-    A side is, for example, a run. If several of its records have the same row, the row is taken
-    from the best record that has a number for it. The function `ranked` says which records are
-    better.
+    A side is, for example, a run or a folder of records. If several records have the same row, the
+    row is taken from the best record that has a number for it. The function `ranked` says which
+    records are better.
 
     Attributes:
         letter: The side's short name in tables, such as A.
         name: The name of the side that the user gave, such as a path.
         entries: The rows, each with its record.
         records: All records of the side.
-        superseded: The number of rows that were left out, because a better record has them, too.
+        superseded: The number of rows that were left out, because a better record has the same row.
     """
 
     letter: str
@@ -193,7 +197,8 @@ def _subfolders(path: Path) -> str:
 def side_of(letter: str, name: str, records: Records) -> Side:
     """Make a side of a comparison from its records (files of results).
 
-    If several records have the same row, only one is kept: the docstring of `Side` says which.
+    If several records have the same row (configuration), only one of these rows is kept. The
+    docstring of `Side` says which one.
     """
     experiments: dict[str, None] = {}
     count = 0
@@ -255,7 +260,7 @@ def _from_git(name: str) -> Iterator[Record]:
     """Yield the records (files of results) that a git revision has at a path.
 
     Args:
-        name: REVISION or REVISION:PATH. The path is that of a folder of records or of one record.
+        name: REVISION or REVISION:PATH. PATH is a folder of records, or one record.
     """
     here = Path()
     revision, _, place = name.partition(":")

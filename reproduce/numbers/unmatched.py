@@ -1,7 +1,8 @@
 """Find rows that have the same name on two sides (such as runs), but different settings.
 
-Such rows do not match, so each of them has a line of its own in the comparison. A note says in
-which setting they differ. Otherwise, the user would think that each side lacks a row.
+Such rows (configurations) do not match, so each of them has a line of its own in the comparison. A
+note says in which settings they differ. Without the note, the user would think that each side lacks
+a row.
 """
 
 import json
@@ -18,10 +19,12 @@ LONGEST_VALUE = 20  # characters of a value in a note
 class Unmatched:
     """A row of the first side (such as a run), and a row of the same name on another side.
 
+    The two rows have different settings, so each of them has a line of its own.
+
     Attributes:
         line: The line of the first side's row.
         other: The line of the other side's row.
-        side: The number of the other side.
+        side: The index of the other side.
     """
 
     line: Line
@@ -60,8 +63,9 @@ def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
     """Pair rows that have the same name but are not compared, because their settings differ.
 
     A side of the comparison is, for example, a run. Each row of the first side that another side
-    lacks is paired with a row of the same name that only this other side has. If there are several,
-    the most similar one is taken, by scale (set of sizes), device and settings.
+    lacks is paired with a row of the same name that this other side has and the first side lacks.
+    If there are several such rows, the row that is most similar is taken: in scale (set of sizes),
+    device and settings.
 
     Args:
         lines: The lines of the table that compares the sides.
@@ -83,8 +87,8 @@ def unmatched(lines: Sequence[Line], sides: int) -> list[Unmatched]:
 def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
     """Return the line in `others` that is most similar to `line`, or None if none is similar.
 
-    Only lines with a row of the same name count. It must have run in the same way as the row of
-    `line`: emulated or not, and with the same engine.
+    Only lines with a row of the same name count. This row must have run in the same way as the row
+    of `line`: emulated or not, and with the same engine.
     """
     ours = line.entries[0]
 
@@ -99,7 +103,7 @@ def _same_name(line: Line, others: Sequence[Line], side: int) -> Line | None:
 def _name(line: Line, side: int) -> tuple[str, str, bool, str]:
     """Return a row's experiment, its name, whether it is emulated, and its engine.
 
-    Only rows that are equal in all four are paired.
+    Only rows that are equal in all four of these are paired.
     """
     result = line.entries[side].result
     return line.experiment, result.row, result.emulated, result.engine

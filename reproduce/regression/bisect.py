@@ -23,7 +23,7 @@ def bisected(
     tell: Tell,
     say: Callable[[str], None],
 ) -> str:
-    """Find the first commit that is slower than a good commit; return its hash and subject.
+    """Find the first commit that is slower than the commit `good`; return its hash and subject.
 
     1. Time all cases (pieces of work, such as a training step) with the commits `good` and `bad`.
     2. Bisect the commits after `good`, up to `bad`. Time only the cases in which `bad` is slower.
@@ -33,8 +33,8 @@ def bisected(
         ends: The commits `good` and `bad`.
         settings: The cases, and how they are timed.
         limits: How much slower a commit must be to count as slower.
-        tell: A function that is called with a text about the progress of timing a commit.
-        say: A function that is called with the result of each timed commit, as a line of text.
+        tell: A function that is called with a text about the progress, while a commit is timed.
+        say: A function that is called with a line of text that has the result of a timed commit.
 
     Raises:
         Error: `bad` is not slower than `good`, a commit cannot run a case, the timed processes are

@@ -8,8 +8,8 @@ Each case is a training step on CPU devices with one thread each. There are four
 - `WAITING`: The layers compute next to nothing, as in `MACHINERY`, but wall-clock time is measured
   instead of CPU time. It shows whether threads wake up late.
 
-A case imports torchgpipe, and the models that use it, only when it is prepared. By then, the caller
-has put the version of torchgpipe that is to be timed on `sys.path`.
+A case imports torchgpipe, and the models that use torchgpipe, only when the case is prepared. By
+then, the caller has put one version of torchgpipe on `sys.path`: the version to be timed.
 """
 
 from collections.abc import Callable
@@ -153,8 +153,8 @@ MODES: tuple[Mode, ...] = ("never", "always")
 def machinery(**options: Any) -> Training:
     """Return a training step whose layers compute next to nothing.
 
-    So its time is the pipeline's own overhead. `options` are fields of `Training`, such as
-    `checkpoint`.
+    So the time of the step is the pipeline's own overhead. `options` are fields of `Training`, such
+    as `checkpoint`.
     """
     return Training("linear", (1, 1), 8, batch=8, **options)
 

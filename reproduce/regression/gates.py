@@ -1,8 +1,8 @@
 """Run gates: programs that judge one version of the package without measuring times.
 
-A gate is a Python module, which is run as a program. The judged version of the package is the first
-folder on Python's path. The exit code of the program is the judgement (`reproduce.error` lists the
-codes), and its output explains the judgement.
+A gate is a Python module that is run as a program. The program imports the package from the first
+folder on Python's path, which has the version to judge. Its exit code is the judgement
+(`reproduce.error` lists the codes), and its output explains the judgement.
 """
 
 import os
@@ -32,8 +32,8 @@ class Found(NamedTuple):
 def judged_by(module: str, base: Tree, head: Tree) -> Found:
     """Run a gate (a program that judges one version of the package) on the new version, `head`.
 
-    If the gate finds something wrong, it is also run on the old version, `base`. What it finds in
-    both versions does not count as worse.
+    If the gate finds something wrong, it is also run on the old version, `base`. Findings that are
+    the same in both versions do not count as worse.
 
     Args:
         module: The name of the gate's module.

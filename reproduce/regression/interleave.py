@@ -5,7 +5,7 @@
 - A *case* is a piece of work that is timed, such as a training step.
 - A *side* is a process that has imported one version of the package. All other modules are the same
   on all sides.
-- A *way* is a side together with the arguments that are sent to the side.
+- A *way* (of running a case) is a side together with the arguments that are sent to the side.
 - At a *restart*, all sides are started again.
 
 For each case of each restart, the program prints a line of JSON. The line contains the samples of
@@ -15,8 +15,8 @@ taken one after another, then the second samples of all ways, and so on.
 The program keeps noise from favouring one of the ways:
 
 - It runs one way at a time, in a random order that is then reversed: ABBA or BAAB for two ways. So
-  a disturbance of a tenth of a second slows all ways down. The order in which sides start and warm
-  up is also random.
+  a disturbance of a tenth of a second slows all ways down, and not only one of them. The order in
+  which sides start and warm up is also random.
 - It lets each case choose its cores. A case that is timed by CPU time always runs on the same core,
   because cores can differ in speed.
 - It forks all sides from one process, which has imported torch but not the package. The memory
@@ -54,13 +54,15 @@ Cases = Mapping[str, Mapping[str, Way]]  # maps a case's name, then a way's, to 
 class Sampling(NamedTuple):
     """How many samples to take, and in which order.
 
-    A way of running a case is a version of the package, and arguments for it.
+    A case is a piece of work to time. A way of running a case is a version of the package together
+    with arguments.
 
     Attributes:
         rounds: How many samples each way takes after each restart of the timed processes.
         restarts: How many times the timed processes are started.
         seed: The seed of the random orders in which the ways run.
-        first: The number of the first restart. It is above 0 if an earlier program has run others.
+        first: The index of the first restart. It is above 0 if another process has already run the
+            restarts before it.
         least: The number of ways that must be able to run a case. If fewer can, the case is left
             out, because there is nothing to compare.
     """
@@ -77,12 +79,14 @@ def interleave(
 ) -> Iterator[dict[str, Any]]:
     """Time all cases; for each restart of the timed processes, yield the samples of each case.
 
-    A case is run in several ways. A way is a version of the package, and arguments for it. If some
-    ways cannot run a case, these ways are left out, and a dictionary with the reasons is yielded.
+    A case (a piece of work) is run in several ways. A way is a version of the package together with
+    arguments. If some ways cannot run a case, these ways are left out, and a dictionary with the
+    reasons is yielded.
 
     Args:
         start: A function. `start(i)` starts a process that uses version i of the package.
-        cases: For each case, by its name, a dictionary of the ways to run it, by their names.
+        cases: Maps the name of each case to a dictionary of the ways to run the case. The keys of
+            this dictionary are the names of the ways.
         sampling: How many samples to take, and in which order.
 
     Yields:
@@ -142,9 +146,9 @@ def _sides_of(cases: Cases) -> set[int]:
 def _warm_up(
     ways: Mapping[str, Way], sides: Mapping[int, Connection], draw: random.Random
 ) -> dict[str, Any]:
-    """Prepare a case (a piece of code to time) in each way in which it will be timed.
+    """Prepare a case (a piece of work to time) in each way in which it will be timed.
 
-    A way is a version of the package, and arguments for it. Return a dictionary from the name of
+    A way is a version of the package together with arguments. Return a dictionary from the name of
     each way that failed to the reason.
     """
     order = draw.sample(list(ways), len(ways))
@@ -174,14 +178,14 @@ def _no_longer(case: str, way: str, why: str) -> Error:
 def fork(folder: Path, package: str, maker: str) -> Iterator[Connection]:
     """Fork a process that imports the package in `folder`, and yield a connection to the process.
 
-    The process prepares and times pieces of work. The caller sends a list of arguments, which says
-    what work, over the connection. The process answers each list:
+    The process prepares and times pieces of work. Over the connection, the caller sends a list of
+    arguments, which defines a piece of work. The process answers each list:
 
-    - The first time, it prepares the work: it calls the function that `maker` names (such as
-      "package.module:function") with the arguments, and keeps the function that this call returns.
-      The answer is None.
-    - When the same list comes again, it calls the function that it has kept, and answers with the
-      result, such as a time.
+    - When a list comes for the first time, the process prepares the work: it calls the function
+      that `maker` names (such as "package.module:function") with the arguments, and keeps the
+      function that this call returns. The answer is None.
+    - When the same list comes again, the process calls the function that it has kept, and answers
+      with the result, such as a time.
     - If a call fails, the answer is the reason, a string.
     """
     # A daemon could not have processes of its own, and some cases run over several ranks.
@@ -227,7 +231,8 @@ def _serve(_: int, link: Connection, folder: Path, package: str, maker: str) -> 
 def main(job: dict[str, Any]) -> None:
     """Take the samples that `job` asks for, and print them as lines of JSON.
 
-    `job` has the fields of `Sampling`, the cases, the package, and the folders of its versions.
+    `job` has the fields of `Sampling`, the cases (pieces of work to time), the name of the package,
+    and the folders of the package's versions.
     """
     # torch imports some modules only when the first optimizer is made. Make an optimizer here, so
     # that the forked processes do not have to import these modules.

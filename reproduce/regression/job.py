@@ -34,7 +34,8 @@ class Settings:
     """The settings of a measurement: what is measured, and for how long.
 
     Attributes:
-        cases: Maps the name of each case (timed piece of work) to the clock that the case chooses.
+        cases: Maps the name of each case (timed piece of work) to the clock that the case chooses:
+            CPU time or wall clock.
         restarts: How many times the timed processes are started.
         rounds: How many samples of a case each version takes after each restart.
         clock: The clock for all cases. None means that each case has the clock that it chooses.
@@ -62,7 +63,8 @@ class Samples:
     Attributes:
         base: The samples of the old version: a list for each restart of the timed processes.
         head: The samples of the new version. In each restart, the first samples of `base` and
-            `head` are a pair, which was taken one after another, and so are the second ones etc.
+            `head` are a pair: they were taken one after the other. The same holds for the second
+            samples, and so on.
         also: The samples of a second old version, from before `base`. Empty if there is none.
         unable: For each version that cannot run the case, the reason. The keys are among "base",
             "head" and "also".
@@ -123,7 +125,8 @@ def _leave_out(cases: dict[str, Any], case: str, unable: Mapping[str, str]) -> N
     """Remove the versions that cannot run a case, and the case itself if only one version is left.
 
     Args:
-        cases: Maps each case's name to the versions that can run it. This dictionary is changed.
+        cases: Maps the name of each case (work to time) to the versions that can run the case. This
+            dictionary is changed.
         case: The name of the case.
         unable: Maps the name of each version that cannot run the case to the reason.
     """
@@ -139,7 +142,7 @@ def in_turn(
     """Run the program `reproduce.regression.interleave`, and yield the results that it prints.
 
     Args:
-        job: The argument of `main` in this program: what is timed, and how often.
+        job: The argument of the program's function `main`: what is timed, and how often.
         environment: Additional environment variables.
         program: Another module to run instead, which prints a line of JSON for each result.
 

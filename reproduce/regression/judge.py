@@ -94,7 +94,7 @@ class Judgement:
         decisions: For each old version, a dictionary of decisions. Its keys are the names of the
             cases that both the old and the new version ran. The key `TOGETHER` stands for the mean
             of the cases that are timed by CPU time, if there are several such cases. The key
-            `WALL_TOGETHER` stands for the mean of those that are timed by wall clock.
+            `WALL_TOGETHER` stands for the mean of the cases that are timed by wall clock.
         alpha: The accepted risk of a false alarm in a single test.
         gates: The findings of the gates, which are checks that measure no time.
     """
@@ -111,7 +111,7 @@ class Judgement:
         return gates + self.called("worse", "base")
 
     def called(self, wanted: str, old: Old) -> list[str]:
-        """Return the names of the cases and means that have a verdict.
+        """Return the names of the cases (timed work), and means over cases, that have a verdict.
 
         Args:
             wanted: The verdict, such as "worse".
@@ -125,7 +125,7 @@ class Judgement:
 
 
 def judge(found: Mapping[str, Samples], limits: Limits, gates: Sequence[Found] = ()) -> Judgement:
-    """Decide for each case whether the new code (head) is slower than the old code.
+    """Decide for each case (timed work) whether the new code (head) is slower than the old code.
 
     Also decide this for the mean of all cases that are timed by the same clock.
 
@@ -178,15 +178,18 @@ def _ratios(samples: Samples, old: Old) -> list[float]:
 
 
 def _busy(samples: Samples) -> bool:
-    """Return whether other programs used the cores in more than the share `BUSY` of restarts."""
+    """Return whether other programs used the cores in too many restarts: more than `BUSY` allows.
+
+    `BUSY` is a share of all restarts of the timed processes.
+    """
     return sum(samples.busy) > BUSY * len(samples.busy)
 
 
 def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
-    """Group the cases into those timed by CPU time and those timed by wall clock.
+    """Group the cases (timed work) by their clock: CPU time or wall clock.
 
     In the result, the key `TOGETHER` has the names of the cases that are timed by CPU time. The key
-    `WALL_TOGETHER` has the names of those that are timed by wall clock.
+    `WALL_TOGETHER` has the names of the cases that are timed by wall clock.
 
     Args:
         cases: Maps the name of each case to its clock: CPU time or wall clock.
@@ -199,7 +202,7 @@ def families(cases: Mapping[str, Clock]) -> dict[str, list[str]]:
 
 
 def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) -> int:
-    """Return the smallest number of restarts with which a slow-down can be significant.
+    """Return how many restarts of the timed processes a significant slow-down needs at least.
 
     Args:
         limits: What counts as slower, which includes the accepted risk of a false alarm.
@@ -214,9 +217,11 @@ def least_restarts(limits: Limits, cases: Mapping[str, Clock], olds: int = 1) ->
 
 
 def complaint(judged: Judgement, base: str, head: str, also: str | None) -> Error | None:
-    """Return an error if head is worse, cannot run a case, or cannot be judged; else return None.
+    """Return an error if the new version is worse or cannot be judged; otherwise return None.
 
-    The parameters `base`, `head` and `also` are the names of the versions, for the error message.
+    It is also an error if the new version cannot run a case (timed work), or if an old version can
+    run no case. The parameters `base`, `head` and `also` are the names of the old version, the new
+    version and the second old version, for the error message.
     """
     since = judged.called("worse", "also")
     parts = []

@@ -95,7 +95,7 @@ def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
 
 
 def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Samples]:
-    """Time all cases with all versions; return a dictionary from cases' names to their samples.
+    """Time all cases with all versions; return a dictionary from a case's name to its samples.
 
     The function `tell` is called with a text that says how many restarts are finished.
     """
@@ -114,10 +114,11 @@ def measure(versions: Trees, settings: Settings, tell: Tell) -> dict[str, Sample
 
 
 def choose_cases(project: Project, wanted: Sequence[str]) -> dict[str, Clock]:
-    """Return the cases whose names contain one of the texts `wanted`, in any letter case.
+    """Return the cases (timed work) whose names contain one of the texts `wanted`.
 
-    If `wanted` is empty, return all cases of the project. In the result, the keys are the names of
-    the cases, and the values are the clocks that time them.
+    Upper and lower case make no difference. If `wanted` is empty, return all cases of the project.
+    In the result, the keys are the names of the cases, and the values are the clocks that time
+    them.
 
     Raises:
         Error: One of the texts is not in the name of any case.
@@ -141,14 +142,14 @@ def choose_gates(
 ) -> tuple[list[str], bool]:
     """Return the modules of the gates to run, and whether to measure times.
 
-    A gate is a check that measures no time. The user chooses gates by name. In the same list, the
-    name `times`, which is no gate, chooses the measurement of times.
+    A gate is a check that measures no time. The user chooses gates by name. The name `times` in the
+    same list is not a gate: it chooses the measurement of times.
 
     Args:
         project: The package.
         gates: The names that the user has chosen. If there are none, all gates and the times are
             chosen, or only the times if the user has chosen cases.
-        cases: The texts by which the user has chosen cases, which are timed.
+        cases: The texts by which the user has chosen cases (pieces of work to time).
 
     Raises:
         Error: The package has no gate of a chosen name, or cases are chosen without the times.

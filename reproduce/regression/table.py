@@ -115,7 +115,7 @@ class Report:
     def _notes(self) -> Iterator[str]:
         """Yield the notes below the table.
 
-        They say what the gates (checks that measure no time) have printed, which version each
+        The notes say what the gates (checks that measure no time) have printed, which version each
         letter stands for, and how to read the table.
         """
         for gate in self.judged.gates:
@@ -173,9 +173,10 @@ class Report:
     def _numbers(self) -> Iterator[Number]:
         """Yield entries (dictionaries of fields) for the formats CSV and JSON.
 
-        There is an entry for each gate, for each case on each side, and for each mean of cases. A
-        side is a version: A is the old one, B the new one, and C a second old one. Entries of side
-        B have the ratio B/A. Entries of side C have the ratio B/C.
+        There is an entry for each gate (a check without times), for each case (timed work) on each
+        side, and for each mean over cases. A side is a version: A is the old version, B the new
+        version, and C a second old version. Entries of side B have the ratio B/A. Entries of side C
+        have the ratio B/C.
         """
         about: Number = {"experiment": "regression"}
         sides = {letter: tree.name for letter, tree in self._sides()}
@@ -213,7 +214,7 @@ def nearest(
 
     Args:
         base: The samples of the old version: a list for each restart of the timed processes.
-        head: The samples of the new version. Each of them is paired with one in `base`.
+        head: The samples of the new version. Each of them is paired with a sample in `base`.
         ratio: The given ratio.
     """
     old = list(chain.from_iterable(base))

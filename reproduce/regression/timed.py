@@ -27,7 +27,9 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of work that is timed, such as a training step. Here it is called a step.
+    """A piece of work that is timed, such as a training step.
+
+    One execution of this work is called a step here.
 
     Attributes:
         name: The name of the case.
@@ -66,9 +68,9 @@ def load(path: Path) -> dict[str, Case]:
 
 
 class Timed:
-    """A case (piece of work to time) that is ready to run. To call this object takes a sample.
+    """A case (piece of work to time) that is ready to run. Calling this object takes a sample.
 
-    A sample is the time of a step in seconds.
+    A sample is the time of one execution of the work (a step), in seconds.
 
     Args:
         file: The path of the Python file that defines the case.

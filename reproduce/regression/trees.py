@@ -61,7 +61,7 @@ class Tree:
 
     Attributes:
         folder: The folder to import the package from.
-        name: The name of the version, as the user reads it.
+        name: The name of the version that is shown to the user.
         commit: The hash of the version's commit.
         dirty: Whether the copy has changes that are not committed.
     """

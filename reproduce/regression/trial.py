@@ -1,4 +1,4 @@
-"""Run each case once, to see whether `python -m reproduce regression` can measure this case."""
+"""Run each case (work to time) once, to see if `python -m reproduce regression` can measure it."""
 
 import contextlib
 import tempfile
@@ -10,7 +10,7 @@ from reproduce.regression.trees import Project, snapshot
 
 
 def unable(project: Project, cases: Iterable[str]) -> dict[str, str]:
-    """Run each case once; return which cases cannot run, and why.
+    """Run each case (piece of work to time) once; return which cases cannot run, and why.
 
     The package is copied from the working tree, without files that git ignores, and is imported
     from the copy. `python -m reproduce regression` measures the package in the same way.

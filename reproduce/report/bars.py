@@ -1,8 +1,9 @@
 """Draw bar charts for the report page: of memory, and of the metrics of an ablation.
 
-In an ablation, the rows differ in which components of the pipeline are enabled. The numbers come
-from four kinds of sources: published, predicted, measured and emulated. Each source has its own
-chart of memory. A chart of an ablation shows the bars of all sources side by side.
+In an ablation, the rows (configurations) differ in which components of the pipeline are enabled.
+The numbers come from four kinds of sources: published, predicted, measured and emulated. Each
+source has its own chart of memory. A chart of an ablation shows the bars of all sources side by
+side.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,8 +57,8 @@ class Bar:
 def memory_figures(subject: Subject) -> Iterator[Captioned]:
     """Yield bar charts of peak memory with their captions, for an experiment or published table.
 
-    There is a chart for each source of numbers, such as a measured run. If a source has both
-    allocated and reserved memory, it has a chart for each of them.
+    There is a chart for each source of numbers, such as a measured run. If a source has numbers of
+    both allocated and reserved memory, it has two charts.
     """
     for source in subject.sources:
         for value, kind in KINDS.items():
@@ -80,8 +81,8 @@ def memory_figures(subject: Subject) -> Iterator[Captioned]:
 def ablation_figures(subject: Subject) -> Iterator[Captioned]:
     """Yield a bar chart with a caption for each metric of an ablation.
 
-    In an ablation, the rows differ in the enabled components of the pipeline. If the rows of the
-    experiment do not, there are no charts.
+    In an ablation, the rows (configurations) differ in the enabled components of the pipeline. If
+    the experiment is no ablation, there are no charts.
     """
     if not _ablated(subject):
         return
@@ -104,7 +105,7 @@ def _is_disturbed(readings: Readings) -> bool:
 
 
 def _measured(source: Source, value: str) -> Stacks:
-    """Return the parts of each row's bar: a dictionary from devices to their peak bytes.
+    """Return a dictionary from each row's name to its bar: the peak bytes of each device.
 
     Args:
         source: The measured, emulated or predicted results.
@@ -119,10 +120,10 @@ def _measured(source: Source, value: str) -> Stacks:
 
 
 def _published(source: Source) -> Stacks:
-    """Return the parts of each row's bar: published bytes, such as of the model and activations.
+    """Return a dictionary from each row's name to its bar: the published bytes of each part.
 
-    In each row's dictionary, the keys are the parts. If only some parts of a row were published,
-    the others are None. A row of which no part was published is left out.
+    Parts are, for example, the model and the activations. If only some parts of a row were
+    published, the others are None. A row of which no part was published is left out.
     """
     units = {}
     for name, unit in source.record.unit.items():
@@ -141,7 +142,7 @@ def _published(source: Source) -> Stacks:
 
 
 def _ablated(subject: Subject) -> bool:
-    """Return whether the rows are an ablation, that is, differ in the pipeline's components."""
+    """Return whether the rows are an ablation: they differ in the pipeline's enabled components."""
     components = set()
     for config in subject.rows.values():
         if "components" in config:
@@ -152,7 +153,7 @@ def _ablated(subject: Subject) -> bool:
 def _over_first(subject: Subject, source: Source, metric: str) -> Readings:
     """Return a dictionary from rows to their values of a metric, divided by the first row's value.
 
-    Utilization is not divided by that of the first row, because it is already a share.
+    Utilization is not divided by the first row's utilization, because it is already a share.
     """
     readings = subject.readings(source, "speedup" if metric == "throughput" else metric)
     first = readings.get(next(iter(subject.rows)))
@@ -218,15 +219,15 @@ def _grouped(name: str, subject: Subject, values: Mapping[Source, Readings], mea
 
 
 def _hatch(place: int) -> str | None:
-    """Return the hatch (fill pattern) for the bars of a source of numbers.
+    """Return the hatch (fill pattern) for the bars of a source of numbers, such as a measured run.
 
-    `place` is the number of the source in the chart, from 0.
+    `place` is the index of the source among all sources of the chart.
     """
     return HATCHES[place % len(HATCHES)]
 
 
 def _bar(source: Source, reading: Reading | None, hatch: str | None) -> Bar:
-    """Return the bar for a value, such as a run's peak memory; an empty bar if it is missing."""
+    """Return the bar that shows a value, or an empty bar if the value is missing."""
     if reading is None:
         return Bar("", [])
     return Bar(_shown(reading), [(reading.middle, COLORS[source.kind])], hatch)

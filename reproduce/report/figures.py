@@ -33,8 +33,8 @@ Curves = dict[Source, dict[Place, Reading]]
 def ideal(n: int, m: int) -> float:
     """Return the ideal speed-up of a pipeline over training on a single device.
 
-    The pipeline has n partitions that take equal time, and m micro-batches. It loses only the
-    bubble of GPipe's schedule, whose size is given in section 2.3 of the GPipe paper.
+    The pipeline has n partitions that take equal time, and m micro-batches. The only lost time is
+    the bubble of GPipe's schedule, whose size is given in section 2.3 of the GPipe paper.
     """
     return n * m / (n + m - 1)
 
@@ -43,7 +43,8 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     """Yield figures with captions that show how speed-ups depend on n, the number of partitions.
 
     There is a figure for each number of micro-batches, m. But if one of these figures would have
-    only one row, there is a single figure for all rows, with the pairs of n and m on the x-axis.
+    only one row (configuration), there is a single figure for all rows. Its x-axis has the pairs of
+    n and m.
     """
     places: dict[str, Place] = {}
     for row, config in subject.rows.items():
@@ -74,9 +75,10 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
 
 @styled
 def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: float) -> Captioned:
-    """Draw a figure of speed-ups: a curve for each source of numbers, and one for the ideal.
+    """Draw a figure of speed-ups: a curve for each source of numbers, and the ideal curve.
 
-    Each pair (n, m) is a number of partitions and a number of micro-batches.
+    A source is, for example, a measured run. In each pair (n, m), n is the number of partitions and
+    m is the number of micro-batches.
 
     Args:
         subject: The experiment or published table.
@@ -178,7 +180,7 @@ def history_figures(lines: Sequence[Line]) -> list[Captioned]:
     same in all revisions has no figure.
 
     Args:
-        lines: The revisions and machines with their numbers.
+        lines: The lines of a history file. Each has the numbers of one revision on one machine.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for line in sorted(lines, key=lambda line: line.date):
@@ -201,7 +203,7 @@ def _history(name: str, machine: str, points: Sequence[Point]) -> Captioned:
     Args:
         name: What the number is, such as the throughput of a row.
         machine: The machine on which the number was measured.
-        points: The revisions and the number at each of them.
+        points: The git revisions, each with the value of the number at this revision.
     """
     values = []
     low: list[Any] = []

@@ -167,8 +167,8 @@ def _keys(timeline: Timeline, colors: Sequence[str]) -> list[Patch]:
 def _draw(axes: Axes, timeline: Timeline, colors: Sequence[str], inches: float) -> None:
     """Draw every task of a timeline, and the names of the devices.
 
-    A copy is drawn as a thin line below the tasks. If most tasks are wide enough, each of these
-    tasks shows the number of its micro-batch.
+    A copy is drawn as a thin line below the tasks. If most tasks are wide enough, each wide task
+    shows the number of its micro-batch.
 
     Args:
         axes: Where to draw.
@@ -226,7 +226,7 @@ def _draw_bars(
 def _draw_numbers(
     axes: Axes, timeline: Timeline, digit: float, color: Mapping[str, str], back: str
 ) -> None:
-    """Draw the number of its micro-batch on each task that is wide enough.
+    """Draw, on each task that is wide enough, the number of the task's micro-batch.
 
     If 20 % of the tasks or more are too narrow, draw no numbers at all.
 

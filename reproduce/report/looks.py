@@ -1,8 +1,9 @@
 """Choose the colours, dashes, markers and hatches with which figures draw the sources of numbers.
 
-The kind of a source (published, predicted, measured or emulated) determines its colour. Readers
-need not rely on colour: the lines of two sources of the same kind have different dashes and
-markers, and the bars of any two sources in a chart have different hatches.
+A source of numbers is, for example, a measured run. The kind of a source (published, predicted,
+measured or emulated) determines its colour. Readers need not rely on colour: the lines of two
+sources of the same kind have different dashes and markers, and the bars of any two sources in a
+chart have different hatches.
 """
 
 from collections import Counter
@@ -20,8 +21,8 @@ COLORS: dict[Kind, str] = {
 }
 Dash = str | tuple[float, tuple[float, ...]]
 """The dashes of a line: a value of matplotlib's argument `linestyle`."""
-# For each kind of source: the dashes (and, below, the markers) of the first source of this kind, of
-# the second source, and so on.
+# `DASHES` and `MARKERS` have a list for each kind of source of numbers. The first entry is for the
+# first source of this kind in a figure, the second entry is for the second source, and so on.
 DASHES: dict[Kind, list[Dash]] = {
     "published": ["-"],
     "predicted": ["--", (0, (9, 2)), (0, (5, 1, 2, 1)), (0, (2, 1))],
@@ -64,7 +65,7 @@ def look(kind: Kind, place: int = 0) -> Look:
 
     Args:
         kind: The kind of the source, such as "measured".
-        place: The number of the source among those of the same kind, counted from 0.
+        place: The index of the source among the sources of the same kind.
     """
     dashes = DASHES[kind]
     markers = MARKERS[kind]

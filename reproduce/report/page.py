@@ -52,10 +52,11 @@ def page(
     """Return the report page as HTML.
 
     Args:
-        records: The records that the page is about: published, predicted, measured or emulated.
+        records: The records (files of results) that the page shows: published, predicted, measured
+            or emulated results.
         traces: The title and the timeline of each recorded training step.
         history: The numbers of each git revision, for figures that show how they changed.
-        own: The records of the user's own runs, which are shown beside `records`.
+        own: The records of the user's own runs, which are shown beside the results in `records`.
         skipped: A line of text for each file that could not be read.
     """
     own = unpublished(own, records)
@@ -162,7 +163,7 @@ def _section(subject: Subject) -> dict[str, Any]:
 def _other(subject: Subject) -> Table:
     """Return a table with all values of a published table, as they were published.
 
-    It is for published tables that no experiment of this program reproduces.
+    This function is for published tables that no experiment of this program reproduces.
     """
     record = subject.sources[0].record
     names: dict[str, None] = {}
@@ -194,10 +195,10 @@ def _value(value: object) -> str:
 def _machines(
     records: Sequence[Record], kinds: Mapping[str, Sequence[Kind]], own: Sequence[Record]
 ) -> list[dict[str, Any]]:
-    """Describe where records come from: the machine, the software and so on.
+    """Describe where records (files of results) come from: the machine, the software and so on.
 
-    Records from the same machine and software share a description: a dictionary with a title, the
-    names of these records, and the lines of the description.
+    Records from the same machine and software share one description. A description is a dictionary
+    with a title, the names of the records, and lines of text.
 
     Args:
         records: The records.
@@ -229,8 +230,8 @@ def _origin(record: Record) -> tuple[tuple[str, str], ...]:
 def provenance(record: Record) -> dict[str, str]:
     """Return a dictionary from titles to texts that say where a record's numbers come from.
 
-    For a run, the texts describe the machine, the software and more. For a published table, they
-    describe the publication, and the hardware and software that it names.
+    For the record of a run, the texts describe the machine, the software and more. For the record
+    of a published table, they describe the publication, and the hardware and software in it.
     """
     run = record.run
     about = _publication(record) if run is None else _machine(record, run)

@@ -34,14 +34,15 @@ Columns = Mapping[str, Iterable[tuple[Source, Texts]]]
 class SideBySide:
     """The texts of tables that show the numbers of several sources side by side.
 
-    There is a table for each metric, because a table with all metrics would be wider than paper.
+    A source is, for example, a measured run. There is a table for each metric, because a table with
+    all metrics would be wider than paper.
 
     Attributes:
-        rows: The names of the rows.
-        fields: The columns for the configuration of the rows, such as the batch size. The keys are
-            the headings. A column is a dictionary with the text of each row.
-        metrics: The columns for each metric: one for each source that has numbers of this metric.
-            The keys are the headings of the metrics.
+        rows: The names of the rows (configurations).
+        fields: Maps headings to columns that show settings of the rows, such as the batch size. A
+            column is a dictionary with the text of each row.
+        metrics: Maps the heading of each metric to its columns: one for each source that has
+            numbers of this metric.
         notes: The notes below the tables.
     """
 
@@ -75,9 +76,9 @@ def side_by_side(subject: Subject) -> SideBySide:
 
 
 def _fields(subject: Subject) -> dict[str, Texts]:
-    """Return a column for each field of the configuration, such as the batch size, by its heading.
+    """Return a dictionary from headings to columns that show settings, such as the batch size.
 
-    A field that no row has is left out. If only some rows have a field, the others show a dash.
+    A setting that no row has is left out. If only some rows have a setting, the others show a dash.
     """
     fields = {}
     for name, heading in FIELDS.items():
@@ -147,9 +148,10 @@ def _notes(subject: Subject, metrics: Columns) -> Iterator[str]:
 
 
 def _without_rows(run: Iterable[Source], metrics: Columns) -> Iterator[str]:
-    """Yield a note for each source of numbers that has none of the tables' rows.
+    """Yield a note for each source of numbers that has none of the rows in the tables.
 
-    Such a source has no column in these tables, but a table of its own below them.
+    A source is, for example, a measured run. A source without these rows has no column in the
+    tables, but a table of its own below them.
 
     Args:
         run: The measured and emulated sources of the experiment.
@@ -170,10 +172,10 @@ def _place(source: Source) -> tuple[object, object]:
 
 
 def _other_work(subject: Subject, source: Source) -> Iterator[str]:
-    """Yield notes on how a source's rows differ from those of the source `subject.lead`.
+    """Yield notes on how a source's rows differ from the rows of the source `subject.lead`.
 
-    All sources of numbers are compared with `subject.lead`. The notes name the fields in which the
-    configurations of a row differ, and the rows whose names differ.
+    All sources of numbers are compared with the source `subject.lead`. The notes name the settings
+    in which the same row differs between the two sources, and the rows whose names differ.
     """
     lead = subject.lead
     fields: dict[str, None] = {}

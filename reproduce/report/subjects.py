@@ -1,13 +1,13 @@
 """Collect the numbers of each experiment for the report, and group them by source.
 
 There are four kinds of sources: published, predicted, measured and emulated. All numbers of a
-source come from one record, so that they can be compared. For measured and emulated numbers, this
-is the record of a single run of the experiment.
+source come from one record (file of results), so that they can be compared. For measured and
+emulated numbers, this is the record of a single run of the experiment.
 
 Runs that differ in scale (set of sizes), kind of device, GPU or engine are different sources. The
 user's own runs (in the folder `runs`) are separate sources, too. Of several runs that differ in
 none of these properties, the report shows only the best one, which the function `ranked` chooses.
-It says that the others are left out.
+A note in the report says that the other runs are left out.
 """
 
 from collections import Counter
@@ -32,10 +32,10 @@ RUN = ("measured", "emulated")  # the kinds of source whose tasks were run
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A source of numbers: results of one experiment in one record, from equal circumstances.
+    """A source of numbers: results of one experiment in one record, obtained in the same way.
 
-    The results have the same scale (set of sizes), device and engine. All of them are emulated, or
-    none is.
+    The results have the same scale (set of sizes), device and engine. Either all of them are
+    emulated, or none is.
 
     `label` is a text that distinguishes the source from others, such as `measured (small, CPU)`.
     """
@@ -79,7 +79,7 @@ class Subject:
     def lead(self) -> Source:
         """Return the source of numbers with which all other sources are compared.
 
-        This is the published table. If nothing was published, it is the source with most rows.
+        This is the published table. If there is none, it is the source that has the most rows.
         """
         first = self.sources[0]
         if first.kind == "published":
@@ -105,14 +105,17 @@ class Subject:
 
     @property
     def several_models(self) -> bool:
-        """Return whether the rows train more than one model. Then each model has a baseline row."""
+        """Return whether the rows train several models.
+
+        If they do, each model has a baseline row of its own.
+        """
         models = {str(config.get("model")) for config in self.rows.values()}
         return len(models) > 1
 
     def find(self, source: Source, row: str) -> Entry | None:
         """Return the result that a source (such as a run) has for a row, or None if it has none.
 
-        The result has the same name as the row, or it names the row as the one that it reproduces.
+        The result has the same name as the row, or it reproduces the published row of this name.
         """
         link = None if source.kind == "published" else f"{self.table}/{row}"
         for result in source.results:
@@ -124,7 +127,7 @@ class Subject:
         """Return the values of a metric from one source (such as a run), by the names of the rows.
 
         Rows without a value are left out. The speed-up of a row is relative to the first row. But
-        if the rows train several models, it is relative to the baseline row that the row names.
+        if the rows train several models, the speed-up is relative to the row's own baseline row.
         """
         entries = {}
         results = {}
@@ -150,7 +153,7 @@ class Subject:
 
 
 def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list[Subject]:
-    """Return what each section of the report is about, in this order:
+    """Return the subject of each section of the report, in this order:
 
     1. the experiments that this program defines, in the order of `EXPERIMENTS`;
     2. other experiments in the records, for example of a newer version of this program;
@@ -194,9 +197,9 @@ def find_subjects(records: Sequence[Record], own: Sequence[Record] = ()) -> list
 
 
 def unpublished(own: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """Return the user's own runs, without those whose results are also among `records`.
+    """Return the records of the user's own runs, without those that are also among `records`.
 
-    If the user has published a run, it is in both places, and should not be shown twice.
+    If the user has published a run, it is in both `own` and `records`, but is shown only once.
     """
     starts = {record.run.started for record in records if record.run is not None}
     return [record for record in own if record.run is None or record.run.started not in starts]
@@ -242,8 +245,8 @@ def _run(
 
     Returns:
         - The sources to show, the oldest first.
-        - The sources to leave out, because there is a better run of the same rows on the same kind
-          of device, or because no row has a number.
+        - The sources to leave out, because a better run has the same rows on the same kind of
+          device, or because none of their rows has a number.
     """
     best: dict[object, Source] = {}
     left_out = []
@@ -277,9 +280,10 @@ def _told_apart(sources: Sequence[Source]) -> list[Source]:
 
 
 def _how(result: Result) -> tuple[object, ...]:
-    """Return a key that is equal for results with the same scale (set of sizes), device and engine.
+    """Return a key that is equal for results that were obtained in the same way.
 
-    The results of a record that have equal keys are one source of numbers.
+    The key consists of the scale (set of sizes), the device, whether the result is emulated, and
+    the engine. The results of a record that have equal keys are one source of numbers.
     """
     return result.scale, result.device, result.emulated, result.engine
 

@@ -55,7 +55,7 @@ class _Trace(Struct, rename="camel"):
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     """Return a title and a timeline for each mini-batch in a trace file.
 
-    `perfetto` in `torchgpipe.timeline.perfetto` must have written the file.
+    The function `torchgpipe.timeline.perfetto.perfetto` must have written the file.
 
     Raises:
         Error: The file is not a trace of a training step.
@@ -94,12 +94,13 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
 
 
 class Tracer:
-    """Writes the timeline of each row (training run) to a trace `FILE.json`, with a picture.
+    """Writes the timeline of each row (training run) to a trace file, and draws a picture of it.
 
-    Errors are collected in `problems`, because a measurement must not fail because of a picture.
+    Errors are collected in `problems`, so that a measurement does not fail because of a picture.
 
     Args:
-        file: The path `FILE`. With the suffix `.png`, the picture is a PNG instead of an SVG.
+        file: The path `FILE` of the trace file, `FILE.json`. If the path has the suffix `.png`, the
+            picture is a PNG instead of an SVG.
         several: Whether each row has files of its own, such as `FILE-pipeline-2.json`.
         experiments: Whether the names of these files also contain the name of the experiment.
         draw: Whether pictures are drawn.

@@ -25,7 +25,7 @@ Notes = list[str | None]
 
 
 def accuracy_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
-    """Return two tables of an accuracy experiment: the rows' errors, and how they were trained."""
+    """Return two tables of an accuracy experiment: the rows' errors, and the rows' trainings."""
     rows = Rows(experiment, results)
     return [_reached(rows), _trained(rows)]
 
@@ -69,7 +69,7 @@ def _reached(rows: Rows) -> Table:
 
 
 def _notes(rows: Rows) -> Notes:
-    """Return the notes below the table of errors.
+    """Return the notes below the table of top-1 errors.
 
     The notes give the settings of the trainings, and say what the columns mean.
     """
@@ -110,10 +110,10 @@ def _notes(rows: Rows) -> Notes:
 
 
 def _error_or_progress(result: Result) -> object:
-    """Return what the table shows as the error of a row.
+    """Return what the table shows as the error of a row (a training configuration).
 
-    This is the final error. If the training is not finished, it is the last epoch, and if the
-    training has failed, the reason.
+    This is the error after the last epoch. If the training has not got there, it is the number of
+    the epoch that it has reached. Without any epoch, it is the row's status, such as "failed".
     """
     error = final_error(result)
     if error is not None:

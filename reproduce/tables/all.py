@@ -35,7 +35,8 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
     Args:
         record: The record.
         experiment: The experiment whose tables are returned, or None for all experiments.
-        group: The group of rows whose table is returned, or None for all groups.
+        group: The group of rows (compared configurations) whose table is returned, or None for all
+            groups.
     """
     if record.kind == "predicted" and record.results[0].experiment in predictable():
         predicted = record.results[0].experiment
@@ -64,16 +65,17 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
 
 
 def _without_pending(record: Record, results: list[Result]) -> list[Result]:
-    """Return the results of a record. If its run still goes on, leave out unfinished rows."""
+    """Return the results of a record, without the unfinished rows of a run that still goes on."""
     if record.run is None or record.run.state != "running":
         return results
     return [result for result in results if result.status != "interrupted"]
 
 
 def _tables_of(experiment: Experiment, results: Results) -> list[Table]:
-    """Return the tables of an experiment: those of the engine `threads`, then one of all engines.
+    """Return the tables of an experiment: tables of the engine `threads`, and one of all engines.
 
-    An engine is a way to run the partitions of a pipeline in parallel.
+    An engine is a way to run the partitions of a pipeline in parallel. The table of all engines
+    compares them.
     """
     made: list[Table] = []
     threads = [result for result in results if result.engine == "threads"]

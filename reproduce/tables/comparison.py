@@ -41,7 +41,7 @@ class Options(NamedTuple):
         style: The format of the output: "text", "markdown", "csv" or "json".
         force: Whether absolute numbers are compared even if they come from different machines, or
             from different work.
-        every: Whether notes name all rows that only one side has. Otherwise, they say how many.
+        every: Whether notes name all rows that only one side has. If not, notes give their number.
     """
 
     metric: str | None
@@ -174,11 +174,11 @@ def _about(side: Side) -> Iterator[str]:
 
 
 def _table(comparison: Comparison, sides: Sides) -> Table:
-    """Return the table of a comparison: a line for each row, a column for each side.
+    """Return the table of a comparison: a line for each row, and a column for each side.
 
-    A side is, for example, a run. If there are two sides, further columns show the ratio of the
-    second side to the first. If there are more sides, the cell of a side's number also shows the
-    ratio to the first side.
+    A row is a measured configuration. A side is, for example, a run. If there are two sides,
+    further columns show the ratio of the second side to the first. If there are more sides, the
+    cell of a side's number also shows the ratio to the first side.
     """
     headings = ["row", *(side.letter for side in sides)]
     if len(sides) == 2:
@@ -247,7 +247,7 @@ def _line(label: str, numbers: Sequence[str], ratios: Sequence[Sequence[str]]) -
 def _numbers(comparison: Comparison, sides: Sides) -> Iterator[Number]:
     """Yield the numbers of a comparison for CSV and JSON, each as a dictionary of fields.
 
-    First come each row's numbers, one for each side (such as a run), and then the means.
+    First come the numbers of each row, one for each side (such as a run). Then come the means.
     """
 
     def line(row: str, side: Side, decision: Decision | None) -> Number:

@@ -1,8 +1,8 @@
 """Make tables that compare emulated throughputs with predicted ones, and a column about the host.
 
 On GPUs, a thread of the host issues tasks, that is, launches their kernels. Usually, an emulation
-assumes that each device has a thread of its own. The column says which share of the throughput is
-left if a single thread issues the tasks of all devices, which may be slower.
+assumes that each device has such a thread of its own. The column about the host says which share of
+the throughput is left if a single thread issues the tasks of all devices, which may be slower.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,12 +40,12 @@ def about_one_thread(results: Iterable[Result]) -> Iterator[str]:
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
-    """Return tables that compare the emulated throughput of each row with the predicted one.
+    """Return tables that compare the emulated with the predicted throughput of each row.
 
-    There is a table for each experiment.
+    A row is a configuration of an experiment. There is a table for each experiment.
 
     Args:
-        emulated: The record of a run with emulated rows.
+        emulated: The record (file of results) of a run with emulated rows.
         predicted: The record with predictions for the same rows.
     """
     hardware = predicted.hardware or {}

@@ -1,8 +1,8 @@
 """Make the table that compares engines on the same rows (configurations).
 
 An engine is a way to run the partitions of a pipeline in parallel, for example by threads. The
-table has the samples per second of each engine, and the ratio of this number to that of the engine
-`threads`.
+table has the samples per second of each engine, and the ratio of this number to the number of the
+engine `threads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return a list with the table that compares engines (ways to run partitions in parallel).
 
-    The list is empty if only the engine `threads` was used, or if this machine has too few devices
-    for every row.
+    The list is empty if only the engine `threads` was used, or if no row (configuration) could be
+    measured, because each row needs more devices than the machine has.
     """
     used: set[Engine] = set()
     rows: dict[str, dict[Engine, Result]] = {}
@@ -64,7 +64,10 @@ def engines_tables(experiment: Experiment, results: Sequence[Result]) -> list[Ta
 
 
 def _about_left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield notes that say why some engines did not run some rows: one for each reason."""
+    """Yield a note for each reason why an engine did not run a row (a configuration).
+
+    The note names the engines and the rows to which the reason applies.
+    """
     for reason, found in grouped(results, lambda result: result.reason).items():
         engines: dict[str, None] = {}
         rows: dict[str, None] = {}
@@ -84,7 +87,7 @@ def _name(row: ByEngine) -> str:
 
 
 def _columns(engine: Engine) -> list[Column[ByEngine]]:
-    """Return the columns of an engine: its samples/s, and their ratio to those of `threads`.
+    """Return the columns of an engine: its samples/s, and their ratio to the engine `threads`.
 
     For the engine `threads` itself, there is no column of ratios.
     """

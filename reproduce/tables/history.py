@@ -56,7 +56,8 @@ def line_of(names: Sequence[str]) -> Line:
     Numbers that other programs disturbed are left out.
 
     Args:
-        names: The names of records: paths, names of runs, or git revisions (`load_side`).
+        names: The names of records (files of results). The docstring of `load_side` says what a
+            name can be.
 
     Raises:
         Error: No number is left, or the records are of several revisions or machines.
@@ -72,8 +73,8 @@ def line_of(names: Sequence[str]) -> Line:
                 gits[record.run.git] = None
                 machines.add(_described(record.run.machine))
             else:
-                # Records of counts and predictions do not name their git revision. If such a record
-                # is a file, assume that it belongs to the revision that is checked out.
+                # A record of counts or predictions does not name its git revision. If it was read
+                # from a file, assume that it belongs to the revision that is checked out.
                 gits[checkout(Path()) if in_file else None] = None
     machines = machines or {"any machine"}
     numbers = list(_kept(records))
@@ -100,10 +101,11 @@ def _described(machine: Machine) -> str:
 
 
 def _kept(records: Sequence[Record]) -> Iterator[Number]:
-    """Yield those numbers of the records that a history file keeps: undisturbed ones.
+    """Yield the numbers of the records (files of results) that a history file keeps.
 
-    Only counts and the metrics in `KEPT`, such as the time, are kept. Each number is a dictionary
-    of fields. A field whose value is None is left out.
+    A history file keeps counts and the metrics in `KEPT`, such as the time, unless other programs
+    disturbed the measurement. Each number is a dictionary of fields. A field whose value is None is
+    left out.
     """
     for entry in side_of("", "", records).entries:
         for number in of_entry(entry):
@@ -147,8 +149,8 @@ def _check(line: Line, where: str) -> None:
 def added(content: bytes, line: Line, where: str, tell: Callable[[str], object]) -> bytes:
     """Add a line to a history file, and return the new content of the file.
 
-    If the file already has a line of the same revision and machine, the new line replaces it. The
-    new line also gets those numbers of the old line whose names it does not have yet.
+    If the file already has a line of the same revision and machine, the new line replaces the old
+    line. Numbers that only the old line has are copied into the new line.
 
     Args:
         content: The old content of the file.
@@ -215,8 +217,8 @@ def line_table(line: Line) -> Table:
 def for_github(line: Line) -> list[dict[str, Json]]:
     """Return the numbers of a line for the GitHub action github-action-benchmark.
 
-    The action calls this format `customSmallerIsBetter`. So numbers of which larger ones are
-    better, such as speed-ups, are left out.
+    The result has the format that the action calls `customSmallerIsBetter`. So it has only counts,
+    and metrics of which smaller values are better. Speed-ups, for example, are left out.
     """
     numbers = []
     for number in line.numbers:

@@ -1,4 +1,4 @@
-"""Format numbers, and tables for a terminal of 80 columns or as Markdown."""
+"""Format numbers as text, and tables as text for a terminal of 80 columns or as Markdown."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ GiB = BYTES["GiB"]
 
 
 def number(value: float | Reading) -> str:
-    """Format a number with three significant digits, or a large one as an integer.
+    """Format a number with three significant digits, or a large number as an integer.
 
     Examples are 0.850, 12.0 and 4,224. For a reading (the samples of a metric), its median or mean
     is formatted. If other programs disturbed the measurement, an asterisk is added.
@@ -57,7 +57,7 @@ def reading_text(reading: Reading) -> str:
 def with_quartiles(reading: Reading, write: Callable[[float], str] = number) -> str:
     """Format a reading (the samples of a metric) as `12.0 (11.8-12.3)`: median and quartiles.
 
-    If the quartiles are not known, leave them out. `write` formats each of the numbers.
+    If the quartiles are not known, leave them out. The function `write` formats each number.
     """
     text = write(reading.middle) + reading.mark
     quartiles = reading.quartiles
@@ -135,7 +135,7 @@ class Table:
     Attributes:
         title: The title of the table.
         headings: The headings of the columns.
-        rows: The cells of each row. Markdown has no line breaks in cells and headings.
+        rows: The cells of each row. The Markdown form has no line breaks in cells and headings.
         notes: The notes below the table.
         left: How many columns, from the first one on, are aligned left.
         group: The name of the group of rows, if the experiment has several groups.
@@ -210,7 +210,7 @@ def table(
     rows: Iterable[Row],
     notes: Iterable[str | None] = (),
 ) -> Table:
-    """Make a table. Columns without a text in any row are left out, and so are empty notes.
+    """Make a table, without the columns whose cells are all empty, and without empty notes.
 
     If a cell has the mark of a measurement that other programs disturbed, a note explains the mark.
 
@@ -243,7 +243,7 @@ def table(
 
 
 def in_lines(numbers: Sequence[float], form: str, gap: str = "  ") -> str:
-    """Format a list of numbers (one for each device, for example), at most four in a line."""
+    """Format a list of numbers, such as one for each device, with at most four in a line."""
     texts = [form.format(each) for each in numbers]
     lines = []
     for start in range(0, len(texts), DEVICES_PER_LINE):
@@ -264,9 +264,10 @@ def bullets(notes: Notes, wrap: bool = True) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Invert a dictionary from names to values, for a table that lists names with equal values.
+    """Invert a dictionary from names to values, for a text that lists names with equal values.
 
-    In the result, the keys are the values. Each is mapped to a text with its names, such as `a, b`.
+    In the result, the keys are the values. Each value is mapped to the text of the names that have
+    this value, such as `a, b`.
     """
     joined = {}
     for value, names in grouped(values, values.__getitem__).items():
@@ -275,7 +276,7 @@ def by_value(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def many(count: int, thing: str) -> str:
-    """Return a text that counts things, such as `1 row` or `2 rows`."""
+    """Return a number and a noun, in the singular or the plural: `1 row` or `2 rows`."""
     if count == 1:
         return f"1 {thing}"
     return f"{count} {thing}s"

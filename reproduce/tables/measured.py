@@ -16,7 +16,7 @@ class MeasuredRow:
 
     Attributes:
         throughput: The samples per second of the median step.
-        allocated: The sum of the peaks of allocated bytes of all devices.
+        allocated: The peak of allocated bytes of each device, summed over the devices.
         disturbed: Whether other programs disturbed the measurement.
         how: Whether the row was measured, or emulated on one device.
     """
@@ -34,8 +34,9 @@ Measured = dict[str, dict[str, MeasuredRow]]
 def measured_rows(experiment: str, folder: Path = MEASURED) -> Measured:
     """Return what this program has measured or emulated, on each machine, for published rows.
 
-    If several records of a machine have a row, a measured result counts more than an emulated one.
-    Among equal results, the one in the best record counts (see `ranked`).
+    If several records (files of results) of a machine have a row, a measured result is preferred to
+    an emulated one. Among results of the same kind, the result in the best record is taken. The
+    function `ranked` says which record is best.
 
     Args:
         experiment: The name of the experiment that reproduces the published rows.
@@ -67,7 +68,7 @@ def machine_name(run: Run) -> str:
 
 
 def gpu_names(run: Run) -> str:
-    """Return the names of the GPUs that a run used as a text, without repeating equal names."""
+    """Return a text with the names of the GPUs that a run used, each name once."""
     names = dict.fromkeys(gpu.name for gpu in run.machine.gpus[: run.devices])
     return ", ".join(names)
 

@@ -50,8 +50,8 @@ KINDS = {  # maps a device and the name of a value to a kind of bytes
 def memory_tables(experiment: Experiment, results: Sequence[Result]) -> list[Table]:
     """Return the tables of a memory experiment.
 
-    The first table has the sizes of the papers' models, if the run has counted them. Then there is
-    a table for each kind of bytes, such as allocated bytes, with the peak of each device.
+    If the run has counted the sizes of the papers' models, the first table has these sizes. Then
+    there is a table for each kind of bytes, such as allocated bytes, with the peak of each device.
     """
     counted = []
     run = []
@@ -177,5 +177,8 @@ def _unit(most: int) -> tuple[int, str, str]:
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:
-    """Return a row's peak bytes of one kind: a list with a number for each device, or []."""
+    """Return a row's peak bytes of a kind, such as reserved bytes: a number for each device.
+
+    If the peaks are not known, return an empty list.
+    """
     return result.values.get(kind.value) or []

@@ -114,10 +114,10 @@ def of_reading(reading: Reading | None, result: Result | None) -> Number:
 
 
 def of_entry(entry: Entry) -> Numbers:
-    """Yield a dictionary of fields for each value of a row.
+    """Yield a dictionary of fields, for CSV and JSON, for each value of a row (a configuration).
 
     A value is a number, or text such as the outcome of a check. If the row has no values, yield one
-    dictionary, which says why it has none.
+    dictionary, which says why there is none.
     """
     result = entry.result
     about: Number = {"experiment": result.experiment, "row": result.row}
@@ -145,9 +145,9 @@ def of_entry(entry: Entry) -> Numbers:
 
 
 def _base(entry: Entry) -> Result | None:
-    """Return the result of the row that is the baseline of a row's speed-up.
+    """Return the result of the baseline row, to which the speed-up of a row is relative.
 
-    Return None if the row has no baseline, or if the record does not contain it.
+    Return None if the row has no baseline, or if the record does not contain the baseline.
     """
     if entry.result.over is None:
         return None
@@ -159,10 +159,10 @@ def _base(entry: Entry) -> Result | None:
 
 
 def of_plan(plan: "Plan", title: str) -> Numbers:
-    """Yield the numbers that a plan predicts for each number of devices, as fields.
+    """Yield what a plan predicts for each number of devices, as dictionaries of fields.
 
-    They are the numbers of the best pipeline and, for comparison, those of data parallel training
-    and of FSDP. `title` becomes the field `experiment`.
+    The predictions are for the best pipeline and, for comparison, for data parallel training and
+    for FSDP. `title` becomes the field `experiment`.
     """
     batch_size = plan.candidates[0].setup.batch_size
     for n, found in plan.by_devices.items():
@@ -177,9 +177,11 @@ def of_plan(plan: "Plan", title: str) -> Numbers:
 
 
 def of_largest(found: "Sequence[Largest]", title: str) -> Numbers:
-    """Yield the size, the parameters and the memory of each largest model that fits, as fields.
+    """Yield the sizes, the parameters and the memory of the largest models that fit in memory.
 
-    A size is, for example, the depth of the model. `title` becomes the field `experiment`.
+    One model is for naive model parallelism, and one is for a pipeline. A size is, for example, the
+    depth of the model. Each number is a dictionary of fields, in which `title` becomes the field
+    `experiment`.
     """
     for each in found:
         about = {"experiment": title, "row": each.how, "kind": "predicted"}

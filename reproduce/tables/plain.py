@@ -87,7 +87,7 @@ def _side_by_side(naming: Columns, columns: Columns, results: Results) -> list[C
 def _differ(results: Results, name: str) -> bool:
     """Return whether rows differ in the field `name` of their configuration.
 
-    Return False if the values are lists, which do not count here.
+    If the field's values are lists, return False, because lists are not shown.
     """
     found = []
     for result in results:
@@ -106,7 +106,7 @@ def _setting(heading: str, name: str) -> Column[Result]:
 def _names(record: Record, results: Results) -> list[str]:
     """Return the names of all values and samples in the results, in the order of the columns.
 
-    Names in `record.columns` come first.
+    The names in `record.columns` come first.
     """
     names = dict.fromkeys(record.columns)
     for result in results:
@@ -144,7 +144,7 @@ def _in_gib(value: float | list[float]) -> str:
 
 
 def _text(value: Json, *, exact: bool) -> str:
-    """Format a value: a number, a list, or words. If `exact`, a number keeps all its digits."""
+    """Format a value: a number, a list, or words. If `exact`, keep all digits of a number."""
     if isinstance(value, list):
         return in_lines(value, "{}")
     if isinstance(value, int):

@@ -52,7 +52,7 @@ def throughput_errors(record: Record) -> Numbers:
 def speed_up_errors(record: Record) -> Numbers:
     """Return the relative error of each row's predicted speed-up against the published one.
 
-    Speed-ups are relative to the first row of the table, which itself is left out.
+    Speed-ups are relative to the first row of the table. This first row itself is left out.
     """
     first, *others = _predicted(record)
     return errors(speed_ups(others, first), _published_speed_ups(record, first.row))
@@ -61,7 +61,7 @@ def speed_up_errors(record: Record) -> Numbers:
 def errors_table(records: Sequence[Record]) -> Table:
     """Return a table that shows how far predicted speeds are from published speeds.
 
-    A record of predictions counts only if it is for the hardware of the published table.
+    A record of predictions is left out if it is not for the hardware of the published table.
     """
     headings = [
         "rows of",
@@ -159,7 +159,7 @@ def _about_errors(
 ) -> str:
     """Return a note about how large the errors of the predictions are.
 
-    If the predictions are for other hardware than the published numbers, the note says this.
+    If the predictions are for other hardware than the published numbers, the note says so instead.
 
     Args:
         record: The predictions.
@@ -182,9 +182,8 @@ def _about_errors(
 def _about_measured_speeds(record: Record, run: Measured) -> Iterator[str]:
     """Yield notes about measured and emulated speeds: which rows ran on which machine, and how.
 
-    If necessary, a further note warns of a difference: published and predicted speeds are those of
-    an epoch, whose last mini-batch is smaller. Measured and emulated speeds are those of full
-    mini-batches.
+    If necessary, a further note warns of a difference: published and predicted speeds are for an
+    epoch, whose last mini-batch is smaller. Measured and emulated speeds are for full mini-batches.
     """
     every: list[MeasuredRow] = []
     for rows in run.values():
@@ -270,7 +269,10 @@ def _about_measured_memory(measured: Measured) -> Iterator[str]:
 
 
 def _published_memory(record: Record) -> Numbers:
-    """Return a dictionary from published rows to the bytes that PyTorch's allocator reserved."""
+    """Return a dictionary from the names of published rows to the bytes that were reserved.
+
+    PyTorch's caching allocator reserved these bytes.
+    """
     publication = _published(record)
     reserved = {}
     for paper in publication.results:
@@ -281,7 +283,7 @@ def _published_memory(record: Record) -> Numbers:
 
 
 def _reasons(record: Record) -> Iterator[str]:
-    """Yield a note for each row without a prediction that says why there is none."""
+    """For each row without a prediction, yield a note that says why there is none."""
     for result in record.results:
         if result.reason:
             yield f"{result.row}: {result.reason}"

@@ -94,7 +94,8 @@ def _with_new_blocks(text: str, page: Path, makers: Mapping[str, Maker]) -> str:
         text: The text of the page.
         page: The path of the page.
         makers: Functions that generate blocks. The key of a function is the part before the slash
-            in the names of its blocks. Without a key "benchmarks", blocks with this name stay.
+            in the names of its blocks. Without a function for "benchmarks", the blocks of this name
+            stay as they are.
     """
 
     def block(match: re.Match[str]) -> str:

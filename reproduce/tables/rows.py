@@ -38,7 +38,7 @@ Config = Mapping[str, Json]
 
 
 def is_published(result: Result) -> bool:
-    """Return whether a row repeats a published row, perhaps with a smaller model."""
+    """Return whether a row (configuration) repeats a published row, maybe with a smaller model."""
     return result.config["configuration"] in (AS_PUBLISHED, LIKE_PUBLISHED, PUBLISHED_BALANCE)
 
 
@@ -48,7 +48,7 @@ def speed(result: Result) -> Reading | str:
 
 
 def size(settings: Config) -> str:
-    """Return the size of a model as a text, such as `(18, 256)`, or "" if it has only one size."""
+    """Return a model's sizes as a text, such as `(18, 256)`, or "" if it has none to choose."""
     model = MODELS.get(settings["model"])
     if model is None or not model.sizes:
         return ""
@@ -57,7 +57,7 @@ def size(settings: Config) -> str:
 
 
 def config(heading: str, name: str) -> Cells:
-    """Return the column of a field of the rows' configurations, which shows None as a dash."""
+    """Return a column that shows the setting `name` of each row (configuration), or a dash."""
     return Column(heading, lambda result: result.config[name], nothing="-")
 
 
@@ -125,14 +125,14 @@ class Rows:
         return None
 
     def speed_up(self, result: Result) -> Reading | str | None:
-        """Return the speed-up of a row over its baseline row, or None if one was not timed."""
+        """Return the speed-up of a row over its baseline row; None if either was not timed."""
         times = speed_up(result, self.named(result.over))
         if times and result.row == result.over:
             return "1"
         return times
 
     def measured_speed_up(self, result: Result) -> Reading | None:
-        """Return the measured speed-up over the baseline row; None if a row was only emulated."""
+        """Return the measured speed-up over the baseline row; None if either was not measured."""
         return speed_up(self.measured(result.row), self.measured(result.over))
 
     def published_speed_up(self, result: Result) -> Reading | None:
@@ -190,7 +190,7 @@ class Rows:
 
     @property
     def published_title(self) -> str:
-        """Return the end of the table's title, which says if its rows are published or changed."""
+        """Return the end of the table's title, such as ", as published" or ", changed rows"."""
         if any("changed_from" in config for config in self.configs):
             return ", changed rows"
         exact = all(config["configuration"] == AS_PUBLISHED for config in self.configs)
@@ -236,7 +236,7 @@ class Rows:
             )
 
     def _measured_speeds(self) -> Iterator[str]:
-        """Yield a text like `n4m8 12.3` (measured samples/s) for rows that were measured, too."""
+        """For each row that was also measured, yield a text like `n4m8 12.3`: the samples/s."""
         for result in self:
             found = self.measured(result.row)
             if found is not None and (reading := throughput(found)):
@@ -307,7 +307,7 @@ class Rows:
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:
-        """Yield notes about rows without numbers, or without utilization or memory, and why."""
+        """Yield notes that say why rows have no numbers, or no utilization or memory."""
         bad = ("failed", "out of memory") if self.emulated else ("failed",)
         failed = {}
         for result in self:

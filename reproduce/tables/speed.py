@@ -1,6 +1,7 @@
 """Make the tables of speed experiments and of the ablation.
 
-The tables show the throughput and the speed-up of each row (configuration), and the published ones.
+The tables show the throughput and the speed-up of each row (configuration), and beside them the
+published numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,8 @@ Results = Sequence[Result]
 def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
     """Return the tables of a speed experiment: one for each group, and one about utilization.
 
-    A group consists of the rows that are compared with each other. In an experiment in which each
-    model is a group, return a single table of all models instead.
+    A group consists of the rows (configurations) that are compared with each other. In an
+    experiment in which each model is a group, return a single table of all models instead.
     """
     if results[0].config.get("equal") == "model":
         return [zoo_table(experiment, results)]
@@ -59,7 +60,7 @@ def speed_tables(experiment: Experiment, results: Results) -> list[Table]:
 
 
 def _group(result: Result) -> str:
-    """Return the name of a row's group. Each group (rows that are compared) has its own table."""
+    """Return the name of a row's group: the rows that are compared with it in one table."""
     group = result.config.get("group")
     if group is not None:
         return str(group)
@@ -280,8 +281,8 @@ def _utilization(rows: Rows) -> Table:
 def zoo_table(experiment: Experiment, results: Results) -> Table:
     """Return the table of all models that have run so far, in an experiment on many models.
 
-    The rows of each model form a group. The table belongs to the group of the last model, so that
-    it is shown when this model has run.
+    The rows (configurations) of a model form a group. The table gets the name of the last model's
+    group, so that the table is shown when this model has run.
     """
     rows = Rows(experiment, results)
     plain = []
