@@ -101,7 +101,7 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Record which rows (configurations) will run; show as progress how many steps each has."""
+    """Plan a memory experiment: record all rows, and tell the progress display their steps."""
     scale = session.scale
     for row in scale.rows:
         session.plan(row)
