@@ -62,7 +62,7 @@ class Executed:
     """The times, in seconds, of a training step that one device has run, and the loss.
 
     Attributes:
-        tasks: The time of each task (a forward etc. of one micro-batch in one partition).
+        tasks: The time of each forward, recomputation and backward of a micro-batch in a partition.
         loss: The time of computing the loss.
         updates: The time of the optimizer step of each partition.
         work: The time of the whole step on the one device.
@@ -98,7 +98,7 @@ def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
 
     The micro-batches keep their sizes. The last one can be smaller than the others, and stays so.
     If no batch size splits into `most` micro-batches of these sizes, the copy gets the next larger
-    possible number of micro-batches. A row with at most `most` micro-batches does not change.
+    possible number. A row with at most `most` micro-batches does not change.
     """
     count = row.micro_batches
     size = row.micro_batch_size

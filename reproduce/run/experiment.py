@@ -70,8 +70,8 @@ def _run_ablation(session: Session) -> Iterator[GroupDone]:
 def _add_memory(session: Session, row: Row, which: str) -> None:
     """Measure the peak memory of a row, and add it to the row's results.
 
-    If the measurement fails, add the reason instead. Do not measure the memory
-    of a row that could not be timed. `which` is the name of the row in the progress display.
+    If the measurement fails, add the reason instead. Do not measure the memory of a row that could
+    not be timed. `which` is the name of the row in the progress display.
     """
     timed = []
     for emulated in (False, True):

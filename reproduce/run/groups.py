@@ -101,7 +101,7 @@ class Group(NamedTuple):
 
 
 def groups_of(session: Session) -> list[Group]:
-    """Return all groups of rows of the experiment, with their time limits.
+    """Return all groups of rows (configurations) of the experiment, with their time limits.
 
     If this machine can run no row of a group, the group has no tasks.
     """

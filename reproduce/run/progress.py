@@ -77,7 +77,8 @@ class Progress:
     def finish(self, name: str, steps: int | None = None) -> None:
         """Note that a job, or each job of a group, will not run all of its planned steps.
 
-        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        A job is the steps of a row. Lower the number of its further steps by `steps`. If `steps` is
+        None, no further step will run.
         """
         for job, planned in self.jobs.items():
             if name in (job, planned.group):

@@ -70,7 +70,7 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Note in the record that the run ends now, and its state; do not write the file."""
+        """Note in the record that the run ends now, with a state; do not write the file."""
         self.empty = closed(self.empty, state)
 
 

@@ -166,7 +166,8 @@ class Session:
     def finish(self, name: object, steps: int | None = None) -> None:
         """Tell the progress display that a row or group will not run all of its planned steps.
 
-        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        Lower the number of its further steps by `steps`. If `steps` is None, no further step will
+        run.
         """
         self.progress.finish(self.job(name), steps)
 

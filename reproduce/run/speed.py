@@ -54,7 +54,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
     """Run the groups of rows (configurations) one after another.
 
     At the end of a group, yield its name and True, so that the caller shows its table. If the first
-    round of a group takes long, also yield the name and False after it, for a preview of the table.
+    round of a group takes long, also yield (name, False) after this round, to preview the table.
     Rows that ran out of memory run again at the end of their group, one at a time.
 
     If an interrupted run is continued, finished groups are kept. The group that was interrupted
@@ -80,7 +80,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run the rows of a group alternately. Then rerun those that ran out of memory, each alone."""
+    """Run the rows of a group alternately. Then rerun each row that ran out of memory, alone."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:

@@ -50,7 +50,7 @@ class FakeData:
         self.moved: dict[Hashable, Any] = {}
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
-        """Return the input mini-batch (`part` 0) or the target (`part` 1) of a row on a device."""
+        """Return the input (`part` 0) or target (`part` 1) of a row (configuration) on a device."""
         kind = _kind_of_data(row)
         if kind not in self.drawn:
             self.drawn[kind] = self._draw(row)
@@ -136,8 +136,8 @@ def _profiled_samples(row: Row) -> int:
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
         # Rows that are compared at equal batch size have different micro-batch sizes, but share one
-        # profile. So the model is profiled with a quarter of the batch, which is between the
-        # largest and the smallest of these sizes.
+        # profile. So the model is profiled with a quarter of the batch. This size is between the
+        # largest and the smallest micro-batch size.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
