@@ -69,8 +69,8 @@ def suggestion(name: str, known: Iterable[str], listing: str | None = None) -> s
     Args:
         name: The name that is not known.
         known: The known names.
-        listing: A command that lists all names. The text shortens a long list only if `listing` is
-            given, and names this command.
+        listing: A command that lists all names. If it is given, the text shortens a long list, and
+            names this command.
     """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=CLOSEST)

@@ -1,7 +1,7 @@
 """Define all experiments, and a dictionary from names to experiments.
 
 To add an experiment, define an object of the class `Experiment`, and add it to `ALL`. No other code
-changes.
+has to change.
 """
 
 from reproduce.experiments import amoebanet, resnet, unet, zoo

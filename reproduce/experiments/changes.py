@@ -3,7 +3,7 @@
 For example, `--row n2m4 --set m=16 batch_size=64` runs the row `n2m4` with 16 micro-batches and
 mini-batches of 64 samples, whatever its own settings are. The changed row has a name of its own,
 `n2m4 m=16 batch_size=64`. It reproduces no published row, and is not compared with unchanged rows.
-Its record says what was changed.
+The record (the file of results) says what was changed.
 """
 
 from collections.abc import Callable, Sequence

@@ -94,7 +94,7 @@ class AccuracyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyScale(Scale):
-    """One of the sizes in which an accuracy experiment runs: its trainings, and their data.
+    """A scale (set of sizes) of an accuracy experiment: its trainings, and their data.
 
     Attributes:
         rows: The settings of each training.

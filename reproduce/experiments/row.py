@@ -210,15 +210,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One of the sizes in which an experiment runs: its rows, and the hardware that they need.
+    """A named set of sizes for an experiment: its rows, and the hardware that the rows need.
 
     Attributes:
         memory: The needed bytes of each CUDA device or, on CPU devices, of main memory.
         cuda: Whether the scale runs only on CUDA devices.
         steps: The number of timed steps of each row.
         warmup: The number of steps before the timed steps.
-        least_steps: The number of steps that are timed even if the time limit is over. The default
-            of 5 is enough for a significant difference between the steps of two runs.
+        least_steps: The number of steps that are timed even if the time limit is over. With the
+            default of 5, a difference between the steps of two runs can be significant.
         seconds: A time limit for all rows together.
     """
 

@@ -28,7 +28,9 @@ ON_CHIP = 0
 
 
 class GpuState(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a GPU did at one time. A field is None if the driver does not tell its value.
+    """The clock rates, power and temperature of a GPU at one moment.
+
+    A field is None if the driver does not tell its value.
 
     Attributes:
         index: The number that the driver gives the GPU.
@@ -79,11 +81,11 @@ def _state(index: int, known: ctypes.c_void_p) -> GpuState:
 
 
 def clocks(devices: Devices) -> dict[str, float]:
-    """Return the clock rates of CUDA devices now, and what lowers them.
+    """Return the current clock rates of CUDA devices, and what lowers them, in a dictionary.
 
     - "clock": the clock rate of the multiprocessors, in MHz, of the slowest device
     - "memory_clock": the clock rate of the memory, in MHz, of the slowest device
-    - "slowed": the reasons why clock rates of any device are below their highest. The value is a
+    - "slowed": the reasons why clock rates of any device are below their maximum. The value is a
       sum of NVML's numbers for the reasons, such as 4 for the power limit and 32 for the
       temperature.
 
@@ -119,7 +121,7 @@ def _clock(known: ctypes.c_void_p, kind: int) -> float | None:
 
 
 def _reasons(known: ctypes.c_void_p) -> int | None:
-    """Return why a GPU's clock rates are below their highest: a number with a bit per reason."""
+    """Return why a GPU's clock rates are below their maximum: a number with a bit per reason."""
     for name in REASONS:
         bits: int | None = ask(name, known, kind=ctypes.c_ulonglong)
         if bits is not None:

@@ -70,7 +70,7 @@ def driver_version() -> str | None:
 
 
 def numbered(index: int) -> ctypes.c_void_p | None:
-    """Return NVML's handle of the GPU that the driver calls number `index`, or None."""
+    """Return NVML's handle of the GPU to which the driver gave the number `index`, or None."""
     found = ask("nvmlDeviceGetHandleByIndex_v2", index, kind=ctypes.c_void_p)
     return None if found is None else ctypes.c_void_p(found)
 
@@ -89,7 +89,7 @@ def handle(device: "torch.device | int") -> ctypes.c_void_p | None:
 
 
 def utilization(device: "torch.device") -> float | None:
-    """Return for how much of the last short period a CUDA device ran any kernel, from 0 to 1.
+    """Return in what share of the last short period a CUDA device ran any kernel, from 0 to 1.
 
     If the driver does not tell this share, return None.
     """

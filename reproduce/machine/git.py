@@ -27,9 +27,10 @@ class Git(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     changes: str | None = None
 
     def name(self, digits: int, sign: str = "+") -> str:
-        """Return the commit's hash (its first digits), then `sign` and the digest of any changes.
+        """Return a name of this version: the hash of the commit, and the digest of any changes.
 
-        If `sign` is "+", an example is `3f2a91c+0b7d44e2`.
+        The name has the first digits of the hash. `sign` stands before the digest. If `sign` is
+        "+", an example is `3f2a91c+0b7d44e2`.
         """
         revision = self.revision[:digits]
         if not self.dirty:

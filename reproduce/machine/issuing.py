@@ -1,9 +1,9 @@
 """Measure how long the host takes to issue work, without the time in which it waits for a device.
 
-CUDA queues about a thousand launches of kernels. While the queue is full, each launch waits until
-the device has finished an earlier one. So a clock around many launches measures the device, not the
-host. Here, the host waits for the device on purpose, before the queue is full, and the seconds of
-these pauses are subtracted.
+The host issues work by launching kernels. CUDA queues about a thousand launches. While the queue is
+full, each launch waits until the device has finished an earlier kernel. So a clock around many
+launches measures the device, not the host. Here, the host waits for the device on purpose, before
+the queue is full, and the seconds of these pauses are subtracted.
 """
 
 import time

@@ -24,8 +24,8 @@ PROC = Path("/proc")
 LIMITS = {"others": 0.1, "stolen": 0.02}
 # The kernel measures CPU time in ticks of 10 ms, which is coarse for a short round. So a round that
 # is shorter than `LEAST_SECONDS` is judged together with the round before it. If a run begins with
-# short rounds, no shares of the cores are known for them. They get those of the first round whose
-# shares are known (`Rounds.end` in `reproduce.run.rounds`).
+# short rounds, no shares of the cores are known for them. They get the shares of the first round
+# for which shares are known (`Rounds.end` in `reproduce.run.rounds`).
 LEAST_SECONDS = 1.0
 # Matches a command in /proc, such as `python -m reproduce run`, with \0 at the end of each word.
 A_RUN = re.compile(
@@ -54,9 +54,9 @@ class Load:
 
     Attributes:
         begun: The counts of CPU time (see `_count`) from which the next round is measured. They
-            are those at the end of the last round that lasted `LEAST_SECONDS` or more.
-        earlier: The counts at the beginning of that last round. If the next round is shorter than
-            `LEAST_SECONDS`, it is measured from here, together with that last round.
+            were taken at the end of the last long round, which took `LEAST_SECONDS` or more.
+        earlier: The counts at the beginning of the last long round. If the next round is shorter
+            than `LEAST_SECONDS`, it is measured from here, together with the last long round.
         told: The commands of other runs of this program that were already reported to the user.
     """
 
@@ -71,10 +71,11 @@ class Load:
         self.earlier = {}
 
     def round(self) -> Shares:
-        """End a round, and return a dictionary of the shares of the machine that others used in it.
+        """End a round; return the shares of the machine that other programs used in this round.
 
-        The keys are the names of the shares, such as "others", which `UNITS` (in
-        `reproduce.run.session`) explains. If the shares are not known, the dictionary is empty.
+        The result is a dictionary. The keys are the names of the shares, such as "others", which
+        `UNITS` (in `reproduce.run.session`) explains. If the shares are not known, the dictionary
+        is empty.
         """
         now = _count()
         if not now:
@@ -89,7 +90,7 @@ class Load:
 
 
 def _shares(then: Counts, now: Counts) -> Shares:
-    """Return the shares of the cores that others used between two results of `_count`, by name."""
+    """Return the shares of the cores that others used between two calls of `_count`, by name."""
     seconds = now["time"] - then["time"]
     a_second = {name: (now[name] - then[name]) / seconds for name in now}
     have = cores()
@@ -160,9 +161,9 @@ def _count() -> Counts:
 
 
 def _processes() -> tuple[dict[int, int], set[int]]:
-    """Return a dictionary from process ids to CPU times, and the ids of this program's processes.
+    """Return the CPU time of each process by its id, and the ids of this program's processes.
 
-    The CPU time is in ticks of the kernel. It includes that of child processes that have ended.
+    CPU times are in ticks of the kernel. They include the times of child processes that have ended.
     """
     ticks = {}
     parents = {}
@@ -184,7 +185,8 @@ def process_fields(folder: Path | None = None) -> Iterator[tuple[int, list[str]]
     yielded on systems without /proc, which only Linux has.
 
     Args:
-        folder: Another folder of such files, such as /proc/ID/task for the threads of a process.
+        folder: A folder to read in place of /proc, such as /proc/ID/task for the threads of a
+            process.
     """
     for path in (folder or PROC).glob("[0-9]*/stat"):
         try:

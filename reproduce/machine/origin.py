@@ -87,7 +87,8 @@ def check_repository(address: str) -> None:
 def split_revision(address: str) -> tuple[str, str | None]:
     """Split an address that pip takes into the repository's URL and the revision at its end.
 
-    An address with a revision ends, for example, with `@v0.1.0`. Otherwise, the revision is None.
+    An address with a revision ends, for example, with `@v0.1.0`. If the address has no revision,
+    the second item of the result is None.
     """
     url = address.removeprefix("git+")
     path = url.partition("://")[2].partition("/")[2]  # the host may have a user before an @

@@ -192,9 +192,9 @@ class PairSum(Module):
 class Cell(Module):
     """A cell, which reads the outputs of the two cells before it.
 
-    The input is a pair `(s1, s2)`: `s1` is the output of the previous cell, and `s2` of the cell
-    before that. The result is the pair `(output, s1)`, which is the input of the next cell. The
-    first cell gets a single tensor, which is used as both `s1` and `s2`.
+    The input is a pair `(s1, s2)`: `s1` is the output of the previous cell, and `s2` is the output
+    of the cell before the previous one. The result is the pair `(output, s1)`, which is the input
+    of the next cell. The first cell gets a single tensor, which is used as both `s1` and `s2`.
 
     Shapes: `s1` is (N, inputs[0], H, W). `s2` is (N, inputs[1], H, W), or (N, inputs[1], 2H, 2W)
     if the previous cell is a reduction cell. `output` is (N, out_channels, H / stride, W / stride).

@@ -44,7 +44,7 @@ def _counted(model: SizedModel, *settings: object) -> Counts:
 
 
 def setup_of(config: dict[str, Any], layers: int, *, zeroed: bool = False) -> Setup:
-    """Return the setup (balance, micro-batches, optimizer and so on) of a row of an experiment.
+    """Return the setup (balance, micro-batches, optimizer and so on) of a row (configuration).
 
     A row without a pipeline has one partition and one micro-batch.
 

@@ -105,7 +105,7 @@ def import_torchvision(module: str = "models.resnet", needed_by: str = "ResNet-1
 def resnet(
     blocks: Sequence[int], width: int = 64, expansion: int = 4, num_classes: int = 1000
 ) -> Sequential:
-    """Build a ResNet of bottlenecks with torchvision, and with random weights.
+    """Build a ResNet from torchvision's layers, with bottlenecks and random weights.
 
     Every stage after the first doubles the numbers of channels. Each argument must be a positive
     integer.

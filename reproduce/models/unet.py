@@ -56,8 +56,8 @@ class Stash(Module):
 class PopConcat(Module):
     """A layer that concatenates its input and a skip along the channels.
 
-    If the input is a row or a column smaller than the skip, it is padded first. This happens if
-    pooling rounded an odd height or width down.
+    If the height or the width of the input is smaller than that of the skip, the input is padded
+    first. This happens if pooling rounded an odd height or width down.
     """
 
     isolate: Callable[[Namespace], Module]  # set by @skippable

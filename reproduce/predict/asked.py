@@ -144,8 +144,8 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
     Args:
         name: The name, such as "unet", "torchvision:resnet50" or "package.module:function".
         sizes: The sizes of a model of the papers. If it is empty, the model has its default sizes.
-        shape: The shape of a sample for other models. If it is empty, torchvision's models have a
-            default shape, and a function must return an example input.
+        shape: The shape of a sample, unless the model is one of the papers. If it is empty,
+            torchvision's models have a default shape, and a function must return an example input.
     """
     if name in PAPERS:
         return _of_paper(PAPERS[name], sizes)
@@ -165,7 +165,7 @@ def find_given(name: str, sizes: Sizes, shape: tuple[int, ...]) -> Given:
 
 
 def find_family(name: str, grows: str, shape: tuple[int, ...]) -> Family:
-    """Return a `Family`: the models that a user's function builds, for a search for the largest.
+    """Return all models that a user's function can build, to search for the largest that fits.
 
     Raise `ValueError` if there is no such function, or if the function has no such argument.
 
@@ -235,10 +235,10 @@ def _function(where: str, what: str) -> Callable[[], Any]:
 
 
 def _returned(name: str, found: Any, shape: tuple[int, ...]) -> Built:
-    """Return a model and an example input, taken from what the user's function returned (`found`).
+    """Return a `Built` from what the user's function returned (`found`): a model and other objects.
 
-    The function can also return a criterion and a target. If `shape` is given, return an example
-    input of this shape instead of the function's own.
+    The function can also return an example input, a criterion and a target. If `shape` is given,
+    the `Built` has an example input of this shape instead of the function's own.
     """
     built = Built(found, None)
     if isinstance(found, tuple) and len(found) in (2, 4):

@@ -1,6 +1,6 @@
 """Find the largest model that fits in memory, for `python -m reproduce plan --largest`.
 
-Two such models are found, as in the papers: one for naive model parallelism, one for a pipeline.
+As in the papers, the largest model is found twice: for naive model parallelism and for a pipeline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +41,7 @@ class Family(NamedTuple):
         build: A function that gets sizes, and builds the model with these sizes on `meta`.
         counts: A function that gets sizes, and counts the operations and bytes of the layers of the
             model with these sizes.
-        most_layers: A number of layers. As soon as a model with so many layers fits, the search
-            ends.
+        most_layers: The search ends as soon as a model with at least this number of layers fits.
     """
 
     name: str
@@ -59,7 +58,8 @@ class Family(NamedTuple):
 class Asked:
     """The model, training options and devices for which the largest sizes are searched.
 
-    The search runs where autocast is enabled for `autocast`, so that it is in the counts.
+    If `autocast` is given, the search has to run with CUDA autocast enabled for this type, because
+    the counts of operations and bytes depend on it.
     """
 
     family: Family
@@ -75,7 +75,10 @@ class Asked:
 
 
 class Tried(NamedTuple):
-    """A number of steps of a size that was tried, and the bytes that the fullest device needs."""
+    """A size that was tried, and the bytes that the fullest device needs with this size.
+
+    `steps` is the size, divided by the number of which it must be a multiple (`Family.steps`).
+    """
 
     steps: int
     needed: float
@@ -90,8 +93,8 @@ def largest(
 ) -> tuple[Sizes | None, Sizes | None]:
     """Search for the largest model that fits, by changing the size with index `axis`.
 
-    A try of a large model takes long. So the search guesses from the bytes of two tries at which
-    size the memory is full, as if the bytes grew evenly with the size.
+    It takes long to try a large model. So the search guesses at which size the memory is full, from
+    the bytes of two tries and as if the bytes grew linearly with the size.
 
     1. Let this size grow until the model does not fit.
     2. Try sizes between the largest one that fits and the smallest one that does not.
@@ -156,9 +159,10 @@ def largest(
 
 
 def _steps_until_full(smaller: Tried, larger: Tried, memory: float) -> float:
-    """Return the whole number of steps at which the memory is full, guessed from two tries.
+    """Guess from two tries at which whole number of steps (`Tried.steps`) the memory is full.
 
-    The guess is right if the needed bytes grow evenly. It is infinite if they do not grow.
+    The guess is right if the needed bytes grow linearly with the size. It is infinite if they do
+    not grow.
     """
     growth = (larger.needed - smaller.needed) / (larger.steps - smaller.steps)
     if growth <= 0:
@@ -269,7 +273,7 @@ def _told(
     tried: dict[Sizes, float],
     sizes: Sizes,
 ) -> float:
-    """Return how many bytes a model needs, as `_needed` does, and tell the user about it.
+    """Return how many bytes a model needs (`_needed`), and tell the user whether the model fits.
 
     The result is also stored in `tried`, with the model's sizes as the key.
     """

@@ -24,9 +24,10 @@ class Link:
     Args:
         hardware: The hardware description.
         papers: The published rows of the experiment, by their names. The times are scaled so that
-            copy time / forward time of a row is the ratio that the description predicts for the
-            published row. If there are no published rows, it is the ratio that the description
-            predicts for the emulated row itself. If `papers` is None, times are not scaled.
+            the ratio (copy time / forward time) of a row is the one that the description predicts
+            for the published row. If there are no published rows, the ratio is the one that the
+            description predicts for the emulated row itself. If `papers` is None, times are not
+            scaled.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:

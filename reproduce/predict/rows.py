@@ -1,9 +1,9 @@
 """Predict the results of rows (configurations) of published tables, or of a run.
 
 A row of a published table is predicted from its published configuration and a hardware
-description, and nothing is measured. The predictions of a table are a record, in which every row
-has the status `predicted`. The record has no date and does not name the machine that made it. So
-the same source code always writes the same file.
+description, and nothing is measured. The predictions of a table are stored in a record (a file of
+results), with the status `predicted`. This record has no date and does not name the machine that
+made it. So the same source code always writes the same file.
 """
 
 from dataclasses import replace
@@ -186,8 +186,8 @@ def _speed(
 def _memory(counts: Counts, config: dict[str, Json]) -> dict[str, Json]:
     """Predict every device's peak memory with today's PyTorch.
 
-    The result is empty for a pipeline without portals, because its memory cannot be predicted. Such
-    a pipeline copies a skip through every partition on its way.
+    The result is empty for a pipeline without portals, because its memory cannot be predicted. A
+    pipeline without portals copies each skip through all partitions between its ends.
     """
     setup = setup_of(config, len(counts))
     if not setup.portals:

@@ -42,10 +42,11 @@ def need_checkout(command: str, instead: str = "") -> None:
 
 
 def find_record(name: str) -> Path:
-    """Return the path of the record that the user means by `name`: a path, or a record's name.
+    """Return the path of a record (a file of results). `name` is its path or its name.
 
     If `name` is not an existing path, a record with this name is looked up in the folders `runs`
-    and `results/measured`. If there is none, `name` is returned as a path, and reading it fails.
+    and `results/measured`. If neither folder has it, `name` is returned as a path, and the error is
+    raised when the caller reads it.
     """
     path = Path(name)
     if path.exists() or path.name != name:
@@ -90,7 +91,7 @@ def parse_json(content: bytes, where: str) -> Json:
 
 
 def _refuse_not_a_number(content: bytes, where: str) -> None:
-    """Raise an `Error` that says where the first NaN or infinity in a file is, if it has one.
+    """If a JSON file contains NaN or infinity, raise an `Error` that says where the first one is.
 
     JSON does not allow these numbers, but some programs write them.
     """

@@ -1,4 +1,4 @@
-"""Read the numbers that the GPipe and torchgpipe papers, or their authors' benchmarks, published.
+"""Read the numbers that the authors of GPipe and torchgpipe published in papers and benchmarks.
 
 The folder `results/paper/` has a record (a JSON file of results) for each published table.
 """
@@ -15,9 +15,9 @@ from reproduce.records.record import Fields, Record, Result, load, save
 PAPER = RESULTS / "paper"
 DISCREPANCIES = "discrepancies"  # the table that says where the sources disagree
 
-# The published tables that each discrepancy (contradiction between published sources) concerns. A
-# pair contains the first words of the discrepancy's name, and the first characters of the ids of
-# these tables.
+# A discrepancy is a contradiction between published sources. Each pair says which published tables
+# a discrepancy concerns: the first words of the discrepancy's name, and the first characters of the
+# tables' ids.
 CONCERNS = (
     ("amoebanetd-speed", "tg-amoebanetd-speed"),
     ("amoebanet max_pool_3x3", "tg-amoebanetd-"),

@@ -1,10 +1,10 @@
-"""Define the format of records: JSON files with results and with what explains them later.
+"""Define the format of records: JSON files with results, and with all that explains the results.
 
-This program measured, emulated or predicted the results, or others published them.
+The results were measured, emulated or predicted by this program, or published by others.
 
 - A record contains raw measurements or published numbers. Ratios and medians are computed when the
   record is read. (The records in `results/benchmarks` contain summaries of samples instead.)
-- A record is replaced atomically: if the program is killed, either the old or the new file exists.
+- A record is replaced atomically: if this program is killed, the old or the new file is there.
 - The format has a version. Older versions can be read, see `reproduce/records/upgrade.py`.
 - If a file is broken, or is not a record, an error says in one line what is wrong and where.
 """
@@ -178,7 +178,7 @@ def load(path: Path) -> Record:
     """Read the record in the file `path`.
 
     Raises:
-        Error: There is no such file, it is not a record, or this program cannot read its version.
+        Error: There is no such file, it is not a record, or the version of its format is unknown.
     """
     return parse(read_json(path), str(path))
 
@@ -188,7 +188,7 @@ def ranked(records: Iterable[Record], experiment: str) -> list[Record]:
 
     A record of a finished run comes before one of an unfinished run. Next, the record with more
     rows that no other program disturbed comes first, then the one with more successful rows, and
-    then the newer one. All pages show the record that comes first.
+    then the newer one. All tables and pages show the record that comes first.
     """
 
     def merit(record: Record) -> tuple[bool, int, int, str]:
@@ -292,7 +292,7 @@ def _check(record: Record, where: str) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` to the file `path`. An existing file is replaced atomically.
 
-    If the program is killed meanwhile, the file has either its old or its new content.
+    If this process is killed meanwhile, the file has either its old or its new content.
 
     Raises:
         Error: The file cannot be written.
@@ -316,8 +316,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def hardware_name(record: Record, result: Result) -> str | None:
     """Return the name of the hardware description with which a row was predicted.
 
-    This is the name that is written in the row. If the row has none, it is the name that is
-    written in the record, and None if the record has none, either.
+    The name is in the row's result or, if it is missing there, in the record (the file of results).
+    If it is missing in both, return None.
     """
     described = record.hardware or {}
     name = result.hardware or described.get("name")

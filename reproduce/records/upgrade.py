@@ -22,8 +22,8 @@ Fields = dict[str, Json]
 def upgrade(data: Fields, version: int) -> Fields:
     """Convert the content of a record to the newest version of the format.
 
-    If the content does not fit its version, it is returned unchanged. A later step, which decodes
-    the content, then raises the error.
+    If the content does not fit its version, it is returned unchanged. The error is then raised
+    later, when the content is decoded.
 
     Args:
         data: The fields of the record.

@@ -32,9 +32,10 @@ Epoch = tuple[float, ...]  # a value for each name in `SERIES`
 
 
 def plan_accuracy(session: Session) -> None:
-    """Record which rows (configurations) will run, and tell the progress display their steps.
+    """Plan an accuracy experiment: the rows (configurations) that will run, and their steps.
 
-    Only training steps are counted. Evaluation takes little time in comparison.
+    The record gets the rows, and the progress display gets the number of training steps of each
+    row. Evaluation is not counted, because it takes little time in comparison.
     """
     seeds = len(_needs(session).seeds)
     for row in _rows(session):
@@ -159,7 +160,7 @@ def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on
 
 
 def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: Any) -> None:
-    """Add the results of some epochs to a row's result in the record, and write the record."""
+    """Add the results of some epochs of a row (configuration) to the record, and write its file."""
     found = session.found(row)
     before = {} if found is None else found.samples
     samples = {name: list(before.get(name, [])) for name in SERIES}
@@ -171,7 +172,7 @@ def _put(session: Session, row: AccuracyRow, epochs: Sequence[Epoch], **ended: A
 
 
 def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
-    """Return the path of the checkpoint file for a row's training with one seed.
+    """Return the path of the checkpoint file for training a row (configuration) with one seed.
 
     The name of the file contains the row, the seed, and a digest of all other settings. So a
     training never resumes from a checkpoint that was saved with other settings.
@@ -199,7 +200,7 @@ def _checkpoint(session: Session, row: AccuracyRow, seed: int) -> Path:
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write the state of a training to the checkpoint file `path`, which is replaced atomically.
 
-    If the program is killed meanwhile, either the old or the new checkpoint exists.
+    If this process is killed meanwhile, the file still has a whole checkpoint: the old or the new.
     """
     path.parent.mkdir(exist_ok=True)
     content = io.BytesIO()
@@ -208,7 +209,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Load the state of a training from the checkpoint file `path`, or return None without a file.
+    """Load the state of a training from the checkpoint file `path`; return None if it is missing.
 
     Raises:
         Error: The file cannot be read as a checkpoint.
@@ -225,10 +226,10 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 
 def _put_away(session: Session, paths: Sequence[Path]) -> None:
-    """Move the checkpoint files of finished trainings away, so that the next run starts anew.
+    """Move away the checkpoint files of finished trainings, so that the next run starts anew.
 
-    The folder to which they are moved has the name of the record. If the data is generated, and
-    not a real data set, the files are deleted instead.
+    They are moved to a folder that has the name of the record (the file of results). If the data is
+    generated, and not a real data set, the checkpoint files are deleted instead.
     """
     made = session.scale.settings()["made"]
     for path in paths:
@@ -319,7 +320,7 @@ class AccuracyTraining:
         return output
 
     def state(self) -> dict[str, Any]:
-        """Return a dictionary of the model's, the optimizer's and the random generators' states."""
+        """Return the states of the model, the optimizer and the random generators, by name."""
         gpus = [device for device in self.devices if device.type == "cuda"]
         return {
             "steps": self.steps,

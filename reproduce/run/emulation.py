@@ -13,9 +13,9 @@ So the schedule is replayed for two cases:
 - Each device has its own thread on the host, as with a process for each GPU.
 - One thread issues the tasks of all devices. It may issue them more slowly than the GPUs run them.
 
-The emulation leaves out two effects. Devices of one machine slow each other down, because they
-share memory bandwidth and the GIL. And it takes time to pass a tensor to the next device.
-`docs/prediction.md` says how large these effects are.
+The emulation leaves out that devices of one machine slow each other down, because they share memory
+bandwidth and the GIL. Without a `Link`, it also leaves out the time to pass a tensor to the next
+device. `docs/prediction.md` says how large these effects are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ class Executed:
     """The times, in seconds, of a training step that one device has run, and the loss.
 
     Attributes:
-        tasks: The time of each task (a forward etc. of one micro-batch in one partition).
+        tasks: The time of each forward, recomputation and backward of a micro-batch in a partition.
         loss: The time of computing the loss.
         updates: The time of the optimizer step of each partition.
         work: The time of the whole step on the one device.
@@ -94,11 +94,11 @@ class EmulatedStep(NamedTuple):
 
 
 def shortened(row: Row, most: int = MOST_EXECUTED) -> Row:
-    """Return the row with only `most` micro-batches, so that a step of it takes less time to run.
+    """Return a copy of a row (configuration) with only `most` micro-batches, for shorter steps.
 
     The micro-batches keep their sizes. The last one can be smaller than the others, and stays so.
-    If no batch size splits into `most` micro-batches of these sizes, the row gets the next larger
-    number that is possible. A row that has at most `most` micro-batches does not change.
+    If no batch size splits into `most` micro-batches of these sizes, the copy gets the next larger
+    possible number. A row with at most `most` micro-batches does not change.
     """
     count = row.micro_batches
     size = row.micro_batch_size
@@ -281,10 +281,10 @@ class Emulation:
         return seconds
 
     def samples(self) -> Samples:
-        """Return lists of samples for the record, with one sample for each step that was run.
+        """Return lists of values for the record, with one value for each step that was run.
 
         There is only one emulated step time, which comes from all steps that were run. So the
-        samples are this time multiplied by w / (median of w), where w is the number of seconds that
+        values are this time multiplied by w / (median of w), where w is the number of seconds that
         a step took on the one real device.
         """
         step = self.step()
@@ -322,7 +322,7 @@ class Emulation:
         return [*islice(cycle(full), count - 1), last]
 
     def _costs(self, seconds: Seconds, loss: float) -> Costs:
-        """Return the times of all tasks of the step, with which the schedule is replayed."""
+        """Return the times of all tasks of the step, which are needed to replay the schedule."""
         row = self.row
         # If CPU devices cannot overlap, GPipe runs all tasks in one thread.
         can_overlap = self.devices.kind != "cpu" or overlaps(row.micro_batches or 1, row.devices)
@@ -337,7 +337,7 @@ class Emulation:
 
 
 def memory_needed(row: Row) -> str:
-    """Return a text for an error: how much memory all partitions of a row take on one device."""
+    """Return a text for an error message: the memory that all partitions take on one device."""
     ran = shortened(row)
     counts = counted(ran.sized)
     config = ran.config()

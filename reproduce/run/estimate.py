@@ -79,7 +79,7 @@ class StepTimes:
         return None
 
     def _timed(self, row: Row) -> float | None:
-        """Time a step of the row's model; return its seconds divided by its estimated cost.
+        """Time a step of a row's model; return the step's seconds divided by its estimated cost.
 
         `Row.work` estimates the cost. Return None if the step fails, or if the devices are of the
         type `meta`, which computes nothing.

@@ -26,8 +26,9 @@ class Way(NamedTuple):
 def plan(session: Session) -> None:
     """Tell the progress display which steps will run, and add all rows that will run to the record.
 
-    At first, the record calls these rows "interrupted". So the record is right even if the program
-    is killed before it runs a row.
+    A row is a configuration, and the record is the file of results. At first, these rows have the
+    status "interrupted" there. So the record is right even if this process is killed before it runs
+    a row.
     """
     WAYS[session.experiment.measures].plan(session)
 
@@ -44,14 +45,14 @@ def run_experiment(session: Session) -> Iterator[GroupDone]:
 
 
 def _plan_ablation(session: Session) -> None:
-    """Plan the steps of an ablation: those that are timed, and those that measure memory."""
+    """Plan the steps of an ablation: steps that are timed, and steps that measure memory."""
     plan_speed(session)
     for row in session.scale.rows:
         plan_peak(session, row, MEMORY_STEPS, _memory_job(row))
 
 
 def _memory_job(row: Row) -> str:
-    """Return the name that the progress display has for the steps that measure a row's memory."""
+    """Return the progress display's name for the steps that measure the memory of a row."""
     return f"{row.name}, memory"
 
 
@@ -69,8 +70,8 @@ def _run_ablation(session: Session) -> Iterator[GroupDone]:
 def _add_memory(session: Session, row: Row, which: str) -> None:
     """Measure the peak memory of a row, and add it to the row's results.
 
-    If the measurement fails, add the reason instead. If the row could not be timed, do not measure
-    its memory, either. `which` is the name of the row in the progress display.
+    If the measurement fails, add the reason instead. Do not measure the memory of a row that could
+    not be timed. `which` is the name of the row in the progress display.
     """
     timed = []
     for emulated in (False, True):

@@ -41,8 +41,8 @@ class PlannedTask:
     def continued(self, found: Result) -> "PlannedTask":
         """Return a copy of this task that continues an interrupted run.
 
-        `found` is the row's result in that run. The copy has its samples, and its balance (the
-        number of layers of each partition).
+        `found` is the row's result in that run. The copy gets the samples of this result, and its
+        balance (the number of layers of each partition).
         """
         balance = found.config.get("balance")
         row = replace(self.row, balance=balance and tuple(balance))
@@ -91,8 +91,8 @@ class Group(NamedTuple):
     """A group of rows that are compared with each other, and the group's time limit in seconds.
 
     Steps of the rows run alternately, so that slow phases of the machine affect all rows equally.
-    The time limit ends the group, unless the user has chosen the number of steps with `--steps`. In
-    any case, it decides which rows take too long to be measured.
+    The time limit ends the group, unless the user has chosen the number of steps with `--steps`.
+    The time limit always decides which rows take too long to be measured.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Group(NamedTuple):
 
 
 def groups_of(session: Session) -> list[Group]:
-    """Return all groups of rows of the experiment, with their time limits.
+    """Return all groups of rows (configurations) of the experiment, with their time limits.
 
     If this machine can run no row of a group, the group has no tasks.
     """
@@ -119,9 +119,9 @@ def groups_of(session: Session) -> list[Group]:
 
 
 def _tasks_of(session: Session, row: Row) -> list[PlannedTask]:
-    """Return the tasks of a row (configuration) on this machine: each says how to run the row.
+    """Return the tasks of a row (configuration). Each is one way to run the row on this machine.
 
-    There is a task for each engine that can run the row, and one more if it can be emulated.
+    There is a task for each engine that can run the row, and one more if the row can be emulated.
     """
     tasks = []
     if row.devices <= session.devices.count:
@@ -243,9 +243,10 @@ def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
 
 
 def rounds_wanted(session: Session) -> int:
-    """Return how many rounds without disturbance a group of rows runs if there is no time limit.
+    """Return how many undisturbed rounds a group of rows runs if there is no time limit.
 
-    In a round, each row of the group runs one step.
+    In a round, each row of the group runs one step. A round is undisturbed if other programs used
+    little of the machine.
     """
     return session.steps or session.scale.steps
 
@@ -315,8 +316,8 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
 def _is_done(task: PlannedTask, found: Result) -> bool:
     """Return whether a timed row is finished.
 
-    A row is finished if its utilization has been measured, or if this has failed. The utilization
-    is measured last.
+    A row is finished if its utilization has been measured, or if this measurement has failed. The
+    utilization is measured last.
     """
     if task.engine in TORCH_ENGINES:
         return True  # PyTorch's own schedules have no utilization

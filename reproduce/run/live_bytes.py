@@ -19,18 +19,18 @@ class LiveBytes:
     """Counts the bytes of tensors that are in memory on each device, now and at the peak.
 
     The devices may be emulated on a single device. A tensor's storage counts once, with all its
-    bytes, from the time when it is first seen until it is freed. It counts on this device:
+    bytes, from the time when it is first seen until it is freed. It counts on one device:
 
-    - If the tensor was passed to `add`, this is the device that was passed with it.
-    - If a task of the pipeline made the tensor, this is the device of the task.
-    - If another operator made the tensor, such as an optimizer's, this is the device of the
+    - A tensor that was passed to `add` counts on the device that was passed with it.
+    - A tensor that a task of the pipeline made counts on the device of the task.
+    - A tensor that another operator made, such as an optimizer's, counts on the device of the
       operator's first argument whose storage is counted already.
 
     Attributes:
         live: The bytes that are in memory now, on each device.
         peak: The most bytes that were in memory at any time, on each device.
-        inner: In each thread, `inner.device` is the device on which new tensors count: that of the
-            innermost active `LiveBytesMode`.
+        inner: In each thread, `inner.device` is the device of the innermost active `LiveBytesMode`.
+            The results of the operator that runs now count on this device.
     """
 
     def __init__(self, devices: int) -> None:
@@ -84,7 +84,7 @@ class LiveBytesMode(TorchDispatchMode):
     """A dispatch mode that adds the results of this thread's operators to a `LiveBytes` counter.
 
     A result counts on `device` or, if `device` is None, on the device of the operator's arguments.
-    If such a mode is active within another one, only the device of the inner mode is used.
+    If one `LiveBytesMode` is active within another, only the device of the inner mode is used.
     """
 
     only_watches = True

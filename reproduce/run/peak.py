@@ -101,7 +101,7 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 
 def plan_memory(session: Session) -> None:
-    """Record which rows (configurations) will run; show as progress how many steps each has."""
+    """Record which rows (configurations) will run; tell the progress display how many steps."""
     scale = session.scale
     for row in scale.rows:
         session.plan(row)
@@ -118,7 +118,7 @@ def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
 
 
 def run_memory(session: Session) -> Iterator[GroupDone]:
-    """Record the model size and the peak memory of every row, even if some rows fail.
+    """Record the model size and peak memory of every row (configuration), even if some rows fail.
 
     At the end, yield ("", True), which means that the table of all rows can be shown. The first
     item is the name of a group of rows, and is empty because there is only one group.

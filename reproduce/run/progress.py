@@ -30,7 +30,8 @@ class Job:
         left: The number of steps that have not run yet.
         guess: The estimated seconds of a step, or None if nothing is known.
         group: The name of the group to which the row belongs, or "".
-        seconds: The seconds of each step that has run, if its time is typical for later steps.
+        seconds: The seconds of each step that has run, without steps that are not typical, such as
+            building the model.
     """
 
     left: int
@@ -76,7 +77,8 @@ class Progress:
     def finish(self, name: str, steps: int | None = None) -> None:
         """Note that a job, or each job of a group, will not run all of its planned steps.
 
-        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        A job is the steps of a row. Lower the number of its further steps by `steps`. If `steps` is
+        None, no further step will run.
         """
         for job, planned in self.jobs.items():
             if name in (job, planned.group):
@@ -138,9 +140,10 @@ class Progress:
         return total
 
     def _correction(self) -> float:
-        """Return (real time / guessed time) of a step, over all rows that have run a step.
+        """Return the ratio (real time / guessed time) of a step, for all rows that have run a step.
 
-        The guesses for rows that have run no step yet are multiplied by this ratio.
+        The guesses for rows (configurations) that have run no step yet are multiplied by this
+        ratio.
         """
         guessed = took = 0.0
         for job in self.jobs.values():
@@ -152,15 +155,15 @@ class Progress:
     def show_later(self) -> None:
         """Delay the next progress line by a few seconds.
 
-        So work that takes only a few seconds writes no line at all.
+        So no line is written for work that takes only a few seconds.
         """
         self.shown_at = self.clock()
 
     def show(self, text: str) -> None:
         """Show a text about the step that runs now, with an estimate of the time that is left.
 
-        On a terminal, the text replaces the one before. Elsewhere, a line is written at most every
-        few seconds.
+        On a terminal, the text replaces the previous text. Elsewhere, the text is written as a new
+        line, at most every few seconds.
         """
         if self.began_at is None:
             self.began_at = self.clock()
@@ -201,7 +204,7 @@ class Progress:
         self._write(text + "\n")
 
     def clear(self) -> None:
-        """Remove the progress bar, and what the terminal has written on its line, such as ^C."""
+        """Remove the progress bar, and all other text on its terminal line, such as ^C."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

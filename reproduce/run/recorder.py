@@ -1,6 +1,6 @@
 """Write the record (the file of results) of a run while the run goes on.
 
-So the record has the results of all finished rows, even if the run is interrupted.
+So the record has the results of all finished rows (configurations), even if the run is interrupted.
 """
 
 import os
@@ -26,14 +26,14 @@ COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "g
 
 
 class Recorder:
-    """The record of a run that goes on, and the file of this record.
+    """The record (the results) of a run that has not ended yet, and the file of this record.
 
     Attributes:
         path: The path of the file.
         empty: The record without results.
         results: The result of each row (configuration), in the order of the record.
-        waiting: The keys of the rows that will run, and have no result yet. The record already
-            calls these rows interrupted, so that it is right even if the run is killed.
+        waiting: The keys of the rows that will run, and have no result yet. In the record, these
+            rows have the status "interrupted", which is right even if the run is killed.
     """
 
     def __init__(self, path: Path, record: Record) -> None:
@@ -51,7 +51,7 @@ class Recorder:
     def plan(self, row: Result) -> None:
         """Add a row that will run to the record. If the row already has a result, drop the result.
 
-        Until the row has run, the record calls it interrupted.
+        Until the row (configuration) has run, it has the status "interrupted" in the record.
         """
         self.results[row.key] = replace(row, status="interrupted")
         self.waiting.add(row.key)
@@ -70,7 +70,7 @@ class Recorder:
         save(self.record, self.path)
 
     def close(self, state: Literal["finished", "interrupted"]) -> None:
-        """Note in the record that the run ends now, and how; do not write the record's file."""
+        """Note in the record that the run ends now, with a state; do not write the file."""
         self.empty = closed(self.empty, state)
 
 
@@ -90,7 +90,7 @@ def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Record
     Args:
         out: The folder of the file.
         experiments: The names of the experiments that run.
-        empty: A record of the run without results. Its name is replaced by that of the file.
+        empty: A record of the run without results. The recorder's record gets the file's name.
     """
     assert empty.run is not None
     started = empty.run.started.replace(":", "").replace("-", "")
@@ -106,7 +106,7 @@ def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Record
 def resumed(out: Path, run: Run) -> Recorder:
     """Return a recorder that continues an interrupted run of the same command.
 
-    If there are several interrupted runs, this is the newest of them.
+    If there are several such runs, the newest of them is continued.
 
     Args:
         out: The folder that is searched for the records of runs.
@@ -148,7 +148,7 @@ def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
 
     Args:
         out: The folder that is searched for records.
-        run: The new run, which has the command.
+        run: The new run. Its command is compared with the commands of the interrupted runs.
     """
     states = {"interrupted"}
     words = _without_resume(run.command)

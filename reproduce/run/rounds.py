@@ -33,7 +33,7 @@ class Rounds:
         """Note which steps ran in a round that has ended, and how busy other programs were.
 
         The first rounds can be too short to measure how busy other programs were. These rounds get
-        the shares of the next round whose shares are known. A round without steps is ignored.
+        the shares of the next round that was long enough. A round without steps is ignored.
 
         Args:
             number: The number of the round.
@@ -116,9 +116,9 @@ def _remove_steps(steps: Steps, numbers: list[int], kept: set[int]) -> None:
 
 
 def _appended(before: Mapping[str, Sequence[float]], samples: Samples) -> Samples:
-    """Append the samples of this run, such as step times, to those of an interrupted run.
+    """Append this run's lists of samples, such as step times, to the lists of an interrupted run.
 
-    If one of the runs lacks some samples, they are left out.
+    A list of samples that only one of the two runs has is left out.
     """
     together: Samples = {}
     for name, values in samples.items():

@@ -76,7 +76,7 @@ class Session:
     Attributes:
         progress: The display that shows each step.
         times: Estimates how long steps take.
-        steps: How many steps of each row are timed, or None for the number of the scale.
+        steps: How many steps of each row are timed. If None, the scale decides the number.
         emulate: Rows that need at most this number of devices are emulated.
         hardware: The hardware that determines how long copies between emulated devices take.
         engines: A row is measured with each of these engines, which run its partitions in parallel.
@@ -166,14 +166,15 @@ class Session:
     def finish(self, name: object, steps: int | None = None) -> None:
         """Tell the progress display that a row or group will not run all of its planned steps.
 
-        Lower the number of its further steps by `steps`. Without `steps`, no further step will run.
+        Lower the number of its further steps by `steps`. If `steps` is None, no further step will
+        run.
         """
         self.progress.finish(self.job(name), steps)
 
     def result(self, row: Row, **fields: Any) -> Result:
-        """Make a `Result` for `row`. `fields` are the values of further fields.
+        """Make a `Result` for `row`. `fields` are the values of further fields of the result.
 
-        Without further fields, it is the result of a row that was measured with `threads`.
+        Without `fields`, the result says that the row was measured with the engine `threads`.
         """
         found = Result(
             experiment=self.experiment.name,
@@ -196,24 +197,24 @@ class Session:
         self.recorder.save()
 
     def plan(self, row: Row, **how: Any) -> None:
-        """Add a row that will run to the record, without writing the record to its file.
+        """Add a row that will run to the record, but do not write the record to its file.
 
-        `how` says how the row will run, by the fields `emulated` and `engine` of `Result`. If the
-        row has a result already, the result is dropped.
+        `how` are the fields `emulated` and `engine` of `Result`, which say how the row will run. If
+        the row has a result already, the result is dropped.
         """
         self.recorder.plan(self.result(row, **how))
 
     def found(self, row: Row, **how: Any) -> Result | None:
         """Return the row's result in the record, or None if the row has no result yet.
 
-        `how` says how the row ran, by the fields `emulated` and `engine` of `Result`.
+        `how` are the fields `emulated` and `engine` of `Result`, which say how the row ran.
         """
         return self.recorder.found(self.result(row, **how).key)
 
     def add_values(self, row: Row, values: dict[str, Json], **how: Any) -> None:
         """Add values to the row's result in the record, and write the record to its file.
 
-        `how` says how the row ran, by the fields `emulated` and `engine` of `Result`.
+        `how` are the fields `emulated` and `engine` of `Result`, which say how the row ran.
         """
         result = self.recorder.results[self.result(row, **how).key]
         together = {**result.values, **values}

@@ -6,7 +6,8 @@ Devices are synchronized before and after a measured step.
 
 A round is *disturbed* if other programs use too much of the machine (`reproduce.machine.load`). As
 long as there is time, further rounds are run in place of disturbed rounds. If the time runs out,
-the record keeps the disturbed rounds, and all tables mark their rows.
+the record (the file of results) keeps the disturbed rounds. Every table marks the rows that ran in
+them.
 """
 
 from collections.abc import Generator, Iterator
@@ -42,8 +43,8 @@ from reproduce.run.timed import MeasuredSteps, time_step, watch, watched
 from reproduce.run.training import FakeData, Training, work_of
 from reproduce.run.turns import turns
 
-# Rounds that other programs disturb are run again. But no more rounds are run than this number
-# times the number of rounds that are wanted.
+# Rounds that other programs disturb are run again. But all rounds together are at most this many
+# times the number of wanted rounds.
 MOST_ROUNDS = 2
 # If the first round of a group takes longer than these seconds, a table is shown after this round.
 PREVIEW_AFTER = 10.0
@@ -53,7 +54,7 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
     """Run the groups of rows (configurations) one after another.
 
     At the end of a group, yield its name and True, so that the caller shows its table. If the first
-    round of a group takes long, also yield the name and False after it, for a preview of the table.
+    round of a group takes long, also yield (name, False) after this round, to preview the table.
     Rows that ran out of memory run again at the end of their group, one at a time.
 
     If an interrupted run is continued, finished groups are kept. The group that was interrupted
@@ -79,7 +80,7 @@ def _next_round(session: Session) -> int:
 
 
 def _run_tasks(session: Session, group: Group, tasks: list[PlannedTask]) -> Iterator[GroupDone]:
-    """Run the rows of a group alternately. Then rerun those that ran out of memory, each alone."""
+    """Run the rows of a group alternately. Then rerun each row that ran out of memory, alone."""
     out_of_memory = yield from _run_in_turn(session, group, tasks)
     if len(tasks) > 1:
         for task in out_of_memory:
@@ -130,7 +131,7 @@ class _GroupRun:
         self.row_number = 0
 
     def add(self, tasks: list[PlannedTask]) -> None:
-        """Build the models of rows, which all use the same data, and run their warm-up steps."""
+        """Build the models of rows, which share the same data, and run the rows' warm-up steps."""
         rows = [shortened(task.row) if task.emulated else task.row for task in tasks]
         data = FakeData(rows, self.session.seed)
         for number, task in enumerate(tasks, 1):
@@ -181,7 +182,7 @@ class _GroupRun:
         return MeasuredSteps(row, processes.step, partial(watched, processes.record))
 
     def _run_step(self, task: PlannedTask, steps: Steps) -> None:
-        """Run a training step; raise `Error` if another engine computed other losses for it."""
+        """Run a step of a row; raise `Error` if the row had other losses with another engine."""
         steps.run()
         if isinstance(steps, MeasuredSteps):
             check_same(steps.losses, self.losses[task.row.name], str(task))
@@ -245,7 +246,7 @@ class _GroupRun:
             session.progress.stop()
 
     def _rounds_wanted(self) -> int:
-        """Return how many undisturbed rounds to run, not counting those of an interrupted run."""
+        """Return how many more undisturbed rounds to run, after those of an interrupted run."""
         return max(1, rounds_wanted(self.session) - self._rounds_before())
 
     def _rounds_before(self) -> int:
@@ -254,7 +255,7 @@ class _GroupRun:
         return min(before, default=0)
 
     def _expect(self, so_far: SoFar) -> None:
-        """Tell the progress display how many further rounds will probably run after `so_far`."""
+        """Tell the progress display how many rounds will probably run after the rounds `so_far`."""
         session = self.session
         before = self._rounds_before()
         jobs = {session.job(task): task for task in self.running}
@@ -319,7 +320,7 @@ class _GroupRun:
         session.progress.stop()
 
     def _fail(self, task: PlannedTask, failure: Failure) -> None:
-        """Record why a row failed. If memory ran out, note the row: it may fit if it runs alone."""
+        """Record why a row failed. If memory ran out, note the row, so that it reruns alone."""
         session = self.session
         reason = failure.reason
         if failure.status == "out of memory":

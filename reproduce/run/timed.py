@@ -119,8 +119,8 @@ def watched(
     """Run steps to measure how busy the devices are.
 
     Return values for the record, and the timeline of one step (None if `run` fails). The values are
-    the utilization of the devices and the bubble. If `run` or `driver` fails, they contain the
-    reason.
+    the utilization of the devices and the bubble. If `run` or `driver` fails, the values contain
+    the reason.
 
     Args:
         run: A function that runs a step and returns its timeline.

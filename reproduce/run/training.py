@@ -50,7 +50,7 @@ class FakeData:
         self.moved: dict[Hashable, Any] = {}
 
     def part(self, part: int, row: Row, device: torch.device) -> Any:
-        """Return the input mini-batch (`part` 0) or the target (`part` 1) of a row on a device."""
+        """Return the input (`part` 0) or target (`part` 1) of a row (configuration) on a device."""
         kind = _kind_of_data(row)
         if kind not in self.drawn:
             self.drawn[kind] = self._draw(row)
@@ -136,14 +136,14 @@ def _profiled_samples(row: Row) -> int:
     samples = row.micro_batch_size or 1
     if row.equal == "batch":
         # Rows that are compared at equal batch size have different micro-batch sizes, but share one
-        # profile. So the profile has a size between the largest and the smallest of them: a quarter
-        # of the batch.
+        # profile. So the model is profiled with a quarter of the batch. This size is between the
+        # largest and the smallest micro-batch size.
         samples = math.ceil(row.batch_size / 4)
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
 
 def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
-    """Return a dictionary from numbers of partitions to balances that `torchgpipe.plan` finds.
+    """Return a dictionary of the balance that `torchgpipe.plan` finds for each partition count.
 
     The plan is made from a profile of the model on the device of `sample`, a mini-batch.
     """
@@ -166,9 +166,9 @@ def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, B
 def on_devices(
     row: Row, model: nn.Sequential, devices: list[torch.device], engine: EngineName = "auto"
 ) -> nn.Module:
-    """Wrap the model of a row in the `GPipe` that the row configures, and return it.
+    """Return a `GPipe` of a row's model, with the settings of the row (configuration).
 
-    If the row has no pipeline, move the model to the first device instead.
+    If the row has no pipeline, move the model to the first device and return it instead.
     """
     if row.partitions is None:
         return model.to(devices[0])
@@ -190,7 +190,7 @@ def on_devices(
 def work_of(row: Row, seed: int) -> Work:
     """Return the training of a row on CPUs as a `Work`, which all engines can run.
 
-    It starts from the same parameters, and uses the same data, as a `Training` of the row.
+    The `Work` starts from the same parameters as a `Training` of the row, and uses the same data.
     """
     torch.manual_seed(seed)
     data = FakeData([row], seed)
@@ -307,7 +307,7 @@ def update(optimizer: Optimizer) -> None:
 def record_tasks(
     training: Training, run: Callable[[], T], before: Callable[[], object] = lambda: None
 ) -> tuple[Stopwatch, T]:
-    """Call `run`, and time the tasks and copies of the training that it runs.
+    """Call `run`, which runs a training, and time the tasks and copies of this training.
 
     Args:
         training: The training.

@@ -13,7 +13,7 @@ def turns(
 ) -> Iterator[dict[Way, list[T]]]:
     """Call functions in rounds. After each round, yield a dictionary of all results so far.
 
-    Its keys are the names of the functions, and its values are lists of results.
+    The dictionary maps the name of each function to the list of its results.
 
     In a round, each function is called once. Rounds come in pairs: the first round of a pair has a
     random order, and the second round has the reverse order. So the order favours no function.

@@ -18,7 +18,7 @@ class Launched:
     """Several new processes that run the same function. `close()` kills all of them.
 
     Attributes:
-        links: The connection to each of the processes: the end that this process uses.
+        links: For each new process, a connection to it: the end that this process uses.
 
     Args:
         method: The start method of `multiprocessing`: "spawn" starts a new Python, "fork" forks

@@ -34,7 +34,7 @@ class Ranks:
         """Call `do(store, *given)` on every rank, and return the result of each rank.
 
         Args:
-            do: A function, which is pickled, so it must be defined at the top of a module. Its
+            do: The function. It is pickled, so it must be defined at the top level of a module. Its
                 argument `store` is a store that all ranks share, and that is new for each call.
             given: Further arguments of the function.
 
@@ -55,7 +55,7 @@ class Ranks:
 
 
 class _Failed(str):
-    """The answer of a rank whose function raised: the first line of the exception."""
+    """The answer of a rank whose function raised an exception: the error's type and first line."""
 
 
 def _serve(k: int, link: Connection, n: int) -> None:

@@ -22,8 +22,8 @@ def schedule(
         name: The class of the schedule, such as "Schedule1F1B".
         part: The layers of this rank.
         chunks: The number of micro-batches.
-        checkpointed: How many micro-batches are checkpointed, counted from the first one. They are
-            checkpointed by `torch.utils.checkpoint`, because PyTorch's schedules cannot do it.
+        checkpointed: How many of the first micro-batches are checkpointed. This is done with
+            `torch.utils.checkpoint`, because PyTorch's schedules have no option for it.
         options: Further arguments of the schedule.
     """
     stage = _Stage(_Part(part), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
