@@ -3,9 +3,10 @@
     python examples/lora.py adapters
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/lora.py adapters
 
-The weights of the GPT are frozen. Each rank saves only the adapters of its layers, in `adapters-0`,
-`adapters-1` and so on. To use them, call `add_adapters(module)` for a GPT without a pipeline. Then
-load each file: `module.load_state_dict(torch.load(file), strict=False)`.
+The weights of the GPT are frozen. Each rank saves only the adapters of its own layers, in the files
+`adapters-0`, `adapters-1` and so on. To use the adapters in a GPT without a pipeline, call
+`add_adapters(module)`, and load each file by `module.load_state_dict(torch.load(file),
+strict=False)`.
 """
 
 import os
