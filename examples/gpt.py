@@ -35,7 +35,7 @@ def loss_of(scores: Tensor, next_tokens: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), next_tokens.flatten()) / ACCUMULATE
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2

@@ -45,7 +45,7 @@ def count(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != -100).sum()  # the model predicts every token but the first
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2

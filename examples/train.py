@@ -98,7 +98,7 @@ def main() -> None:
             dist.init_process_group("gloo")
     n = dist.get_world_size() if ranks else options.partitions
 
-    torch.set_num_threads(1)  # as torchrun does; the number of threads can change the last digits
+    torch.set_num_threads(1)  # as under torchrun; more threads can change the last digits
     torch.manual_seed(0)  # every rank builds the same model, and keeps its own partition
     module, sample = built(options.model)
     balance = balanced(module, sample, n, options.batch, options.chunks)

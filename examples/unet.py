@@ -49,7 +49,7 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 torch.manual_seed(0)  # All ranks make the same model. Then each keeps only its own layers.
 module = UNet()
 images = torch.rand(16, 1, 32, 32)
