@@ -9,7 +9,7 @@ NOT_SUPPORTED = 3
 
 
 class Nvml:
-    """A fake C library. As in NVML, the last argument of a function points to where the answer goes.
+    """A fake C library. As in NVML, a function writes its answer to where its last argument points.
 
     Args:
         tell: Maps the name of each C function to a Python function. The Python function takes all

@@ -194,7 +194,7 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
 
 
 def test_each_machine_has_a_column() -> None:
-    """Check that a table has a column with the name of each kind of GPU that runs have used."""
+    """Check that a table of predictions has a column for each GPU on which its rows have run."""
     predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
     measured = {
         "1 x GPU A": {"n2m1": MeasuredRow(1.0, how="emulated")},
