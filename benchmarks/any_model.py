@@ -44,7 +44,7 @@ Named = dict[str, Tensor | None]
 
 
 class Unequal(Exception):
-    """The error of a pipeline whose results differ from its model's; its message says where."""
+    """The error for a pipeline whose results differ from its model's. Its message says where."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,11 +102,12 @@ def check(experiment: str, models: Mapping[str, Callable[[], Case]], seed: int) 
 
 
 def check_model(experiment: str, name: str, case: Case) -> Result:
-    """Compare a model with pipelines of it, one for each number of partitions and checkpoint mode.
+    """Compare a model with its pipelines, one for each number of partitions and checkpoint mode.
 
     If a pipeline's results differ from the model's, the comparison is repeated in float64, because
     the difference can be rounding noise. For example, the gradient of a bias before a norm is zero
-    in theory, so its computed value is only noise. In float64, the noise is small enough.
+    in theory, so its computed value is only noise. In float64, this noise is smaller than the
+    tolerance.
 
     Raises:
         Unequal: If results differ in float64, too, or if `sequential` has changed the model. The
@@ -165,8 +166,8 @@ def _check_model(experiment: str, name: str, case: Case) -> Result:
 def outputs_and_gradients(case: Case, model: Module, samples: list[Any]) -> Named:
     """Run a model on each input in `samples`, then run one backward through all outputs.
 
-    Return a dictionary with the outputs, the parameters' gradients and the buffers. A key says what
-    its tensor is, for example "gradient of 0.weight".
+    Return a dictionary with the outputs, the parameters' gradients and the buffers. Each key says
+    what the tensor is, for example "gradient of 0.weight".
     """
     case.module.zero_grad()
     results = []

@@ -126,8 +126,8 @@ def _timm(name: str) -> Case:
     return Case(module, torch.randn(SAMPLES, *shape))
 
 
-# Fields of a configuration object of the library transformers. They make the model tiny. The object
-# ignores fields that it does not know.
+# Values for fields of a configuration object of the library transformers. With these values, the
+# model is tiny. The object ignores fields that it does not know.
 _TINY: Options = {
     "vocab_size": 97,
     "hidden_size": 32,

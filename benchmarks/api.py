@@ -173,7 +173,8 @@ def header(function: Callable[..., Any], shown: str) -> str:
 
     Args:
         function: The function.
-        shown: The name to show in place of the function's name, such as that of the class.
+        shown: The name to show in place of the function's name. For `__init__`, it is the name of
+            the class.
     """
     source = textwrap.dedent(inspect.getsource(function))
     (tree,) = ast.parse(source).body
@@ -191,7 +192,7 @@ def fields_of(tree: ast.ClassDef) -> list[str]:
 
 
 def documented_fields(tree: ast.ClassDef) -> list[str]:
-    """Return a list item for each field of a class; return none if no field has a docstring."""
+    """Return a list item for each field of a class, or `[]` if no field has a docstring."""
     lines = []
     documented = False
     for node, following in pairwise([*tree.body, ast.Pass()]):

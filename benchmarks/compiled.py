@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each way to train with each checkpoint mode, record the results, print a table."""
+    """Measure each way to train with each checkpoint mode; record the results and print a table."""
     parser = command("compiled", __doc__, rounds=20, seed=0)
     add, ways, modes = parser.add_argument, list(WAYS), list(CHECKPOINTS)
     add("--way", nargs="+", choices=ways, default=ways, help="to train")
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(jobs: Sequence[Job]) -> Found:
     """Measure jobs, and yield for each job a list of two results.
 
-    The first result has the seconds of each uncompiled step, and the second those of each compiled
-    step, and the median ratio of both.
+    The first result has the seconds of each uncompiled step. The second result has the seconds of
+    each compiled step, and the median of the ratios (uncompiled by compiled).
     """
     for job in jobs:
         first, *_ = _measured(job)
@@ -134,7 +134,8 @@ def measure(jobs: Sequence[Job]) -> Found:
 def _measured(job: Job) -> Iterator[Seconds]:
     """Run a job (a case to measure) in new processes; yield a dictionary from each process.
 
-    It has the seconds of each step, for the keys "uncompiled" and "compiled".
+    The dictionary has two keys, "uncompiled" and "compiled". Each value is a list of the seconds of
+    each step.
     """
     count = WAYS[job.case.way]
     with (

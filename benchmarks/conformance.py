@@ -134,7 +134,7 @@ def _engines(options: Namespace) -> dict[str, Adapter]:
 
 
 def check(checks: Sequence[str], engines: dict[str, Adapter]) -> Found:
-    """Run each check with each engine; yield a list for each check, with a result per engine."""
+    """Run each check with each engine; yield, for each check, a list with a result per engine."""
     for name in checks:
         results = []
         for engine, adapter in engines.items():

@@ -56,8 +56,8 @@ def command(
         record: Whether the benchmark makes a record, and so has the option `--out`.
         formats: Whether the results can be printed in several formats, by the option `--format`.
         package: The package that has the module.
-        defaults: The default values of the options `rounds`, `steps` and `seed`. An option without
-            a default here is not an option of the benchmark.
+        defaults: The default values of the options `rounds`, `steps` and `seed`. If one of them
+            has no default here, the benchmark does not have this option.
     """
     sys.excepthook = fail
     description = doc.splitlines()[0]
@@ -98,10 +98,10 @@ def start(
     unit: dict[str, str],
     devices: int,
 ) -> Record:
-    """Return a record without results yet, which describes this machine and the options.
+    """Return a record that has no results yet, and describes this machine and the options.
 
-    The record's kind of device is the value of the option `on`, or `cpu` if there is no such
-    option. This function also sets the number of PyTorch's CPU threads to one.
+    The record's kind of device is the value of the option `--on`, or `cpu` if the benchmark does
+    not have this option. This function also sets the number of PyTorch's CPU threads to one.
     """
     if options.out is not None:
         folder = options.out.absolute().parent
@@ -124,9 +124,10 @@ def start(
 
 
 def continued(record: Record, before: Record) -> Record:
-    """Return `record` with the results of the earlier record `before`, to add further results.
+    """Return a copy of `record` that has the results of the earlier record `before`.
 
-    If the earlier results are of another git revision, a note in the record names that revision.
+    Further results can be added to the copy. If the earlier results are of another git revision, a
+    note in the copy names this revision.
     """
     assert record.run is not None
     assert before.run is not None
@@ -139,10 +140,10 @@ def continued(record: Record, before: Record) -> Record:
 
 
 def by_case(record: Record) -> dict[str, dict[str, Result]]:
-    """Return the results of a record as a dictionary of dictionaries.
+    """Return the results of a record: a dictionary of dictionaries.
 
-    The outer keys are the names of cases. The inner keys are the ways to run a case, such as the
-    name of an engine.
+    The keys of the outer dictionary are the names of cases. The keys of an inner dictionary are the
+    ways to run the case, such as the name of an engine.
     """
     found: dict[str, dict[str, Result]] = {}
     for result in record.results:
@@ -151,7 +152,7 @@ def by_case(record: Record) -> dict[str, dict[str, Result]]:
 
 
 def cell(reason: str | None) -> str:
-    """Format the reason of a failure as a table cell, with at most 100 characters."""
+    """Turn the reason of a failure into the text of a table cell, with at most 100 characters."""
     words = (reason or "").split()
     text = " ".join(words)
     text = text.replace("|", "\\|").replace("<", "&lt;")
@@ -161,7 +162,7 @@ def cell(reason: str | None) -> str:
 def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
     """Join a heading, a table and a list of notes into one text.
 
-    The style "pipe" is for a page in Markdown, and other styles are for a terminal.
+    With the style "pipe", the text is Markdown. With any other style, it is for a terminal.
     """
     title = title[0].upper() + title[1:]
     heading = f"## {title}" if style == "pipe" else title
@@ -182,7 +183,8 @@ def section(title: str, table: str, notes: Sequence[str], style: str) -> str:
 def summarized(result: Result) -> Result:
     """Return a result whose samples are replaced by their median, quartiles and number.
 
-    The median is the result's value. The quartiles and the number of samples are in `spread`.
+    For each metric, `values` gets the median, and `values["spread"]` gets the quartiles and the
+    number of samples.
     """
     if not result.samples:
         return result
@@ -219,13 +221,13 @@ def collect(
 ) -> Record:
     """Run a benchmark, save the record after each case, and print the table at the end.
 
-    Ctrl-C, or an error of a measuring process, ends the program. Even then, the results so far are
-    printed and saved.
+    Ctrl-C or an error in a process that measures ends the program. Even then, the results so far
+    are printed and saved.
 
     Args:
         record: The record to which results are added.
         path: The record's file. If it is `None`, no file is written.
-        found: A generator that runs one case at a time and yields the results of each.
+        found: A generator that runs one case at a time, and yields the results of each case.
         total: The number of cases.
         table: A function that renders the record for the terminal.
     """

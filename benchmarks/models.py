@@ -1,7 +1,7 @@
 """Build language models of published sizes, to plan their training.
 
-A command can name them: `python -m reproduce plan benchmarks.models:gpt2_xl`. The models'
-parameters are in bfloat16.
+The command `plan` takes the name of such a function, as in `python -m reproduce plan
+benchmarks.models:gpt2_xl`. The models' parameters are in bfloat16.
 """
 
 import torch
@@ -19,7 +19,7 @@ def gpt2() -> Example:
 
 
 def gpt2_long() -> Example:
-    """Return a model of the size of GPT-2 medium, and a sample of 16,384 tokens for it."""
+    """Return a model of the size of GPT-2 medium, and a sample of 16,384 tokens."""
     return tied(gpt(layers=24, width=1024, heads=16, tokens=16_384))
 
 

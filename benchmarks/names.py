@@ -1,4 +1,4 @@
-"""Check that pages name only what exists, and that the revisions of records are in git's history.
+"""Check that pages name only what exists, and that git has the revisions that records name.
 
     python -m benchmarks.names            # `make lint` runs this
 
@@ -70,7 +70,7 @@ class Code(NamedTuple):
 def main() -> int:
     """Print each file, option, revision and so on that a page names but that does not exist.
 
-    Return 1 if there are any, otherwise 0.
+    Return 1 if anything was printed, and otherwise 0.
     """
     sys.excepthook = fail
     revisions, found = recorded_revisions(ROOT)
@@ -90,7 +90,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
-    """Return the git revisions of all records, and messages about those that git does not have.
+    """Return the git revisions of all records, and messages about revisions that git lacks.
 
     Raises:
         Error: If this folder is no git clone, or if the clone lacks a part of the history.
@@ -113,7 +113,7 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Check a page; yield a line number and a message for each name of what does not exist.
+    """Check a page; yield a line number and a message for each name of something that is missing.
 
     Args:
         text: The text of the page.
@@ -172,7 +172,7 @@ def _module_exists(name: str) -> bool:
 
 
 def _resolves(name: str) -> bool:
-    """Return whether a dotted name is that of a module, or of something that a module defines."""
+    """Return whether a dotted name, such as `a.b`, names a module or what a module defines."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

@@ -41,8 +41,8 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
 
     Args:
         page: The page that contains the table.
-        name: The name of the record's file in `folder`, without its suffix. If the file does not
-            exist, the returned text says so.
+        name: The name of the record's file in `folder`, without the suffix `.json`. If the file
+            does not exist, the returned text says so.
         folder: The folder of the records.
 
     Raises:

@@ -3,10 +3,10 @@
 All schedules take turns in the same two processes. For a schedule that is compared with another
 schedule, the table has these columns:
 
-- `ratio` is the other schedule's time for a step, divided by this schedule's time, as the median
+- `ratio` is the other schedule's time for a step, divided by this schedule's time. It is the median
   over all rounds. If the ratio is above 1, this schedule is faster.
-- `replayed` is the ratio that a simulation predicts from the measured times of both schedules'
-  tasks.
+- `replayed` is the ratio that a simulation predicts. The simulation uses the measured times of the
+  tasks of both schedules.
 """
 
 import random
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(cases: Sequence[Case], rounds: int, seed: int) -> Found:
-    """Measure cases, and yield for each a list of results with one result for each schedule."""
+    """Measure cases, and yield for each case a list with one result for each schedule."""
     for case in cases:
         m, size = case
         samples: dict[str, list[float]] = {}
@@ -175,9 +175,9 @@ def _rank(k: int, link: Connection, folder: str, job: Job) -> None:
             way.step()
             dist.barrier()
             ended = time.perf_counter()
-            # The step above was timed as a whole. The times of its tasks are measured in a second
-            # step, because a stopwatch makes a step slower. The stopwatch is the pipeline's
-            # observer. PyTorch's schedules have no observer, so their tasks are not measured.
+            # The step above was timed as a whole. The times of tasks are measured in a second step,
+            # because a stopwatch makes a step slower. The stopwatch is an observer of the
+            # pipeline. PyTorch's schedules have no observer, so their tasks are not measured.
             stopwatch = Stopwatch({k: torch.device("cpu")})
             way.observed.observer = stopwatch
             way.step()

@@ -28,8 +28,8 @@ class Event(NamedTuple):
     def synchronize(self) -> None:
         """Make the host wait for the event.
 
-        Only a transfer between two ranks may still be going on. Other simulated work is done as
-        soon as it is submitted.
+        The host really waits only for a transfer between two ranks, which may still be going on.
+        All other simulated work is done as soon as it is submitted.
         """
         if self.work is not None:
             self.work.wait()
@@ -71,8 +71,8 @@ class Streams:
 
     Args:
         patch: The pytest fixture by which the library's streams are replaced until the test ends.
-        seconds: The seconds of a copy between two devices. A key has the indices of the devices,
-            the lower index first. A copy without a key takes no time.
+        seconds: Maps two devices to the seconds of a copy between them. A key has the indices of
+            the devices, the lower index first. Copies between devices without a key take no time.
     """
 
     patch: pytest.MonkeyPatch
@@ -168,7 +168,7 @@ class Streams:
     def wait(self, *streams: Stream) -> None:
         """Make the host wait for some streams.
 
-        Work that the host submits later, to any stream, starts after the work of these streams.
+        Whatever the host submits later, to any stream, starts after the work of these streams.
         """
         end = max(stream.clock for stream in streams)
         for stream in (*self.compute.values(), *self.others):

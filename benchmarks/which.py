@@ -66,7 +66,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """The shell command for this case's predictions, except that of several pipelines."""
+        """The shell command that prints this case's predictions, except for several pipelines."""
         return (
             f"python -m reproduce plan {MODULE}:{self.model} --hardware {self.hardware} "
             f"\\\n    --batch-size {self.batch_size} --optimizer {OPTIMIZER} --master-weights "
@@ -146,10 +146,10 @@ def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
     """Return the result of a case's training without a pipeline: data parallel, or FSDP.
 
     Args:
-        case: The case.
-        each: The plan's prediction for data parallel training, or that for FSDP.
-        room: How many bytes tensors may take on each device. If the prediction needs more, the
-            result says that the memory is too small.
+        case: The case (a model, a batch size and hardware).
+        each: The plan's prediction for data parallel training or for FSDP.
+        room: How many bytes tensors may take on each device. If they take more bytes by the
+            prediction, the result says that the memory is too small.
     """
     config = {
         "micro_batches": each.micro_batches,
@@ -163,9 +163,9 @@ def without_pipeline(case: Case, each: Alternative, room: float) -> Result:
 def several_pipelines(case: Case, planned: Plan) -> Result:
     """Return the result of several pipelines, which share the devices and the batch.
 
-    All possible numbers of pipelines are tried, and the fastest result is returned. After a step,
-    the pipelines sum up their gradients. For this sum, each device keeps memory free for a second
-    copy of its gradients.
+    All possible numbers of pipelines are tried, and the result with the highest speed is returned.
+    After a step, the pipelines sum up their gradients. For this sum, each device keeps memory free
+    for a second copy of its gradients.
     """
     layers = planned.predictor.counts.once
     gradients = sum([layer.parameters for layer in layers])
@@ -210,11 +210,11 @@ def of_pipelines(case: Case, pipelines: int, best: Candidate | None, planned: Pl
 
 
 def result(case: Case, way: str, config: Fields, seconds: float | None, allocated: float) -> Result:
-    """Make the record's result from a prediction of one way to train a case.
+    """Make a result for the record from the prediction for one way to train a case.
 
     Args:
-        case: The case.
-        way: One of `WAYS`.
+        case: The case (a model, a batch size and hardware).
+        way: The way to train, which is one of `WAYS`.
         config: The settings of the training, such as the number of micro-batches.
         seconds: The seconds of a step, or `None` if the memory of the devices is too small.
         allocated: The bytes of the fullest device.
@@ -312,8 +312,8 @@ def recomputed(result: Result) -> bool:
 def setup_of(result: Result) -> list[str]:
     """Return table cells that say how a case is trained.
 
-    They have the memory in GiB, the micro-batches, whether activations are recomputed, the number
-    of pipelines, and the balance.
+    The cells have the memory in GiB, the micro-batches, whether activations are recomputed, the
+    number of pipelines, and the balance.
     """
     config = result.config
     (allocated,) = result.values["allocated"]

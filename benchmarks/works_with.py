@@ -1,8 +1,8 @@
 """Render the tables of docs/works-with.md.
 
-The tables say which PyTorch tools work with a pipeline, and which checks of training pass. What
-they say about tools comes from the rows of this library's tests (`TOOLS`). What they say about
-checks comes from the record that `benchmarks.conformance` writes.
+The tables say which PyTorch tools work with a pipeline, and which checks of training pass. The
+table of tools is made from `TOOLS`, a list of rows (cases) of this library's tests. The tables of
+checks are made from the record that `benchmarks.conformance` writes.
 """
 
 from benchmarks import conformance

@@ -1,10 +1,10 @@
-"""Train several replicas of a pipeline; comments show what a script for DDP has in its place.
+"""Train several replicas of a pipeline; comments show the lines of a script for DDP.
 
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/data_parallel.py state
 
 Each replica is a pipeline over two ranks, so four ranks train two replicas. A comment that begins
-with "Before:" quotes a script for `DistributedDataParallel` (DDP): the lines below the comment
-replace what it quotes. Each rank has only some of the layers. So all ranks together save one
+with "Before:" quotes a script for `DistributedDataParallel` (DDP). The lines below the comment
+replace the quoted lines. Each rank has only some of the layers. So all ranks together save one
 checkpoint, in the folder `state`.
 """
 

@@ -6,7 +6,7 @@
 The script has a data loader, autocast to bfloat16, accumulated gradients, gradient clipping, a
 cosine schedule of the learning rate, and the pipeline schedule 1F1B. After each epoch, it saves the
 state of the training in the folder `states`. If the script is started again, it continues from the
-last saved epoch. The number of ranks can differ from that of the first start.
+last saved epoch, even with another number of ranks.
 """
 
 import os
@@ -35,7 +35,7 @@ def loss_of(scores: Tensor, next_tokens: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), next_tokens.flatten()) / ACCUMULATE
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2

@@ -1,4 +1,4 @@
-"""A small GPT whose embedding and head have one weight, for `gpt.py` and `lora.py`."""
+"""A small GPT whose embedding and head share their weight, for `gpt.py` and `lora.py`."""
 
 import torch
 from torch import Tensor, nn

@@ -6,10 +6,11 @@
 
 Without a pipeline, the loss is `module(**inputs, labels=labels).loss`. With a pipeline, a criterion
 (`loss_of`) computes the loss of each micro-batch, by the model's own loss function. This loss is a
-mean over all labels except those of padding, and their number differs between micro-batches. So the
+mean over all labels that are not padding. Their number differs between micro-batches. So the
 argument `weight` of `step` is a function that counts these labels. The model has random weights; to
 load trained weights, call `from_pretrained`. Llama does not need the `attention_mask`, because the
-padding is on the right. The guide's section "Attention without a mask" says how to leave it out.
+padding is on the right. The section "Attention without a mask" of the guide (docs/guide.md) says
+how to leave the mask out.
 """
 
 import os
@@ -30,7 +31,7 @@ LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings
 
 
 def padded(sentences: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the model's arguments for a mini-batch, and its labels, which are -100 for padding."""
+    """Return a mini-batch: the model's arguments, and the labels, which are -100 for padding."""
     tokens = pad_sequence(sentences, batch_first=True)
     labels = pad_sequence(sentences, batch_first=True, padding_value=-100)
     return {"input_ids": tokens, "attention_mask": (labels != -100).long()}, labels
@@ -44,7 +45,7 @@ def count(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != -100).sum()  # the model predicts every token but the first
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2

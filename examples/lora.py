@@ -3,9 +3,10 @@
     python examples/lora.py adapters
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/lora.py adapters
 
-The weights of the GPT are frozen. Each rank saves only the adapters of its layers, in `adapters-0`,
-`adapters-1` and so on. To use them, call `add_adapters(module)` for a GPT without a pipeline. Then
-load each file: `module.load_state_dict(torch.load(file), strict=False)`.
+The weights of the GPT are frozen. Each rank saves only the adapters of its own layers, in the files
+`adapters-0`, `adapters-1` and so on. To use the adapters in a GPT without a pipeline, call
+`add_adapters(module)`, and load each file by `module.load_state_dict(torch.load(file),
+strict=False)`.
 """
 
 import os
@@ -48,7 +49,7 @@ def loss_of(scores: Tensor, next_tokens: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), next_tokens.flatten())
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 if ranks:
     dist.init_process_group("gloo")
 n = dist.get_world_size() if ranks else 2

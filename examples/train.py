@@ -1,17 +1,18 @@
 """Train a model as a pipeline.
 
-The same script runs in one process with a thread for each partition, or in several processes under
-torchrun:
+The script runs either in one process, with a thread for each partition, or in several processes
+under torchrun:
 
     python examples/train.py resnet18 --partitions 2
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/train.py resnet18
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/train.py amoebanetd
 
-The script prints the loss of each step. The losses are the same in both cases. Only the last digits
-of convolutions can differ from one start of Python to the next. The data are random.
+The script prints the loss of each step. The losses are the same with threads and under torchrun.
+Only the last digits of convolutions can differ from one start of Python to the next. The data are
+random.
 
-With --save, the script continues from the newest state in a folder. So torchrun can restart it
-after a failure:
+With --save, the script saves its state in a folder, and continues from the newest state there. So
+torchrun can restart the script after a failure:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --local-addr 127.0.0.1 \\
         --nproc-per-node 4 --max-restarts 3 \\
@@ -61,7 +62,7 @@ def balanced(module: Sequential, sample: Tensor, n: int, batch: int, chunks: int
     """Plan a balance for n devices, and return it.
 
     The plan uses a hardware description and measures no time. So all ranks find the same balance,
-    also when the script is restarted after a failure.
+    even if the script is restarted after a failure.
     """
     found = plan(module, sample, batch_size=batch, devices=n, hardware="h100x8", chunks=chunks)
     best = found.by_devices[n].best
@@ -97,7 +98,7 @@ def main() -> None:
             dist.init_process_group("gloo")
     n = dist.get_world_size() if ranks else options.partitions
 
-    torch.set_num_threads(1)  # as torchrun does; the number of threads can change the last digits
+    torch.set_num_threads(1)  # as under torchrun; more threads can change the last digits
     torch.manual_seed(0)  # every rank builds the same model, and keeps its own partition
     module, sample = built(options.model)
     balance = balanced(module, sample, n, options.batch, options.chunks)

@@ -3,10 +3,9 @@
     python examples/unet.py
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 examples/unet.py
 
-The forward of the U-Net is written as without a pipeline. The function `pipeline` finds the layers
-and the skips, and plans which device has which layers. Here each device may use only 4 MiB, so that
-the model needs both devices.
-A skip is sent directly to the device that uses it.
+The forward of the U-Net is written as for a single device. The function `pipeline` finds the layers
+and the skips, and plans which layers each device has. Here each device may use only 4 MiB, so that
+the model needs both devices. A skip is sent directly to the device that uses it.
 """
 
 import os
@@ -27,7 +26,7 @@ def convolutions(inputs: int, outputs: int) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Say for each pixel of an image to which of two classes it belongs."""
+    """A model that says, for each pixel of an image, to which of two classes the pixel belongs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-ranks = "RANK" in os.environ  # torchrun sets it
+ranks = "RANK" in os.environ  # torchrun sets RANK
 torch.manual_seed(0)  # All ranks make the same model. Then each keeps only its own layers.
 module = UNet()
 images = torch.rand(16, 1, 32, 32)

@@ -1,8 +1,8 @@
 """Show how to use the tools of docs/works-with.md with a pipeline.
 
-Each function takes mini-batches and a model, which is a pipeline or any other module. Tests run
-each function with a pipeline and with the same layers without a pipeline, and compare the results
-and the models.
+Each function takes a model and mini-batches. The model is a pipeline or any other module. Tests run
+each function twice: with a pipeline, and with the same layers without a pipeline. They compare the
+results of both runs, and the models.
 """
 
 import functools
@@ -130,7 +130,7 @@ def other_parameters(model: Module, batches: Batches) -> list[Any]:
 def checkpoint_files(model: Module, other: Module, batches: Batches) -> None:
     """Train `model` for a step, save its state, load it into `other`, and train `other` for a step.
 
-    If both are pipelines, their balances can differ.
+    If both models are pipelines, they can have different balances.
     """
     optimizer, other_optimizer = Adam(model.parameters()), Adam(other.parameters())
     first, second, *_ = batches

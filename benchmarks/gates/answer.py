@@ -11,16 +11,17 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
     """Print what a gate (a program that checks speed) has found.
 
     If something has become worse, this function raises an error whose message says what. The
-    program prints this message. So in the format "text", this function itself prints nothing then.
+    program prints this message. So if the format is "text", this function prints nothing before it
+    raises the error.
 
     Args:
         style: The format: "text", "markdown", "csv" or "json".
         numbers: The numbers for CSV and JSON.
-        said: Lines that say what the gate has found, if nothing has become worse.
+        said: Lines that say what the gate has found. They are used if nothing has become worse.
         lost: Lines that say what has become worse.
 
     Raises:
-        Worse: `lost` has lines.
+        Worse: If `lost` has lines.
     """
     lines = lost or said
     if not lost or style != "text":
@@ -32,9 +33,9 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
 
 
 def called(lost: bool) -> str:
-    """Return the verdict about a version's number, such as its number of waits.
+    """Return the verdict on one measured value, such as how often threads wait in a step.
 
-    This is "worse" if `lost` is true, and otherwise "~" (not worse), as in the tables of the
-    command `regression`.
+    The verdict is "worse" if `lost` is true. Otherwise it is "~", which means "not worse". The
+    tables of the command `regression` have the same verdicts.
     """
     return "worse" if lost else "~"

@@ -1,6 +1,7 @@
 """Count the operations that pipelines of several configurations add in a training step.
 
-Counted are operators, nodes of autograd graphs, and calls that may wait for a thread or that poll.
+The operations are operators, nodes of autograd graphs, calls that may wait for a thread, and calls
+that poll.
 """
 
 from collections import Counter
@@ -109,13 +110,14 @@ class Counts(NamedTuple):
     `operators` and `nodes` are differences: the counts of the pipeline minus the counts of a loop
     that runs the same layers on each micro-batch. Like the pipeline, the loop runs two forwards of
     a checkpointed micro-batch. So operators inside layers, which differ between PyTorch versions,
-    cancel out. Before the step, each `.grad` is None. The counts of several ranks are summed up.
+    cancel out. Each `.grad` is None before the step. If the pipeline has ranks, their counts are
+    summed up.
 
     Attributes:
         operators: Maps the name of an operator to the number of its calls.
         nodes: The number of nodes of autograd graphs.
         waits: The number of calls that may wait for another thread.
-        idles: The number of sleeps, readings of a clock, and looks into a queue.
+        idles: The number of calls that sleep, read a clock, or look whether a queue has an item.
     """
 
     operators: Counter[str]
@@ -151,10 +153,10 @@ def counted() -> Iterator[tuple[str, Counts]]:
 def count(asked: Configuration, ranks: Ranks | None = None) -> Counts:
     """Count the operations that a pipeline adds in a training step. See `Counts`.
 
-    Several steps run, but only the last one is counted, because the first one starts threads.
+    Several steps run, but only the last step is counted, because the first step starts threads.
 
     Args:
-        asked: The configuration.
+        asked: The configuration of the step.
         ranks: The processes that run the step, if the configuration has ranks.
     """
     if asked.engine == RANKS:

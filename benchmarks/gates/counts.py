@@ -4,10 +4,11 @@
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
 
 Unlike times, counts are the same in each run. `benchmarks.gates.counted` says what is counted, and
-`benchmarks.gates.tally` says how. A lower count also has to be written to the file. Otherwise,
-nobody would notice if the count later rose to its old value.
+`benchmarks.gates.tally` says how. A count that has become lower also has to be written to the file.
+Otherwise, nobody would notice if the count later rose to its old value.
 
-The program also compares the orders in which devices run their tasks with the file `orders.json`.
+The file `orders.json` has the order in which each device runs its tasks. The program compares this
+order, too.
 """
 
 import json
@@ -40,13 +41,13 @@ Orders = Mapping[str, list[str]]
 
 
 def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:
-    """Return a line for each number of operations that differs from that in the committed file.
+    """Return a line of text for each count that differs from the count in the committed file.
 
     A configuration that is missing in `file` or in `counted` also gets a line.
 
     Args:
-        file: Maps the name of a configuration to the numbers in the file.
-        counted: Maps the name of a configuration to the numbers that were counted now.
+        file: Maps the name of a configuration to its counts in the file.
+        counted: Maps the name of a configuration to what was counted in this run.
     """
     lines = _missing(COUNTS, file, counted)
     for name, counts in counted.items():
@@ -64,10 +65,10 @@ def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> 
 
 
 def other_orders(file: Orders, noted: Orders) -> list[str]:
-    """Return a line of text for each device whose order of tasks differs from that in the file.
+    """Return a line of text for each device whose order of tasks differs from the committed order.
 
-    The line says from which task on the order differs. A configuration that is missing in `file` or
-    in `noted` (the orders of this run) also gets a line.
+    The line says from which task on the order differs. A configuration that is missing in `file`
+    (the committed orders) or in `noted` (the orders of this run) also gets a line.
     """
     lines = _missing(ORDERS, file, noted)
     for name in noted.keys() & file.keys():
@@ -98,9 +99,9 @@ def _listed(operators: Mapping[str, int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count the operations of all configurations, and compare the counts with those in the files.
+    """Count the operations of all configurations, note the orders of tasks, compare with the files.
 
-    With the option --update, write the counts into the files.
+    With the option --update, write the counts and the orders into the files.
     """
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
@@ -134,7 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
     """Yield an entry for each count in `counted`, for output in CSV and JSON.
 
-    The entry's verdict is "worse" if the committed count in `file` differs, or is missing.
+    The entry's verdict is "worse" if the count differs from the committed count in `file`, or if
+    `file` does not have the configuration.
     """
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
@@ -145,10 +147,10 @@ def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Ite
 
 
 def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
-    """Yield an entry with the order of tasks of each configuration, for output in CSV and JSON.
+    """Yield an entry for each configuration, with the order of its tasks, for CSV and JSON.
 
-    The order is a list with a text such as "0a 1a B0a B1a" for each device. The verdict is "worse"
-    if the committed order in `file` differs.
+    The order is a list that has, for each device, a text such as "0a 1a B0a B1a". The entry's
+    verdict is "worse" if the order differs from the committed order in `file`.
     """
     for name, now in noted.items():
         about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
@@ -158,8 +160,8 @@ def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:
     """Return two dictionaries, whose keys are the names of configurations.
 
-    The first has the operations that each pipeline adds in a training step. The second has, for
-    each pipeline, the order in which its devices run their tasks, with one text for each device.
+    The first dictionary has the operations that the configuration's pipeline adds in a training
+    step. The second dictionary has a list with a text for each device: the order of its tasks.
     """
     import torch
 

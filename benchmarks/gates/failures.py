@@ -1,7 +1,7 @@
-"""End a gate with one line and exit code 2 if the pipeline that it checks does not run.
+"""End a gate with one line and exit code 2 if the pipeline that the gate checks does not run.
 
-A gate is a program that judges a version of the library. It imports the library within
-`in_one_line`. So a syntax error in the library, too, ends the gate with one line.
+A gate is a program that judges a version of the library. The gate imports the library in the `with`
+block of `in_one_line`. So even a syntax error in the library ends the gate with one line.
 """
 
 import multiprocessing
@@ -23,10 +23,11 @@ programs use the cores.
 def in_one_line(gate: str, patience: float = PATIENCE) -> Iterator[None]:
     """Turn an exception in the `with` block into an `Error` whose message is a single line.
 
-    If the block hangs, print such a line and end the program.
+    If the block hangs, print a line that says so, and end the program.
 
     Args:
-        gate: The name of the gate (the program that judges the library). The line begins with it.
+        gate: The name of the gate (the program that judges the library). The line begins with this
+            name.
         patience: The seconds after which the block counts as hanging.
 
     Raises:

@@ -1,14 +1,14 @@
 """Measure the overhead of pipelines, compared with a plain loop or with another torchgpipe version.
 
 A plain loop runs the same layers on one micro-batch after another, without a pipeline.
-docs/measured.md has the commands. The table has two times, of `model(x)` and of `loss.backward()`,
-in microseconds per task: the median over all steps, divided by the number of tasks (n partitions
-times m micro-batches). The time of the layers is included.
+docs/measured.md has the commands. The table has two times: that of `model(x)`, and that of
+`loss.backward()`. Each is the median over all steps, divided by the number of tasks (n partitions
+times m micro-batches), in microseconds per task. The time of the layers is included.
 
-For each engine, the table also has a ratio: the engine's total time, divided by that of the plain
-loop. If another version is given, the divisor is the total time of the same engine in that version.
-(If that version has only one engine, the divisor is the total time of that engine.) On CUDA, all
-partitions are on one GPU.
+For each engine, the table also has a ratio: the engine's total time, divided by the total time of
+the plain loop. If the option `--base` names another version, the divisor is the total time of the
+same engine in the other version. (If the other version has only one engine, the divisor is the
+total time of this engine.) On CUDA, all partitions are on one GPU.
 """
 
 import runpy
@@ -47,7 +47,7 @@ Turns = Sequence[Sequence[Sequence[float]]]
 
 
 class Side(NamedTuple):
-    """A version of torchgpipe to measure: its folder and its version number."""
+    """A version of torchgpipe to measure: its folder, and the text that names the version."""
 
     folder: Path
     version: str
@@ -223,10 +223,10 @@ def table(record: Record, style: str = "simple") -> str:
 
 
 def _titles(record: Record) -> dict[str, str]:
-    """Return the titles of columns: a dictionary whose keys are names such as "plain".
+    """Return a dictionary from the names of columns, such as "plain", to their titles.
 
-    It has titles for the plain loop and for the other torchgpipe version. The title of any other
-    column of times is the name of an engine.
+    The dictionary has titles for the plain loop and for the other torchgpipe version. A column that
+    is not in the dictionary has the name of an engine as its title.
     """
     name = ""
     for result in record.results:

@@ -56,7 +56,7 @@ MODES = ("never", "except_last", "always")
 
 
 class Way(NamedTuple):
-    """The options of one measurement: a model and how it runs.
+    """The options of one measurement: a model, and how the model runs.
 
     Attributes:
         model: A key of `MODELS`.
@@ -109,7 +109,8 @@ def plain_loop(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that runs the layers on each micro-batch, without a pipeline.
 
-    For the first `checkpointed` micro-batches, each partition runs in `torch.utils.checkpoint`.
+    With each of the first `checkpointed` micro-batches, the function runs every partition by
+    `torch.utils.checkpoint`.
     """
     bounds = accumulate(balance, initial=0)
     partitions = [layers[begin:end] for begin, end in pairwise(bounds)]

@@ -7,11 +7,13 @@
    tasks one after another, some of them cannot begin during the wait, and the wait fails.
 3. After a failed wait, the program prints the waiting task and a task that did not begin.
 
-A waiting task looks into a shared store again and again. It gives up after a number of looks, not
-after a number of seconds. Then the training step is run again with many more looks. So a busy
-machine makes this program slower, but does not change its result.
+A waiting task looks again and again into a shared store, where each task notes that it has begun.
+The waiting task gives up after a number of looks, not after a number of seconds. Then the training
+step is run again with many more looks. So a busy machine makes this program slower, but does not
+change its result.
 
-On simulated devices no task waits. There, the clocks of the streams say when tasks begin and end.
+On simulated devices, no task waits, because the clocks of simulated streams say when tasks begin
+and end.
 
 `benchmarks.gates.scenes` has the training steps, and `benchmarks.gates.overlap` runs them.
 """

@@ -24,7 +24,7 @@ _LETTER = dict(zip(LETTERS.values(), LETTERS, strict=True))
 
 
 def orders() -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each configuration, and a list with each device's order of tasks."""
+    """Yield the name of each configuration, and a list with a text for each device's tasks."""
     for (engine, schedule), mode in product(NOTED, MODES):
         yield f"{schedule} {mode} {engine}", order(engine, schedule, mode)
 
@@ -33,8 +33,8 @@ def order(engine: str, schedule: str, mode: Mode) -> list[str]:
     """Return for each device the order of its tasks in a training step, such as `0a 1a R0a B0a`.
 
     In this text, `0a` is the forward of micro-batch 0 on stage a, `R0a` is its recomputation, and
-    `B0a` is its backward. `torchgpipe.schedules.texts` explains all such texts. Unlike there, each
-    task has the letter of its stage, even if each device has a single stage.
+    `B0a` is its backward. `torchgpipe.schedules.texts` explains these texts. But here each task has
+    the letter of its stage, even if each device has a single stage.
     """
     placement = make(schedule, N, M).placement
     tasks: list[list[str]] = [[] for _ in range(N)]

@@ -45,7 +45,7 @@ Run = Callable[[Scene, int], str | None]
 class Board:
     """A store that threads or processes share, and in which each task notes that it has begun.
 
-    A task uses the store to wait for the tasks that overlap with it.
+    A task uses the store to wait until the tasks that should overlap with it have begun.
     """
 
     def __init__(self, scene: Scene, looks: int) -> None:
@@ -55,7 +55,7 @@ class Board:
         self.store: Any = None
 
     def begins(self, task: Task) -> AbstractContextManager[object]:
-        """Note that a task has begun, and wait until all tasks that overlap with it have begun.
+        """Note that a task has begun; wait until all tasks that should overlap with it have begun.
 
         The task gives up after `self.looks` looks into the store, or if another task gave up.
         """
@@ -114,8 +114,8 @@ def on_devices(scene: Scene, looks: int = 0) -> str | None:
     """Check on simulated devices that tasks and copies of a scene (a training step) overlap.
 
     The step runs with the graph engine, the engine of `GPipe` for GPUs. A copy takes one unit of
-    time, like most tasks. Return a one-line message if two of them do not overlap, otherwise
-    `None`.
+    time, like most tasks. Return a one-line message about two tasks or copies that should overlap
+    but do not, or `None`.
     """
     found = _times_on_devices(scene)
     expected = spans(scene, 1.0)
@@ -159,7 +159,7 @@ def _times_on_devices(scene: Scene) -> Times:
 
 
 class Met(NamedTuple):
-    """Whether tasks overlapped when all scenes (training steps) were run on one engine.
+    """The result of one engine: whether tasks overlapped in all scenes (training steps).
 
     Attributes:
         engine: The name of the engine.

@@ -26,9 +26,9 @@ class Scene(NamedTuple):
 
     Attributes:
         mode: The checkpoint mode.
-        ahead: Whether the first forward and the first backward of each stage take two units of time
-            in the simulation of the schedule, and all other actions take one. Then each stage sends
-            results while the receiving stage is still busy.
+        ahead: Whether, in the simulation of the schedule, the first forward and the first backward
+            of each stage take two units of time, and all other actions take one unit. Then each
+            stage sends results while the receiving stage is still busy.
         grad: Whether the step has a backward.
         schedule: The name of the schedule.
     """
@@ -66,9 +66,9 @@ ON_RANKS = [scene for scene in STEPS if scene.schedule != "Interleaved1F1B"]
 def spans(scene: Scene, copy: float = 0.0) -> Times:
     """Simulate a step, and return when each action begins and ends.
 
-    `copy` is the time of a copy between two stages. With zero, as for threads and ranks, the buffer
-    between two stages has room for one activation or gradient. With another time, as on simulated
-    devices, the buffer has no limit, and it is also returned when each copy begins and ends.
+    `copy` is the time of a copy between two stages. If it is zero, as for threads and ranks, the
+    buffer between two stages has room for one activation or gradient. Otherwise, as on simulated
+    devices, the buffer has no limit, and the result also says when each copy begins and ends.
     """
     schedule = make(scene.schedule, N, M, checkpoint=scene.mode)
     sent: set[Action] = set()
@@ -93,7 +93,8 @@ def spans(scene: Scene, copy: float = 0.0) -> Times:
 def mates(times: Times) -> dict[str, list[str]]:
     """Return which actions and copies of a simulated step overlap.
 
-    The result maps the name of each action or copy to the names of those that begin while it runs.
+    The result maps the name of each action or copy to a list of names: those of all other actions
+    and copies that begin while it runs.
     """
     found: dict[str, list[str]] = {}
     for work, (start, end) in times.items():

@@ -10,13 +10,14 @@
 The number of these calls is the same in each run. (Reads from a queue that wait for an item are not
 counted, because their number varies from run to run.)
 
-Counted are calls in the current thread, and in all threads that it starts while the tally runs.
-Calls of a queue (`SimpleQueue`), lock or event are counted if one of the library's modules created
-the object while the tally ran. Locks that are global variables of these modules are included, too.
+The calls are those of the current thread, and of all threads that it starts while the tally runs.
+Calls of a queue (`SimpleQueue`), a lock or an event are counted if one of the library's modules
+created this object while the tally ran. Calls of locks that are global variables of these modules
+are counted, too.
 
 Each rank has a thread that tells the other ranks now and then that the rank is alive. This thread
-waits and reads a clock, and how often varies from run to run. So in a rank, only the waits of the
-thread that runs the tasks are counted, and readings of a clock are not.
+waits and reads a clock, and how often it does so varies from run to run. So in a rank, only the
+waits of the thread that runs the tasks are counted, and readings of a clock are not.
 """
 
 import sys
@@ -40,15 +41,15 @@ Patch = tuple[Any, str, Any]
 
 
 class Tally:
-    """What all `threads` have done since the last call of `clear`.
+    """The calls that all threads in `threads` have made since the last call of `clear`.
 
-    There are four lists: operators of PyTorch, nodes of autograd graphs, waits (calls that may wait
-    for another thread) and idles (calls that sleep, read a clock or poll). They are lists and not
-    numbers, because threads can append to a list without a lock.
+    The calls are kept in four lists: operators of PyTorch, nodes of autograd graphs, waits (calls
+    that may wait for another thread) and idles (calls that sleep, read a clock or poll). They are
+    lists and not numbers, because threads can append to a list without a lock.
 
     Args:
-        alone: Whether to leave out waits of other threads than the current one, and all reads of a
-            clock. This is meant for ranks, whose heartbeat thread waits and reads a clock.
+        alone: Whether to count only the waits of the current thread, and no reads of a clock. This
+            is meant for ranks, whose heartbeat thread waits and reads a clock.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -129,8 +130,8 @@ def _starts(tally: Tally) -> Iterator[Patch]:
 def _clocks(tally: Tally) -> Iterator[Patch]:
     """Yield the patches that count calls of the functions of the module `time`.
 
-    In a rank (`tally.alone`), only sleeps are counted. Reads of a clock are not, because a rank's
-    heartbeat thread also reads a clock, and how often varies from run to run.
+    In a rank (`tally.alone`), only sleeps are counted. Reads of a clock are not counted, because a
+    rank's heartbeat thread also reads a clock, and how often it does so varies from run to run.
     """
     names = ["sleep"] if tally.alone else ["sleep", "time", "monotonic", "perf_counter"]
     for name in names:
@@ -199,7 +200,7 @@ def _reachable(roots: Sequence[Any]) -> set[Node]:
 class _Noted:
     """A stand-in for a queue, lock or event, which counts each call that may wait or that polls.
 
-    It then makes the same call on the real object, `other`.
+    After the stand-in has counted a call, it makes the same call on the real object, `other`.
     """
 
     def __init__(self, other: Any, tally: Tally) -> None:

@@ -3,9 +3,9 @@
 The partition takes zeros in place of the activations and gradients that other partitions would
 send, and what it sends to them is dropped. Everything else is as in a rank of a pipeline: the order
 of tasks, the tensors that are kept between forward and backward, the skips that wait for a later
-partition, and the optimizer's step. So the device needs about as much memory as it would in the
-whole pipeline. The only difference is one activation or gradient: in a whole pipeline, it can
-arrive, and take memory, before its task begins.
+partition, and the optimizer's step. So the device needs about as much memory as in the whole
+pipeline. The only difference is that in a whole pipeline, one activation or gradient can arrive,
+and take memory, before its task begins.
 
 The shapes of the zeros come from a forward of all partitions on device `meta`, where tensors have
 no data.
@@ -40,15 +40,15 @@ META = torch.device("meta")
 class Neighbours(Links):
     """Stand-ins for the other partitions: they send zeros, and drop what is sent to them.
 
-    Skips are kept for a while, because they take memory in a real pipeline. In GPipe's schedule,
-    partition p begins each micro-batch p - s tasks later than partition s. So a skip from s to p
-    waits on the device of s for p - s tasks. In backward, partition p comes first, and the skip's
-    gradient waits on the device of s for as many tasks.
+    A skip or its gradient is kept for a while, because it takes memory in a real pipeline. In
+    GPipe's schedule, partition p begins each micro-batch p - s tasks later than partition s. So a
+    skip from s to p waits on the device of s for p - s tasks. In backward, partition p comes first,
+    and the gradient of the skip also waits on the device of s for p - s tasks.
 
     Args:
         device: The device of the partition.
-        outputs: For each partition, tensors of the shapes of its output for one micro-batch.
-        skips: For each skip between two partitions, tensors of the shapes of the skip.
+        outputs: For each partition, tensors with the shapes of its output for one micro-batch.
+        skips: For each skip between two partitions, tensors with the shapes of the skip.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Recorder(Neighbours):
 
 
 class _AloneBatch(Batch):
-    """A mini-batch of which this process runs only one partition."""
+    """A mini-batch that runs through only one partition in this process."""
 
     def __init__(self, engine: WorkersEngine, m: int, mode: Mode, links: Links) -> None:
         super().__init__(engine, m, mode, None)
@@ -262,7 +262,7 @@ class Alone:
             update(self._optimizer)
 
     def _forward(self) -> tuple[Batch, list[TensorOrTensors]]:
-        """Run all forwards; return the mini-batch, and outputs if this is the last partition."""
+        """Run all forwards; return the mini-batch and, of the last partition, the outputs."""
         row = self._row
         m = row.micro_batches or 1
         batch = _AloneBatch(self._engine, m, row.checkpoint or "never", self._links)
@@ -270,6 +270,6 @@ class Alone:
 
 
 def _fill(k: int, layer: nn.Module) -> None:
-    """Fill a layer's parameters and buffers with zeros: memory does not depend on values."""
+    """Fill a layer's parameters and buffers with zeros, because values do not change the memory."""
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.zero_()

@@ -1,7 +1,7 @@
 """Measure how much faster a step becomes with compiled layers, and with CUDA graphs.
 
-The steps are limited by the time in which Python launches kernels one by one. With compiled layers
-or CUDA graphs, Python launches fewer kernels.
+The time of these steps is limited by how fast Python launches kernels one by one. With compiled
+layers or CUDA graphs, Python launches fewer kernels.
 """
 
 import time
@@ -53,7 +53,7 @@ class Graphed(nn.Module):
 
     Args:
         layers: The layers of the partition.
-        value: An input. All later inputs must have the same shapes.
+        value: An input of the partition. All later inputs must have the same shapes.
     """
 
     def __init__(self, layers: nn.Sequential, value: Value) -> None:
@@ -152,7 +152,7 @@ def _with_graphs(device: torch.device) -> Fields:
 def _with_compiled(build: Build, device: torch.device, backend: Any, context: Context) -> Fields:
     """Measure a model without checkpointing, first with uncompiled and then with compiled layers.
 
-    If time runs out, the remaining layers stay uncompiled.
+    Layers are compiled one by one. If time runs out, the remaining layers stay uncompiled.
     """
     with torch.device(device):
         layers, x = build()
@@ -186,11 +186,12 @@ def _with_compiled(build: Build, device: torch.device, backend: Any, context: Co
 
 
 def _measured(layers: nn.Sequential, x: Tensor, balance: list[int], checkpoint: str) -> Fields:
-    """Return the seconds that the host takes to issue a step, and those until the device is done.
+    """Return the seconds until the host has issued a step, and until the device has finished it.
 
-    The host's time is measured twice: without and with pauses. Without pauses, the host may have to
-    wait because the queue of kernel launches is full. Pauses prevent that, but take some time
-    themselves. So both times can be too high, and the smaller time is returned.
+    The host's time is measured twice: without pauses, and with pauses in which the host waits for
+    the device. Without pauses, the host may have to wait because the queue of kernel launches is
+    full. Pauses prevent this, but take some time themselves. So both times can be too high, and the
+    smaller time is returned.
     """
     options: Any = {"checkpoint": checkpoint, "engine": "graph"}
     model = GPipe(layers, balance, devices=[x.device] * PARTITIONS, chunks=CHUNKS, **options)

@@ -20,7 +20,7 @@ class Counting:
     The plugin writes the counts to a file after each test that has passed or failed.
 
     Attributes:
-        context: The part's context, to which the counts are written.
+        context: The context of the measurement, whose `write` writes the counts to the file.
         session: The session of pytest, which has the collected tests.
         counts: The numbers of tests that passed, failed and were skipped.
         failed: The names of the tests that failed.
@@ -49,13 +49,13 @@ class Counting:
             self.session.shouldstop = "no time is left"
 
     def result(self) -> Fields:
-        """Return the number of tests, how many passed, failed or were skipped, and which failed."""
+        """Return how many tests were collected, passed, failed or skipped, and which failed."""
         collected = len(self.session.items)
         return {"collected": collected, **self.counts, "failed tests": self.failed}
 
 
 def run(context: Context) -> Fields:
-    """Run the tests in this process; what they print goes to the log of this part."""
+    """Run the tests in this process; what they print goes to the log of this part (measurement)."""
     import pytest
 
     counting = Counting(context)

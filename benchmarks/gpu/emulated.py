@@ -7,7 +7,8 @@ the measured times of the tasks, as if each partition were on a GPU of its own:
 1. Each GPU has a thread of its own that launches its kernels, as in a pipeline of ranks.
 2. One thread launches the kernels of all GPUs.
 
-If the second simulation is slower, kernel launches would limit this row's speed in one process.
+If the second simulation is slower, kernel launches would limit the row's speed if one process ran
+all GPUs.
 """
 
 from benchmarks.gpu.experiments import (
@@ -71,12 +72,13 @@ def run(context: Context) -> Fields:
 
 
 def _add_predictions(rows: Fields, record: Record) -> None:
-    """Predict the rows' speeds on nodes with this kind of GPU, if the library describes it.
+    """Predict the speeds of rows on nodes with this machine's kind of GPU, if it is described.
 
     Descriptions of hardware, such as `h100x8`, are files of `torchgpipe.plan`.
 
     Args:
-        rows: The summary of an experiment's rows, to which predictions are added.
+        rows: The summary of an experiment's rows (configurations), to which this function adds the
+            predictions.
         record: The record of the experiment.
     """
     assert record.run is not None

@@ -38,7 +38,7 @@ def run_experiment(
         seconds: The seconds after which the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record or, if the run has written no record, a text that says how the run ended.
+        The record. If the run has written no record, a text that says how the run ended.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def run_experiment(
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> None:
-    """Wait until an interrupted run has written its record; kill it if that takes too long."""
+    """Wait until an interrupted run has ended; kill the run if it has not ended after `ENDING`."""
     try:
         process.wait(ENDING)
     except subprocess.TimeoutExpired:
@@ -71,11 +71,11 @@ def about_failures(result: Fields) -> list[str]:
 
 
 def summary(record: Record, *, emulated: bool) -> Fields:
-    """Return the speed of each row of a record in samples/s, or the reason why there is none.
+    """Return the samples/s of each row (configuration), or the reason why it has no speed.
 
     Args:
         record: The record of one experiment.
-        emulated: Whether to take the emulated rows. Otherwise, the measured rows are taken.
+        emulated: If true, the emulated rows of the record are taken. If false, the measured rows.
     """
     rows: Fields = {}
     for result in record.results:
@@ -98,7 +98,7 @@ def _of_row(result: Result) -> Fields:
 
 
 def _published(result: Result) -> float | None:
-    """Return the published speed (samples/s) of the row that a result reproduces, or `None`."""
+    """Return the published samples/s of the configuration that a result reproduces, or `None`."""
     table = EXPERIMENTS[result.experiment].table
     if table is None or result.published is None:
         return None
@@ -109,7 +109,8 @@ def _published(result: Result) -> float | None:
 def about_rows(rows: Fields) -> str:
     """Return a text about an experiment: how many of its rows have a speed, and one of the speeds.
 
-    This speed is that of the last row that repeats a published row, which has the most devices.
+    It is the speed of the last row (configuration) that repeats a published row. The last row has
+    the most devices.
     """
     timed = {name: row for name, row in rows.items() if "speed" in row}
     said = [f"{len(timed)} of {len(rows)} rows"]

@@ -2,10 +2,10 @@
 
 `benchmarks.gpu.machinery` runs this module as a program. For each version, the program forks two
 processes with `reproduce.regression.interleave`. In the first process, steps are timed. In the
-second process, PyTorch's profiler records steps. They are two processes because the profiler can
-make all later steps of its process slower.
+second process, PyTorch's profiler records steps. The second process is needed because the profiler
+can make all later steps of its process slower.
 
-Code in these processes may use only `GPipe` of torchgpipe, which all versions have.
+Of torchgpipe, code in these processes may use only `GPipe`, which all versions have.
 """
 
 import json
@@ -92,7 +92,7 @@ class Step:
         In a pause, a hook waits until the device has finished all work. So the queue of kernel
         launches never gets full. Without pauses, a full queue would make the host wait, and the
         measured time could be too high. With pauses, the time can be a little too high as well,
-        because the hooks themselves take some time. It is never too low.
+        because the hooks themselves take some time. The time is never too low.
         """
         self.drop_gradients()
         return host_seconds(self.issue, self.subject.layers, self.wait)
@@ -122,8 +122,8 @@ def _layers(model: str, n: int, device: str) -> nn.Sequential:
 def prepare(steps: int, *fields: Any) -> Callable[[], list[Times]]:
     """Return a function that times `steps` training steps.
 
-    Run one step before, so that a model that cannot run raises its error now. `fields` are the
-    arguments of `Step`.
+    Before this function returns, it runs one step. So if the model cannot run, the error is raised
+    at once. `fields` are the arguments of `Step`.
     """
     step = Step(*fields)
     if step.on_gpu:
@@ -139,8 +139,8 @@ def _measure(step: Step, steps: int) -> list[Times]:
 def prepare_profile(*fields: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that profiles a step: how long the device works, how often the host waits.
 
-    The returned function gives a dictionary like that of `summed_up`. On CPUs, the dictionary is
-    empty. If the profiler fails, the field "failed" has the reason.
+    The returned function gives a dictionary, as `summed_up` does. On CPUs, the dictionary is empty.
+    If the profiler fails, the dictionary's field "failed" has the reason.
     """
     step = Step(*fields)
     if not step.on_gpu:
@@ -163,7 +163,7 @@ def _profile(step: Step) -> dict[str, Any]:
 
 @cache
 def _recorded_of_nothing() -> list[Call]:
-    """Return the calls of CUDA that the profiler itself makes: those it records if nothing runs."""
+    """Return the calls of CUDA that the profiler records if nothing runs: its own calls."""
     _recorded(lambda: None)  # the first time, the profiler also starts
     return _recorded(lambda: None)
 
@@ -186,13 +186,13 @@ def _recorded(run: Callable[[], object]) -> list[Call]:
 def summed_up(calls: Sequence[Call], nothing: Sequence[Call], tasks: int) -> dict[str, Any]:
     """Return how often the host waited in a step, and how long the device worked for each task.
 
-    The field "waits" is a number, and the field "busy" is in seconds. If the profiler has not
-    recorded the host's calls or the device's work, the field "failed" says so.
+    The returned dictionary has the fields "waits" (how often) and "busy" (seconds). If the profiler
+    has not recorded the host's calls or the device's work, the field "failed" says so.
 
     Args:
         calls: What the profiler has recorded in the step.
         nothing: What the profiler has recorded without a step: its own calls of CUDA.
-        tasks: The number of the step's tasks.
+        tasks: The number of tasks in the step.
     """
     spans = [(start, end) for _, on_device, start, end in calls if on_device]
     found: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _waits(calls: Sequence[Call]) -> int:
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Return the time that at least one span covers. A span is a start and an end in ns."""
+    """Return how long at least one span lasts. A span has a start and an end in nanoseconds."""
     total, until = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))
@@ -231,7 +231,7 @@ def main(job: dict[str, Any]) -> None:
 
     A job has a list of folders, each with a version of torchgpipe, and a list of cases. Each case
     has a name, a number of rounds, the number of steps to time in each round, and several ways to
-    run its model. A way is the index of a folder, and the fields of `Way`.
+    run its model. A way consists of the index of a folder, and the fields of `Way`.
 
     A printed line has the name of the case. For each way, the line has the measured times and the
     profile, or the reason why the model could not be run or profiled in this way.
@@ -256,7 +256,7 @@ def main(job: dict[str, Any]) -> None:
 def _asked(
     sides: Sequence[Connection], case: str, ways: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Let processes run a model in several ways, and measure each of them.
+    """Let processes run a model in several ways, and measure each way.
 
     A way is, for example, a plain loop over the layers, or a pipeline of one torchgpipe version.
 

@@ -59,7 +59,7 @@ def run(context: Context) -> Fields:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """Run nvidia-smi, and return what it prints, or None if it is not installed or fails."""
+    """Run nvidia-smi, and return what it prints. If it is not installed or fails, return None."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS
@@ -100,8 +100,9 @@ def _launch(device: torch.device) -> Fields:
     PyTorch allows.
 
     Returns:
-        A dictionary with the keys "an operator" and, on GPUs, "an empty kernel". Each value has the
-        mean seconds of a launch on the host ("host"), and until the device is done ("until done").
+        A dictionary with the keys "an operator" and, on GPUs, "an empty kernel". Each value has two
+        means for a launch: the host's seconds ("host"), and the seconds until the device is done
+        ("until done").
     """
     x = torch.zeros(1, device=device)
     launched: dict[str, Callable[[], object]] = {"an operator": x.zero_}

@@ -49,8 +49,8 @@ class Case(NamedTuple):
         return f"{self.model} n={self.n} m={self.m}{size} {self.checkpoint}"
 
 
-# The micro-batches of AmoebaNet-D have the sizes of the table of its speed: 4 samples in rows that
-# are only for comparison, and 40 samples in the published rows n2m32 and n8m32.
+# AmoebaNet-D has the micro-batch sizes of its speed table. There, rows (configurations) that are
+# only for comparison have 4 samples, and the published rows n2m32 and n8m32 have 40.
 OF_4 = [
     Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
     Case(AMOEBANET, "never", 1, 8, 4, 2, 1),
@@ -116,7 +116,7 @@ def _ways(case: Case, device: str, *, beside: bool) -> dict[str, tuple[int, list
     `benchmarks.gates.machinery_child.Way`.
 
     Args:
-        case: The case.
+        case: The case (a model with its numbers of partitions and micro-batches).
         device: The device of all partitions.
         beside: Whether to run the case also with the other torchgpipe version.
     """
@@ -134,8 +134,8 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
     """Read the line that `benchmarks.gpu.issued` printed about the measurement of a case.
 
     Return a dictionary. A key is a way to run the case: a plain loop, or a version of torchgpipe.
-    Its value has the measured numbers, such as "host" and "step" in microseconds per task, or the
-    reason why there are none.
+    The value for this key has the measured numbers, such as "host" and "step" in microseconds per
+    task. If nothing was measured, the value has the reason.
     """
     found: dict[str, Fields] = {way: {"reason": why} for way, why in line.get("unable", {}).items()}
     for way, turns in line.get("samples", {}).items():
@@ -157,7 +157,7 @@ def _found(line: Mapping[str, Any]) -> dict[str, Fields]:
 def faults(name: str, found: Mapping[str, Fields]) -> list[str]:
     """Return a list with a message if this library made the host wait for the device in a case.
 
-    That is a fault, because a host that waits cannot launch work for other devices.
+    Such a wait is a fault, because a host that waits cannot launch work for other devices.
     """
     waits = found.get(HERE, {}).get("waits")
     return [f"{name} ({waits} a step)"] if waits else []
@@ -181,7 +181,7 @@ def _results(
 
 
 def lines(result: Fields) -> list[str]:
-    """Say what a task costs (the median over a model's cases), and whether the host had to wait."""
+    """Say how long a task takes (the median over a model's cases), and if the host had to wait."""
     cases: dict[str, dict[str, Fields]] = result["cases"]
     titles = {PLAIN: PLAIN, HERE: HERE, OTHER: result["versions"][-1]}
     models = dict.fromkeys(name.partition(" n=")[0] for name in cases)
@@ -224,7 +224,7 @@ def _about_waits(result: Fields) -> Iterator[str]:
 
 
 def _ended(cases: Mapping[str, Mapping[str, Fields]], planned: int) -> Iterator[str]:
-    """Say how many of the planned cases were measured, and which measurements failed and why."""
+    """Say how many of the planned cases were measured, which measurements failed, and why."""
     yield f"{len(cases)} of {planned} cases"
     failed = []
     for name, ways in cases.items():

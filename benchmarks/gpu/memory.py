@@ -85,12 +85,12 @@ def rows_of(size: str) -> Iterator[tuple[Experiment, Row]]:
 
 
 class _Measured:
-    """What was measured so far of a row (a configuration of a memory table).
+    """The results so far of a row (a configuration of a memory table).
 
     Attributes:
-        fields: The row's numbers for the page: predicted, allocated and reserved bytes of each
-            device, the published bytes of all devices together, and the indices of the devices
-            whose partition does not fit.
+        fields: The row's numbers: predicted, allocated and reserved bytes of each device, the
+            published bytes of all devices together, and the indices of the devices whose partition
+            does not fit.
     """
 
     def __init__(self, experiment: Experiment, row: Row) -> None:
@@ -163,7 +163,7 @@ def _needs(fields: Fields, j: int) -> str:
 
 
 def _published(experiment: Experiment, row: Row) -> float | None:
-    """Return how many bytes the paper's allocator reserved on all devices, if the paper says it."""
+    """Return how many bytes were reserved on all devices in the paper, or `None` if unknown."""
     table = published(str(experiment.table))
     for paper in table.results:
         if paper.row == row.published:
@@ -185,8 +185,8 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
     """Run a step of partition `j` alone on a device, and return the peaks of its memory.
 
     Returns:
-        The largest number of bytes that tensors took at a time, and the largest number that the
-        allocator reserved. On a CPU, the second number is `None`.
+        The largest number of bytes that tensors took at the same time, and the largest number of
+        bytes that the allocator reserved. On a CPU, the second number is `None`.
     """
     if device.type == "cpu":
         return _counted_peak(partitions, j, device), None
@@ -204,7 +204,7 @@ def peaks(partitions: Partitions, j: int, device: torch.device) -> tuple[int, in
 
 
 def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
-    """Run a step of partition `j`; return the most bytes that its live tensors took at a time."""
+    """Run a step of partition `j`; return the peak of the bytes that its live tensors take."""
     counter = LiveBytes(1)
     with LiveBytesMode(counter, 0):
         alone = partitions.prepared(j, device)
@@ -215,7 +215,7 @@ def _counted_peak(partitions: Partitions, j: int, device: torch.device) -> int:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line about the last complete row of each table, and one about predicted memory."""
+    """Return a line about the last complete row of each table, and a line about predictions."""
     said: dict[str, str] = {}
     shares = []
     lacking = []

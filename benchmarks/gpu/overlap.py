@@ -64,7 +64,7 @@ SIZES = {"paper": Sizes(2048, 256, 1, 96, 5), "tiny": Sizes(64, 8, 1, 2, 2)}
 
 
 def run(context: Context) -> Fields:
-    """Record steps with each set of components, with the first partition on the host or the GPU."""
+    """Record steps with each set of components, with the host or the GPU as the first device."""
     gpu = context.devices[0]
     host = torch.device("cpu")
     orders = {"host, then GPU": [host, gpu], "GPU, then host": [gpu, host]}
@@ -115,12 +115,12 @@ def train(model: GPipe, sizes: Sizes, devices: Sequence[torch.device]) -> None:
 
 
 def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
-    """Return numbers about the recorded steps and their replays, as medians over all steps.
+    """Return numbers about the recorded steps and their replays. Each is a median over all steps.
 
     - "seconds": the seconds of a step
     - "replayed": the seconds of the step's replay (its simulation)
     - "one after another": the sum of the seconds of all tasks and copies
-    - "copies hidden": the share of the copies' time in which a device computed
+    - "copies hidden": the share of the copies' time during which a device computed
     - "recomputed ahead": the share of recomputations on the first device that began before the
       gradient for their backward was computed
     """
@@ -137,7 +137,7 @@ def summed_up(steps: Sequence[Timeline], components: Sequence[str]) -> Fields:
 def replayed(step: Timeline, components: Sequence[str]) -> Timeline:
     """Simulate a recorded step of two partitions, with the recorded seconds of each task.
 
-    Each copy takes the median of the recorded copies.
+    Each copy takes the median of the seconds of all recorded copies.
     """
     tables: dict[Kind, list[list[float]]] = {}
     for kind in ("forward", "recompute", "backward"):
@@ -160,7 +160,7 @@ def replayed(step: Timeline, components: Sequence[str]) -> Timeline:
 
 
 def hidden(step: Timeline) -> float:
-    """Return the share of the copies' time in which a task ran, or 0.0 if there are no copies."""
+    """Return the share of the copies' time during which a task ran; without copies, return 0.0."""
     copies = 0.0
     overlapped = 0.0
     busy = _united(step.tasks)
@@ -204,9 +204,9 @@ def ahead(step: Timeline) -> float:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return two lines: one if the host is the first device, and one if the GPU is.
+    """Return two lines: one for pipelines that begin on the host, and one for those on the GPU.
 
-    Each line has the seconds of a step, and the other numbers, for each set of components.
+    For each set of components, a line has the milliseconds of a step, and the other numbers.
     """
     by_order: dict[str, list[str]] = defaultdict(list)
     for row, values in result["rows"].items():

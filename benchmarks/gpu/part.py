@@ -1,24 +1,24 @@
-"""Define what a part of `python -m benchmarks.gpu` is, and what it is given.
+"""Define what a part of `python -m benchmarks.gpu` is, and what each part is given.
 
 A part is a measurement, and a module of this package. `PARTS` has the names of the modules, in the
 order in which they run. Each part runs in a process of its own, which is killed at the end of the
-part's time. So a part has to write each result to its file as soon as it has it.
+part's time. So a part has to write each result to a file as soon as the result is known.
 
 The module of a part has:
 
 - `PURPOSE`: one line that says which question the part answers. The page shows it.
-- `SHARE`: the part's share of the time, as a number. When a part starts, it gets (the time that is
-  left) x (its share) / (the sum of its own share and the shares of all later parts).
+- `SHARE`: the part's share of the command's time, as a number. When a part starts, it gets (the
+  time that is left) x (its share) / (the sum of its own share and the shares of all later parts).
 - `NEEDS`: the packages that the part needs in addition to those that `__main__.py` names, such as
   `["pytest"]`. If one of them is not installed, the part does not run, and the page says why. Only
   `run` imports these packages, so that the module can be imported without them.
-- `run(context) -> dict`: does the work, and returns the whole result. It calls `context.write` with
-  what is known so far whenever something new is known.
+- `run(context) -> dict`: does the work, and returns the whole result. Whenever something new is
+  known, `run` calls `context.write` with all that is known so far.
 - `lines(result) -> list[str]`: returns what the page says of a result: at most `MOST_LINES` lines
   of Markdown, each without a line break. The result is a dictionary that `run` gave to
-  `context.write` or returned. It was written to JSON and read again, and it may be an early result.
-  The page is made in another process, perhaps on another machine. So `lines` may use nothing but
-  the result.
+  `context.write` or returned. It was written to JSON and read again, and it may be incomplete. The
+  page is made in another process, perhaps on another machine. So `lines` may use nothing but the
+  result.
 
 One process imports the modules of all parts, and then forks a process for each part. So the import
 of a module must neither use CUDA nor start a thread.
@@ -125,14 +125,15 @@ def load_parts(names: Sequence[str]) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a part is given: the size of its work, its folder, its deadline and more.
+    """What a part (a measurement) is given: the size of its work, a folder, a deadline and more.
 
     Attributes:
         name: The name of the part.
         size: "paper" for models as large as the papers', or "tiny" for a dry run on the CPU, in
             which a part has a few seconds. A tiny run goes through the same code.
-        folder: The part's folder, for its result, its log and other files. It exists.
-        deadline: When the part has to be finished, by `time.monotonic`. It is killed soon after.
+        folder: The part's folder, for its result, its log and other files. The folder exists.
+        deadline: When the part has to be finished, by `time.monotonic`. The part is killed soon
+            after its deadline.
         against: The folder that contains another torchgpipe, such as torchgpipe 0.0.7, or `None`.
         gpus: The number of GPUs that PyTorch can use.
     """
@@ -148,7 +149,8 @@ class Context:
     def devices(self) -> list[torch.device]:
         """Return all GPUs or, in a dry run, the CPU twice, as two devices.
 
-        This does not initialize CUDA, so the process can still fork processes that use CUDA.
+        This property does not initialize CUDA. So the process can still fork processes that use
+        CUDA.
         """
         if self.size == "tiny":
             return [torch.device("cpu")] * 2
@@ -159,14 +161,15 @@ class Context:
         return self.deadline - time.monotonic()
 
     def write(self, result: Fields) -> None:
-        """Write the part's result so far to its file, in place of an earlier result.
+        """Write what the part (the measurement) has found so far to its file.
 
-        The file is replaced in one step, so it is complete even if the part is killed meanwhile.
+        The file of an earlier result is replaced in one step. So the file is complete even if the
+        part is killed meanwhile.
         """
         write_atomically(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
 
     def new_record(self, title: str, unit: dict[str, str], results: Sequence[Result]) -> Record:
-        """Return a record of this part's results that describes the machine and the software.
+        """Return a record that has this part's results, and describes machine and software.
 
         Args:
             title: What the numbers are, in a few words.
@@ -183,7 +186,7 @@ class Context:
         return Record(name, title, "measured", unit, list(results), scale=self.size, run=run)
 
     def save(self, record: Record) -> None:
-        """Write a record to `DIR/records`, in place of one with the same name."""
+        """Write a record to `DIR/records`, in place of an earlier record of the same name."""
         folder = self.folder.parent / RECORDS
         folder.mkdir(exist_ok=True)
         save(record, folder / f"{record.name}.json")

@@ -2,8 +2,8 @@
 
 1. A pipeline with all partitions on one GPU runs a `step` of each schedule. Its gradients are
    compared with those of the layers without a pipeline. Its order of actions is compared with the
-   schedule's lists. Its memory is compared with the largest number of micro-batches whose
-   activations have to be kept at the same time if the lists are followed.
+   schedule's lists. If a step follows the lists, the activations of some number of micro-batches
+   are kept at the same time, at most. The pipeline's memory is compared with this number.
 2. The backward of a GPT block in bfloat16 runs as a whole, and in the two halves of zero-bubble
    schedules: first the gradients of inputs, then those of weights.
 """
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
         width: The width of the pipeline's linear layers.
         samples: The number of samples in a micro-batch.
         block: The sizes of the GPT block.
-        sequences: The number of samples of the GPT block.
+        sequences: The number of samples in the input of the GPT block.
         rounds: How many times the block is timed.
     """
 
@@ -95,10 +95,10 @@ def check(name: str, stages: int, sizes: Sizes, device: torch.device) -> Fields:
     Returns:
         - `gradients`: whether the gradients are those of the layers without a pipeline.
         - `order`: whether the actions ran in the order of the schedule's lists.
-        - `listed`: how many forwards keep activations at the same time, at most, if the actions
-          run in the order of the lists.
-        - `kept`: the same number as measured: the largest memory of activations, divided by the
-          memory of one forward's activations. On a CPU, it is `None`.
+        - `listed`: for how many micro-batches activations are kept at the same time, at most, if
+          the actions run in the order of the lists.
+        - `kept`: this number as measured: the largest memory of activations, divided by the memory
+          of one forward's activations. On a CPU, it is `None`.
     """
     torch.manual_seed(0)
     count = N * stages
@@ -160,8 +160,8 @@ class Watch:
     def most_kept(self) -> float | None:
         """Return for how many micro-batches activations were in memory at the same time, at most.
 
-        This is the largest memory, divided by the memory of the first forward's activations. On a
-        CPU, return `None`, because the memory is not measured there.
+        The number is the largest memory of activations, divided by the memory of the first
+        forward's activations. On a CPU, return `None`, because no memory is measured there.
         """
         if not self._allocated:
             return None
@@ -172,8 +172,9 @@ class Watch:
 def most_kept(actions: Sequence[Action]) -> int:
     """Return for how many micro-batches activations are kept at the same time, at most.
 
-    They are kept from the forward to the end of the backward. If the schedule splits the backward
-    into two halves (gradients of inputs, and of weights), both halves must have run.
+    The activations of a micro-batch are kept from its forward to the end of its backward. If the
+    schedule splits the backward into two halves (gradients of inputs, and of weights), they are
+    kept until both halves have run.
     """
     split = any(action.kind == "backward_weights" for action in actions)
     last = "backward_weights" if split else "backward"
@@ -190,7 +191,7 @@ def most_kept(actions: Sequence[Action]) -> int:
 def alike(ours: Iterable[nn.Parameter], theirs: Iterable[nn.Parameter]) -> bool:
     """Return whether two lists of parameters have the same gradients, up to rounding errors.
 
-    Differences are divided by the largest absolute value in the gradient.
+    The tolerance of a gradient is relative to the largest absolute value in this gradient.
     """
     for our, their in zip(ours, theirs, strict=True):
         assert our.grad is not None
@@ -205,7 +206,7 @@ def time_block(sizes: Sizes, device: torch.device) -> dict[str, float]:
     """Return the seconds of a GPT block's forward, of its backward, and of the backward's halves.
 
     All times are medians of several rounds. In each round, the forward runs twice: once before the
-    whole backward, and once before the halves.
+    whole backward, and once before the backward in two halves.
     """
     torch.manual_seed(0)
     block = Block(sizes.block).to(device, torch.bfloat16)
@@ -235,7 +236,7 @@ def time_block(sizes: Sizes, device: torch.device) -> dict[str, float]:
 
 
 def lines(result: Fields) -> list[str]:
-    """Return a line about all schedules, one about their memory, and one about the halves."""
+    """Return a line about all schedules, one about their memory, and one about split backward."""
     checked = result["schedules"]
     right = [name for name, row in checked.items() if row["gradients"] and row["order"]]
     wrong = [name for name in checked if name not in right]

@@ -64,7 +64,10 @@ Said = dict[int, Fields]
 
 
 def run(context: Context) -> Fields:
-    """Try all that needs several devices; try nothing if the machine has only one device."""
+    """Try what needs several devices: copies, ranks, a killed rank, and the papers' tables.
+
+    If the machine has only one device, nothing is tried.
+    """
     devices = context.devices[:MOST_RANKS]
     result: Fields = {"devices": len(devices)}
     if len(devices) < 2:
@@ -99,10 +102,10 @@ def run(context: Context) -> Fields:
 
 
 def ways_of(devices: Sequence[torch.device]) -> dict[str, list[torch.device]]:
-    """Return a dictionary from the ways to connect ranks to a list with each rank's device.
+    """Return a dictionary: a way to connect ranks, and a list with the device of each rank.
 
-    With "NCCL", each rank has a GPU of its own. With "staging", all ranks share one GPU, and send
-    tensors through host memory. On CPUs, the only way is "gloo".
+    The ways are the keys. With "NCCL", each rank has a GPU of its own. With "staging", all ranks
+    share one GPU, and send tensors through host memory. On CPUs, the only way is "gloo".
     """
     if devices[0].type == "cpu":
         return {"gloo": [*devices]}
@@ -113,7 +116,8 @@ def copy_between_pairs(devices: Sequence[torch.device]) -> Fields:
     """Copy a pattern from each device to every other device, and check what arrives.
 
     Returns:
-        The number of pairs, and those pairs whose copy was wrong.
+        A dictionary with the number of pairs ("pairs"), and a list of the pairs whose copy was
+        wrong ("wrong").
     """
     wrong = []
     pairs = 0
@@ -133,7 +137,7 @@ def train(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: The seconds after which ranks that have not ended count as failed.
+        limit: The seconds after which a rank that has sent no result counts as failed.
 
     Returns:
         - `ranks`: the number of ranks
@@ -156,12 +160,12 @@ def kill(places: Sequence[torch.device], width: int, limit: float) -> Fields:
     Args:
         places: The device of each rank.
         width: The width of the layers.
-        limit: The seconds after which ranks that have sent no result count as failed.
+        limit: The seconds after which a rank that has sent no result counts as failed.
 
     Returns:
         - `others`: the number of the other ranks
         - `told`: how many of the other ranks have raised `RankFailed`
-        - `seconds`: after how many seconds the last of these errors was raised
+        - `seconds`: after how many seconds the last of them has raised this error
         - `failed`: the reason, if a rank has not raised `RankFailed`
     """
     said = run_ranks(_survive_on_rank, places, width, limit)
@@ -290,8 +294,8 @@ def _kill_this_process(task: Task) -> Any:
 def lines(result: Fields) -> list[str]:
     """Return up to three lines of text about the results.
 
-    The first line is about ranks and copies, the second about the first table of the papers that
-    was measured, and the third about the other tables and about experiments that failed.
+    The first line is about ranks and copies. The second is about the first of the papers' tables
+    that was measured. The third is about the other tables, and about experiments that failed.
     """
     if result["devices"] < 2:
         return ["left out, for lack of GPUs: these parts need two or more, and there is one"]

@@ -1,6 +1,7 @@
 """Predict the rows of all tables of the league, and write the predictions into results/league.
 
-The predictions come from counts of the layers' operators, so that nothing is run on a device.
+The league is a set of tables that other projects have published. The predictions are computed from
+counts of the layers' operators, so that nothing is run on a device.
 """
 
 import sys

@@ -92,9 +92,9 @@ def counted(sizes: Sizes, dtype: str) -> Counts:
 
 
 def equal_balance(blocks: int, partitions: int) -> tuple[int, ...]:
-    """Return a balance with equally many blocks in each partition.
+    """Return a balance with equally many transformer blocks in each partition.
 
-    The first partition also has the embedding, and the last one has the head.
+    The first partition has the embedding in addition, and the last partition has the head.
     """
     balance = [blocks // partitions] * partitions
     balance[0] += 1

@@ -38,10 +38,10 @@ def predicted_path(published: Path) -> Path:
 
 
 def table(style: str) -> str:
-    """Return a table with a row for each published table, in a style of the package tabulate.
+    """Return the league's table, in a style of the package tabulate: a row per published table.
 
     Raises:
-        Error: A table has no predictions, or not a prediction for each of its rows.
+        Error: If a published table has no predictions, or lacks the prediction of a row.
     """
     rows = []
     all_speeds: list[float] = []
@@ -59,7 +59,8 @@ def table(style: str) -> str:
 def differences(published: Record, predicted: Record) -> tuple[list[float], list[float]]:
     """Return the absolute relative errors of predicted samples/s, and of predicted speed-ups.
 
-    A speed-up is the speed of a row divided by the speed of the row that its field `over` names.
+    The speed-up of a row is its speed divided by the speed of its baseline, which is the row that
+    the field `over` names.
     """
     theirs = throughputs(published.results)
     ours = throughputs(predicted.results)

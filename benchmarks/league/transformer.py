@@ -22,9 +22,10 @@ class Sizes:
         fused: Whether attention is one fused kernel.
         kind: "gpt" or "llama". A "llama" has RMS norms, rotary position embeddings, a gated
             feed-forward part, and no biases.
-        hidden: The number of channels within the feed-forward part. If 0, four times the width.
+        hidden: The number of channels within the feed-forward part. If it is 0, the part has four
+            times `width` channels.
         dropout: The probability of dropout.
-        head: Whether the last layer predicts tokens. Otherwise it predicts which of two classes a
+        head: If true, the last layer predicts tokens. If false, it predicts which of two classes a
             sample has.
     """
 
@@ -124,7 +125,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last layer of a transformer, which returns the cross-entropy of each sample in float32.
 
-    Its targets are all class 0: their values do not matter, because only operations are counted.
+    All targets are class 0. Their values do not matter, because only operations are counted.
     """
 
     def __init__(self, sizes: Sizes) -> None:

@@ -1,6 +1,6 @@
 """Define the class that runs checks (short trainings) with DeepSpeed's `PipelineModule`.
 
-DeepSpeed runs a training step by `train_batch`, which includes the step of the optimizer.
+DeepSpeed's function `train_batch` runs a training step, which includes the step of the optimizer.
 """
 
 from bisect import bisect_right

@@ -1,7 +1,7 @@
 """Define the class that runs checks (short trainings) with torchgpipe 0.0.7.
 
-Version 0.0.7 and this library are imported by the same name. So this module is imported only in a
-process that does not import this library.
+Version 0.0.7 and this library have the same name, `torchgpipe`. So this module is imported only in
+a process that does not import this library.
 """
 
 from collections import OrderedDict
@@ -25,8 +25,8 @@ class Older(Pipe):
         options = {name: getattr(self.row, name) for name in names}
         devices = ["cpu"] * len(balance)
         self.pipeline = GPipe(layers, balance, devices=devices, **options)
-        # In the state dict of 0.0.7, names begin with the number of the partition. The names in
-        # `named` are the layers' names in the whole model, without this number.
+        # In the state dict of version 0.0.7, each name begins with the number of the partition. The
+        # dictionary `named` has the layers by their names in the whole model, without this number.
         named: OrderedDict[str, nn.Module] = OrderedDict()
         for partition in self.pipeline.partitions:
             named.update(partition.named_children())

@@ -4,7 +4,7 @@ A check is a short training. The folder tests/behaviours/rows/training has the c
 a class that runs a check with a pipeline library.
 
 The processes are forked from a server that has already imported torch. They create their process
-group through a shared file. Each rank sends the losses, gradients and parameters that it has, and
+group through a shared file. Each rank sends its losses, gradients and parameters. The function
 `run` compares them with the results of the same layers without a pipeline.
 """
 
@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
     folder: str = ""
 
     def load(self) -> type[Pipe]:
-        """Import the class. Packages in `folder` are imported in place of others of their name."""
+        """Import the class; packages in `folder` replace other packages of the same name."""
         if self.folder:  # the folder has another torchgpipe
             sys.path.insert(0, self.folder)
             for name in list(sys.modules):
@@ -80,11 +80,11 @@ PLAIN = Adapter("benchmarks.others.ours", "Layers")
 
 
 class Work(NamedTuple):
-    """What one rank has to do.
+    """What one rank has to do: run a check with a pipeline library.
 
     Attributes:
-        name: The name of a check (a short training).
-        adapter: The adapter, by which the check uses a pipeline library.
+        name: The name of the check (a short training).
+        adapter: The adapter, by which the check uses the pipeline library.
         ranks: The number of ranks.
         folder: A folder that all ranks share.
     """
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
     """The result of a check, which is a short training with one pipeline library.
 
     Attributes:
-        kind: "equal" if all results equal those of the layers without a pipeline. Otherwise a word
+        kind: "equal" if all results equal those of the layers without a pipeline. If not, a word
             for what went wrong, such as "differs", "refused" or "hangs".
         said: The reason, such as an error message. It is empty if the results are equal.
     """
@@ -111,7 +111,8 @@ class Outcome(NamedTuple):
 def run(row: Training, adapter: Adapter, limit: float = LIMIT) -> Outcome:
     """Run a check (a short training) by an adapter, that is, with one pipeline library.
 
-    Return how its result compares with that of the same layers without a pipeline.
+    Return whether the results equal those of the same layers without a pipeline or, if the check
+    failed, how it failed.
     """
     expected = run_ranks(row, PLAIN, limit)
     if isinstance(expected, Outcome) or any(x is False for x in expected[0].values()):
@@ -145,10 +146,10 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
     """Run a check (a short training) on one rank for each partition.
 
-    With an adapter that uses threads and not ranks, the check runs in a single process.
+    If the adapter uses threads and not ranks, the check runs in a single process.
 
-    Return a list of each rank's results (losses, gradients and parameters by name) or, if the check
-    failed, an outcome that says how.
+    Return a list of each rank's results (losses, gradients and parameters by name). If the check
+    failed, return an outcome that says how it failed.
     """
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     ranks = row.partitions if adapter.ranks else 1
@@ -188,9 +189,9 @@ def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Ou
 
 
 def _failure(errors: list[Outcome], ends: list[str]) -> Outcome | None:
-    """Return why a check failed: the outcome of the rank that failed first, or `None` if none did.
+    """Return why a check failed, as the outcome of one rank, or `None` if no rank failed.
 
-    An error that only says that another rank has failed does not count as the reason.
+    If an error only says that another rank has failed, another error is returned, if there is one.
     """
     first = min(errors, key=_after_another, default=None)
     if not ends:
@@ -206,7 +207,7 @@ def _after_another(outcome: Outcome) -> bool:
 
 
 def _printed(log: str) -> str:
-    """Return the last line that looks like an error in the text that a process has printed."""
+    """Return the last line of a process's output that looks like an error, or an empty text."""
     last = ""
     for line in log.splitlines():
         if "what()" in line or "Error" in line:

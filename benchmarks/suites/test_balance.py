@@ -79,7 +79,7 @@ def test_balance(benchmark: Any, name: str, way: str) -> None:
 def test_minimise_heaviest(benchmark: Any, layers: int, partitions: int) -> None:
     """Measure how long it takes to find a balance of layers with random costs.
 
-    There are as many layers as in models of the papers.
+    The numbers of layers are those of models in the papers.
     """
     draw = random.Random(layers)
     costs = [draw.uniform(0.1, 10.0) for _ in range(layers)]

@@ -1,7 +1,7 @@
 """Measure how long it takes to plan a model of 2,000 layers, and to simulate a million tasks.
 
 The model is planned for 8 devices. The times are measured with pytest-benchmark, and have limits.
-The simulation (replay) of a schedule is timed without making the schedule, because a plan makes the
+The time of a simulation (replay) does not include making the schedule, because a plan makes the
 schedule only once, and replays it for many balances.
 """
 

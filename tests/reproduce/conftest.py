@@ -61,7 +61,8 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 def forked_ranks() -> Iterator[None]:
     """Make the class `Processes`, which runs a pipeline over ranks, fork its ranks from a server.
 
-    This saves time: the server has imported torch already, which takes a new process seconds.
+    This saves time, because the server has already imported torch. In a new process, this import
+    takes seconds.
     """
     forking()
 
@@ -76,7 +77,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def quick_ranks(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fork the ranks of a run, which is fast, or start new processes with the option `--slow`."""
+    """Fork the ranks of a run, which is fast. With the option `--slow`, start new processes."""
     with nullcontext() if pytestconfig.getoption("slow") else forked_ranks():
         yield
 
@@ -105,7 +106,8 @@ def start() -> Iterator[Start]:
 def broken_modules(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that makes a folder of modules which raise an error when imported.
 
-    The function takes a keyword argument for each module: its name, and the statement that raises.
+    The function takes keyword arguments. The name of an argument is that of a module, and its value
+    is the statement that raises the error.
     """
 
     def make(**modules: str) -> Path:

@@ -55,10 +55,10 @@ def row(name: str, seconds: float | Sequence[float] | None = None, **changes: An
 
     Args:
         name: The name of the row.
-        seconds: A number, for eight steps that take about this time, or the times of all steps.
-            With `None`, there are no steps.
-        changes: New values for fields of the result. `others` is the load by other programs in
-            each round.
+        seconds: A number, for eight steps that take about this time, or a list with the times of
+            all steps. If it is `None`, there are no steps.
+        changes: New values for fields of the result. The value `others` is the load by other
+            programs in each round.
     """
     config = {"model": "AmoebaNet-D", "batch_size": 8}
     config |= changes.pop("config", {"row": name})
@@ -85,12 +85,12 @@ def ran(
     Args:
         name: The name of the experiment.
         scale: The scale (set of sizes).
-        speeds: A function that takes a row, and returns the samples/s of each of its steps, a
-            status instead of numbers, or `None` for no result.
+        speeds: A function that takes a row, and returns the samples/s of each of its steps. If the
+            row has no numbers, it returns the status. If the row has no result, it returns `None`.
         device: The kind of device.
         emulated: Whether the results are emulated.
-        values: Values of the results. Each is the value for all rows, or a function that returns
-            the value for a given row.
+        values: Further values of the results. Each argument is the value for all rows, or a
+            function that takes a row and returns its value.
     """
     experiment = EXPERIMENTS[name]
     made = []
@@ -154,7 +154,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, tag: str) -> None:
-    """Commit all files of a folder, and tag the commit. Make a git repository if there is none."""
+    """Commit all files of a folder to its git repository, which may be new, and tag the commit."""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--no-verify", "--allow-empty", "-m", tag)

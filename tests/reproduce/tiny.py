@@ -42,7 +42,7 @@ KEPT = (
 
 
 def tiny(experiment: Experiment, name: str) -> Experiment:
-    """Return a small copy of an experiment under a new name: smaller models and smaller batches.
+    """Return a copy of an experiment with a new name, smaller models and smaller batches.
 
     If the experiment measures memory, its scale `paper` (a set of sizes) is not made smaller.
     """
@@ -65,7 +65,7 @@ def tiny(experiment: Experiment, name: str) -> Experiment:
 def tiny_accuracy(experiment: Experiment, name: str) -> Experiment:
     """Return a copy of an accuracy experiment with a new name and small trainings.
 
-    They have two epochs of 32 samples.
+    Each training has two epochs of 32 samples.
     """
     small = experiment.scale("small")
     assert isinstance(small, AccuracyScale) and small.made is not None

@@ -160,7 +160,7 @@ def run_parts(parts: Mapping[str, Part], plan: Plan) -> bool:
     """Run all parts; return whether all went well (none has failed or was killed).
 
     After each part, the page and the archive of all results are written anew. Ctrl-C or SIGTERM
-    kills the running part, and then the page and the archive are written a last time.
+    kills the part that is running. After that, the page and the archive are written a last time.
     """
     end = time.monotonic() + plan.seconds
     about = {
@@ -209,9 +209,9 @@ def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
 
 
 def _close_records(folder: Path, outcome: Outcome) -> None:
-    """Mark the records that a part left in state "running" as finished or interrupted.
+    """Give records that an ended part left in state "running" the state in which the part ended.
 
-    This is done when the part (a measurement) has ended.
+    This state is "finished" if the part (a measurement) has finished, and otherwise "interrupted".
     """
     state: Literal["finished", "interrupted"] = "interrupted"
     if outcome.ended == "finished":

@@ -76,9 +76,10 @@ def _runs(pid: int) -> bool:
 
 
 def _started_by(family: Sequence[int], session: int) -> list[int]:
-    """Return the numbers of further processes that belong to the processes in `family`.
+    """Return the process numbers of further processes that belong to those in `family`.
 
-    One of `family` has started such a process, or the process is in the session `session`.
+    A process belongs to them if a process in `family` has started it, or if it is in the session
+    `session`.
     """
     found = []
     for pid, (parent, own_session) in _processes().items():
@@ -89,9 +90,10 @@ def _started_by(family: Sequence[int], session: int) -> list[int]:
 
 
 def _processes() -> dict[int, tuple[int, int]]:
-    """Return, for each process that has not ended, the numbers of its parent and its session.
+    """Return a dictionary of all processes that have not ended.
 
-    The key of the dictionary is the number of the process.
+    The key is the number of the process. The value has the number of its parent process, and that
+    of its session.
     """
     found = {}
     for pid, (state, parent, _, session, *_) in process_fields():

@@ -23,7 +23,8 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
     Args:
         folder: The folder with results that `run_parts` wrote.
-        parts: Maps the name of each part to its module, whose `lines` puts the result into words.
+        parts: Maps the name of each part (measurement) to its module. The module's function `lines`
+            puts the result into words.
     """
     about: Fields = json.loads((folder / ABOUT).read_text())
     outcomes: dict[str, Outcome] = {}
@@ -39,7 +40,7 @@ def page(folder: Path, parts: Mapping[str, Part]) -> str:
 
 
 def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
-    """Return the page's line about the command: start, time limit, and clock rates of the GPUs."""
+    """Return the page's line about the command: its start, its time limit, and GPU clock rates."""
     beside = about["against"]
     words = [
         f"Started {about['started']}",
@@ -52,7 +53,7 @@ def _top(about: Fields, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clocks(before: Sequence[GpuState], outcomes: Mapping[str, Outcome]) -> str:
-    """Say how fast the first GPU was clocked before and during all parts, and what slowed GPUs."""
+    """Say how fast the first GPU ran before and during all parts, and what slowed down any GPU."""
     if not before:
         return "Clocks are not known, because there is no driver for GPUs"
     first, *_ = before

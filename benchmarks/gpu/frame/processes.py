@@ -59,7 +59,7 @@ def run_part(part: Part, context: Context, limit: float) -> Outcome:
     The forked process inherits all modules that this process has imported, so it starts at once.
     This process must not have initialized CUDA, because then the forked process could not use CUDA.
 
-    If Ctrl-C ends this function, the function kills the forked process, too.
+    If Ctrl-C interrupts this function, the forked process is killed, too.
 
     Args:
         part: The part to run.
@@ -115,7 +115,7 @@ def _wait(process: ForkProcess, seconds: float, watch: Watch) -> None:
 def count_gpus() -> int:
     """Return the number of CUDA devices that PyTorch can use.
 
-    A forked process asks PyTorch, because the question may initialize CUDA. If this process
+    PyTorch is asked in a forked process, because the question may initialize CUDA. If this process
     initialized CUDA, the processes that it forks later could not use CUDA.
     """
     process = get_context("fork").Process(target=_count_gpus)
@@ -152,7 +152,7 @@ def _run(part: Part, context: Context) -> None:
 
 
 def _write_stacks(process: ForkProcess) -> None:
-    """Make a process that runs a part write the call stacks of its threads into its log."""
+    """Let the process of a part (a measurement) write the call stacks of its threads to its log."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
@@ -177,7 +177,7 @@ def _error(log: Path) -> str:
 
 
 def _where(log: Path) -> str:
-    """Say which line a part was running when `_write_stacks` let it log its call stacks."""
+    """Say at which line of code a part (a measurement) was, from the call stacks in its log."""
     where = ""
     for title, line in pairwise(_lines(log)):
         if title.startswith("Current thread"):

@@ -11,13 +11,13 @@ Range = tuple[float, float]
 class Watched(Struct, frozen=True, omit_defaults=True):
     """A summary of what a GPU did while a measurement ran.
 
-    A field is `None` if the driver does not know its value.
+    A field is `None` if the GPU's driver does not know its value.
 
     Attributes:
         index: The number that the driver gives the GPU.
         looks: How many times the driver was asked about the GPU.
-        busy: At how many of these times the GPU was not idle. The following fields are about these
-            times only.
+        busy: How many times the GPU was not idle when the driver was asked. The following fields
+            are about these times only.
         clock: The lowest and the highest clock rate of the multiprocessors, in MHz.
         power: The highest power draw in watts.
         temperature: The highest temperature in degrees Celsius.
@@ -35,13 +35,13 @@ class Watched(Struct, frozen=True, omit_defaults=True):
 
 
 class Watch:
-    """A collection of the GPUs' states at the times when `look` was called."""
+    """A collection of the states that the GPUs had each time when `look` was called."""
 
     def __init__(self) -> None:
         self._states: dict[int, list[GpuState]] = {}
 
     def look(self) -> None:
-        """Ask the driver for the state of all GPUs, and keep it; do nothing without a driver."""
+        """Ask the driver for the states of all GPUs, and keep them; do nothing without a driver."""
         for state in gpu_states():
             self._states.setdefault(state.index, []).append(state)
 

@@ -1,6 +1,6 @@
 """Tests of the command `compare`, which compares records of benchmark results.
 
-They check the output formats, and when `compare --fail-on-regression` fails.
+The tests check the output formats, and the cases in which `compare --fail-on-regression` fails.
 """
 
 import csv
@@ -36,8 +36,8 @@ MACHINES = "absolute speed is not judged: the sides ran on different machines"
 def published(seconds: float) -> list[Result]:
     """Make two measured results that have the configurations of two rows of a published table.
 
-    In the published table, the second row is 1.54 times as fast as the first row. In the measured
-    results, a step takes 1 s in the first row, and `seconds` in the second row.
+    In the published table, the second row is 1.54 times as fast as the first row. A step takes 1 s
+    in the first measured result, and `seconds` in the second one.
     """
     fields = {"experiment": "amoebanet-speed", "over": "naive"}
     naive = row("naive", 1.0, published="tg-amoebanetd-speed/n2m1", **fields)
@@ -56,8 +56,8 @@ def sized(
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change into a folder with records of runs, which the tests compare.
 
-    The records `a`, `b` and `c` have results for several sizes. `b` is twice as fast as `a` with
-    four micro-batches (m=4), and `c` lacks some results.
+    The records `a`, `b` and `c` have results for several configurations. Record `b` is twice as
+    fast as record `a` with four micro-batches (m=4). Record `c` lacks some of these results.
     """
     monkeypatch.chdir(tmp_path)
     new = row("new", 1.0, config={"partitions": 4, "chunks": 1})

@@ -32,10 +32,10 @@ HOST = "https://host.example"
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into the repository of a user's own package with benchmark cases. Return its folder.
+    """Change into the repository of a user's package with benchmark cases, and return its folder.
 
-    If git is given an address on the made-up server `HOST`, it uses the folder above the repository
-    instead.
+    Git is set up to replace the address `HOST` of a made-up server by the folder that contains the
+    repository.
     """
     root = tmp_path / "own"
     (root / "mine").mkdir(parents=True)
@@ -55,11 +55,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the run by which `init-ci` finds out which benchmark cases work.
+    """Replace the trial run by which `init-ci` finds out which benchmark cases work.
 
     Returns:
-        A dictionary, which is empty at first. A test adds the names of cases that do not work, each
-        with the reason.
+        A dictionary, which is empty at first. To let a case fail, a test adds the name of the case
+        and the reason.
     """
     reasons: dict[str, str] = {}
 
@@ -88,8 +88,8 @@ def test_the_workflow_of_another_package(
 ) -> None:
     """Check the CI workflow that is written for a package other than torchgpipe.
 
-    The workflow must contain the git address of this program exactly once. It must install the
-    program from there, and not from a package index.
+    The workflow must contain the git address of `reproduce` exactly once. It must install
+    `reproduce` from this address, and not from a package index.
     """
     if file is not None:
         Path(file).touch()

@@ -28,7 +28,7 @@ GIT = Git("0123456789abcdef", dirty=False)
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make and enter a folder for runs. Return its subfolder, which has the published runs."""
+    """Make a folder for runs, enter it, and return its subfolder for published runs."""
     measured = tmp_path / "measured"
     measured.mkdir()
     (tmp_path / "runs").mkdir()
@@ -39,12 +39,12 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(**changes: Any) -> tuple[Record, Run]:
-    """Make a record from that of a published run, save it as runs/mine.json, and return it.
+    """Change a copy of a published record, save it as runs/mine.json, and return record and run.
 
     Args:
         changes: New values: `gpus` of the machine, `stolen` of all results (the share of the CPU
             that the host of a virtual machine took), and fields of the record's run. Without
-            changes, the record meets all rules for publication.
+            changes, the record can be published.
     """
     record = load(max(MEASURED.glob("resnet101-speed-small-*.json")))
     stolen, gpus = changes.pop("stolen", 0.0), changes.pop("gpus", [])
@@ -65,10 +65,10 @@ def keep(**changes: Any) -> tuple[Record, Run]:
 def test_a_run_is_published_and_found_by_its_new_name(
     named: str, measured: Path, command: Any
 ) -> None:
-    """Publish a run, and show it by its new name.
+    """Check that a run can be published, and can then be shown by its new name.
 
-    In the published record, paths in the command of the run are cut to the file's name, so that no
-    folders of the user's machine are shown.
+    In the published record, a path in the run's command is cut to its last part, so that no folders
+    of the user's machine are shown.
     """
     private = ["run", "x/y", "--out", "/home/me/runs/", "--link=/home/me/my.json", "/"]
     public = ["run", "x/y", "--out", "runs/", "--link=my.json", "/"]
@@ -143,8 +143,8 @@ def test_the_name_says_which_devices() -> None:
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Change into a git checkout with two revisions, and return the hashes of the revisions.
 
-    The checkout has the record of a run of each revision, and a file of counts (such as how often
-    threads wait).
+    For each revision, the checkout has the record of a run. It also has a file of counts, such as
+    how often threads wait.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured").mkdir()
@@ -239,7 +239,7 @@ def test_what_is_refused(at: list[str], command: Any) -> None:
 def test_a_report_is_written_into_the_current_folder(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that `report` does not write into the folder of results, which may be a checkout."""
+    """Check that `report` writes into the current folder, and not into the folder of results."""
     record, _ = keep()
     save(record, Path("measured/mine.json"))
     Path("here").mkdir()

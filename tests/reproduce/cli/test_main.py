@@ -125,7 +125,7 @@ def test_the_list_says_how_long_a_run_has_taken_here(
 
 
 def first_cells(lines: list[str], names: Sequence[str]) -> list[str]:
-    """Return the first cells of the lines of a table, but only those that are in `names`."""
+    """Return the first cell of each line of a table, if this cell is in `names`."""
     cells = [line.partition("  ")[0] for line in lines]
     return [cell for cell in cells if cell in names]
 
@@ -248,7 +248,7 @@ def test_no_torch_where_nothing_is_run(start: Callable[..., Any]) -> None:
     """Check that commands which run no model do not import torch, which would take seconds.
 
     To avoid the import, the definitions of options repeat names and defaults of other modules. The
-    test also checks that both are equal.
+    test also checks that the repeated names and defaults equal those of the other modules.
     """
     process = start("-c", WITHOUT, *FAST)
     out, err = process.communicate(timeout=PATIENCE)

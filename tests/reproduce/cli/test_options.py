@@ -41,8 +41,8 @@ WRITES = ["run", "history", "report", "predict", "regression", "schedule", "impo
 def forms() -> Iterator[tuple[str, str, str]]:
     """Yield three texts for each option of each command.
 
-    They are the name of the command, the name of the option, and the option as the help shows it,
-    such as "--seed N".
+    The texts are the name of the command, the name of the option, and the option as the help shows
+    it, such as "--seed N".
     """
     for command in COMMANDS:
         context = click.Context(command)

@@ -99,8 +99,8 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 def test_times_of_schedules_are_in_one_unit(command: Any) -> None:
     """Check that the command `schedule` shows the times of two schedules in the same unit.
 
-    There are 3 devices and 6 micro-batches. Through a third of the model, which is the part of a
-    device, the forward of a micro-batch takes one unit of time, and the backward takes two.
+    There are 3 devices and 6 micro-batches. Each device has a third of the model. On each device,
+    the forward of a micro-batch takes one unit of time, and the backward takes two.
 
     - A step of 1F1B takes the time of 6 + 2 forwards and backwards: 8 x 3 units.
     - A step of Interleaved1F1B takes 7 x 3 units, because two stages on each device halve the idle
@@ -133,7 +133,7 @@ def test_the_largest_models_as_numbers() -> None:
 
 
 def wide(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model whose last output is far larger than all else, and a sample input."""
+    """Return a model whose last output is far larger than all other tensors, and a sample input."""
     growing = [nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 8)) for _ in range(layers)]
     return nn.Sequential(*growing, nn.Linear(8, 50_000)), torch.rand(2, 8)
 
@@ -199,9 +199,9 @@ def half() -> tuple[nn.Module, torch.Tensor]:
     ],
 )
 def test_numbers_change_a_plan(function: str, option: str, command: Any) -> None:
-    """Check that options for the precision change the time that `plan` predicts.
+    """Check that options for the precision of numbers change the time that `plan` predicts.
 
-    Afterwards, PyTorch's own settings must be as before.
+    Afterwards, PyTorch's own settings for the precision must be as before.
     """
     given = "--hardware a100x8 --devices 1 --optimizer adam --batch-size 4096"
 

@@ -1,6 +1,7 @@
 """Tests of wrong command-line options.
 
-The command must print an error in one line, exit with code 2, and neither run nor write anything.
+If an option is wrong, a command must print an error in one line and exit with code 2. It must
+neither run a model nor write a file.
 """
 
 import shlex

@@ -1,7 +1,7 @@
 """Tests of the command `regression`, which checks whether one git revision is slower than another.
 
-They replace the measurements by made-up ones, and check exit codes and tables.
-`test_regression_for_real.py` runs the command with real measurements.
+These tests replace the measurements by made-up ones, and check exit codes and tables. The tests in
+`test_regression_for_real.py` run the command with real measurements.
 """
 
 import contextlib
@@ -44,12 +44,11 @@ def made_up(
         monkeypatch: The fixture that replaces the functions.
         slower: For each case that is slower in the new revision, how many times as long it takes.
         ends: An error that the fake timing raises after its first samples.
-        since: The factor by which the new revision is slower than the older revision that the
+        since: How many times as long the new revision takes as the even older revision that the
             option `--also` names.
         busy: Whether other programs use the cores during the timing.
         lost: The name of the gate that reports a loss of speed.
-        unable: For each revision (`base` is the old one, `head` the new one), the cases that it
-            cannot run.
+        unable: The cases that the old revision (`base`) or the new revision (`head`) cannot run.
     """
 
     @contextlib.contextmanager
@@ -250,7 +249,8 @@ def test_a_clock_for_all_cases(
 def test_formats(style: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any) -> None:
     """Check each output format, with a delay that `--slow-down` adds to the new revision.
 
-    The output must name this delay. The file of `--out` is written even if a case is slower.
+    The text and the Markdown must name this delay. The option `--out` must write its file even if a
+    case is slower.
     """
     made_up(monkeypatch, dict.fromkeys(NAMES, 1.2), base=["machinery never", CASE])
     file = tmp_path / "table.md"

@@ -1,6 +1,6 @@
 """Tests of the command `run`, which runs experiments.
 
-It must write a record and tables even if an error ends the run.
+The command must write a record and tables even if an error ends the run.
 """
 
 import json
@@ -86,7 +86,8 @@ def check_run(run: Run | None, page: str) -> None:
 def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     """Run some rows (configurations) of two experiments, and check all that `run` writes.
 
-    It writes a record, a page in Markdown, and a trace of each measured and each emulated row.
+    The command writes a record, a page in Markdown, and a trace of each measured and each emulated
+    row.
     """
     folder = Path("new/folder")
     options = ["--steps", "2", "--out", str(folder), "--trace", "t.png"]
@@ -148,9 +149,9 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
 def test_words_from_end_to_end(
     tiny: Tiny, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Run a language model, which must be traced because it is no `nn.Sequential`.
+    """Run a language model, which must be traced because it is not an `nn.Sequential`.
 
-    With every engine, the recorded loss must be that of the module itself.
+    With every engine, the recorded loss must be the loss of the module without a pipeline.
     """
     options = "--engine threads --engine ranks --steps 1 --out runs"
     command("run", "tiny-words", *SMALL, *options.split())

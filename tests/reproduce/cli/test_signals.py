@@ -40,7 +40,7 @@ class Dying:
 def default_signals() -> Iterator[None]:
     """Give SIGTERM and SIGHUP their default handlers during a test.
 
-    Other handlers may be set, for example if the tests run under `nohup`.
+    Without this fixture, they may have other handlers, for example under `nohup`.
     """
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
@@ -78,7 +78,7 @@ def test_an_ignored_signal_stays_ignored(number: int) -> None:
 def test_a_signal_ends_any_command_with_one_line(
     number: int, code: int, told: str, tmp_path: Path, monkeypatch: Any, command: Any
 ) -> None:
-    """Check a signal that arrives while the command `compare` reads its first record."""
+    """Check that a signal ends the command `compare` while it reads its first record."""
 
     def read(name: str) -> Path:
         signal.raise_signal(number)
@@ -96,8 +96,8 @@ def test_a_signal_ends_any_command_with_one_line(
 def test_is_remembered_where_python_swallows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that Ctrl-C still ends the program if it arrives while a destructor runs.
 
-    Python prints exceptions of destructors and goes on. The program does so with all of them but
-    the one of Ctrl-C, which it raises later.
+    Python prints an exception of a destructor, and goes on. The program must do the same, but it
+    must raise the `KeyboardInterrupt` of Ctrl-C later.
     """
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))

@@ -47,7 +47,7 @@ def test_each_setting_gets_its_option(words: str, expanded: str) -> None:
     ],
 )
 def test_settings_change_a_row(row: str, settings: list[str], fields: dict[str, Any]) -> None:
-    """Change settings of a row (configuration), as `--set` does, and check the new row.
+    """Check a row (configuration) whose settings are changed as by the option `--set`.
 
     The new row has a name and a group of its own, and is not compared with a published result.
     """

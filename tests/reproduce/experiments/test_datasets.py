@@ -1,6 +1,6 @@
-"""Tests of data sets.
+"""Tests of the data sets of experiments.
 
-An epoch must have the same samples in each run, and a wrong folder must raise an error.
+An epoch must have the same samples in each run. A wrong folder must lead to an error.
 """
 
 from collections.abc import Iterable
@@ -70,8 +70,8 @@ def test_every_epoch_is_its_own_and_comes_again(
 def test_the_class_is_the_direction_of_the_wave() -> None:
     """Check generated images of waves, where the direction of the wave is the class to learn.
 
-    An image of class 0 varies along rows only, and one of class 1 along columns only. In this test,
-    the images have no noise.
+    The pixels of an image of class 0 vary along rows only. Those of class 1 vary along columns
+    only. In this test, the images have no noise.
     """
     images, labels = gratings(noise=0.0, classes=2).train
     other_images, _ = gratings(seed=1, noise=0.0, classes=2).train

@@ -33,8 +33,8 @@ def started(record: Record) -> str:
 
 RUNS = sorted(map(load, MEASURED.glob("*.json")), key=started)
 
-# Fields of published configurations that the rows of experiments do not have. Some describe the
-# published measurement, and the others can be computed from fields that the rows have.
+# Fields of published configurations that the rows (configurations) of experiments do not have. Some
+# describe the published measurement. The others can be computed from fields that the rows have.
 NOT_OURS = {
     "n",
     "m",
@@ -85,7 +85,7 @@ def test_paper_scale_is_the_published_table(experiment: Experiment) -> None:
 def test_compare_can_judge_two_default_runs(experiment: Experiment) -> None:
     """Check that a run with default options times enough steps of each row (configuration).
 
-    With fewer steps, `compare` could call no difference between two runs significant.
+    If there were fewer steps, `compare` could call no difference between two runs significant.
     """
     least = needed(Rule().alpha, paired=False)
     for scale in experiment.scales:
@@ -148,10 +148,10 @@ def test_the_newest_committed_run_has_the_rows_that_are_run_now(experiment: Expe
 
 @pytest.mark.parametrize("name", ["amoebanet-speed", "unet-speed", "resnet101-speed", "zoo-speed"])
 def test_rows_of_ours_are_the_same_at_both_scales(name: str) -> None:
-    """Compare the rows that are not from papers at both scales, `paper` and `small`.
+    """Check that rows (configurations) that are not from papers are the same at both scales.
 
-    They may differ only in sizes. The largest number of micro-batches is 32 at the scale `paper`,
-    and 8 at the scale `small`.
+    At the scales `paper` and `small`, rows may differ only in sizes. The largest number of
+    micro-batches is 32 at the scale `paper`, and 8 at the scale `small`.
     """
 
     def ours(scale: str) -> list[Row]:

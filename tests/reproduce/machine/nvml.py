@@ -9,12 +9,12 @@ NOT_SUPPORTED = 3
 
 
 class Nvml:
-    """A fake C library. As in NVML, a function writes its answer to its last argument, a pointer.
+    """A fake C library. As in NVML, a function writes its answer to where its last argument points.
 
     Args:
-        tell: Maps the name of each C function to a Python function that takes the other arguments
-            and returns the answer. If it raises `LookupError`, the C function returns an error
-            code.
+        tell: Maps the name of each C function to a Python function. The Python function takes all
+            arguments but the last, and returns the answer. If it raises `LookupError`, the C
+            function returns an error code.
     """
 
     def __init__(self, tell: Mapping[str, Callable[..., Any]]) -> None:

@@ -1,7 +1,7 @@
 """Tests of how clock rates and other states of GPUs are read and recorded.
 
-A fake library stands in for NVIDIA's. A record has the states at the start and at the end of a run,
-and in each round. In a round, every configuration runs one step.
+A fake library replaces NVIDIA's library NVML. A record has the states of GPUs at the start and at
+the end of a run, and in each round. In a round, every configuration runs one step.
 """
 
 from collections.abc import Callable

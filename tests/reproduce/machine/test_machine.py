@@ -70,8 +70,8 @@ def test_what_others_have_of_the_machine(
         Args:
             seconds: The time of the clock.
             stat: The numbers of a core in `/proc/stat`, which are the same for all three cores.
-            own: The CPU time of this process in ticks of 10 ms, which is also that of its child.
-            waited: The microseconds in which some process waited for a core.
+            own: The CPU time of this process, and also of its child, in ticks of 10 ms.
+            waited: The microseconds during which some process waited for a core.
         """
         clock = SimpleNamespace(monotonic=lambda: seconds)
         monkeypatch.setattr("reproduce.machine.load.time", clock)

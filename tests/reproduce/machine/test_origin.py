@@ -40,11 +40,12 @@ def test_an_address(given: str, expected: str, url: str, revision: str | None) -
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, source: dict[str, Any] | None) -> None:
-    """Pretend that pip has installed this program from a certain source.
+    """Pretend that pip has installed `reproduce` from a certain source.
 
     Args:
         monkeypatch: The fixture that replaces a function.
-        source: What pip has noted about the source, such as its address. `None` stands for no note.
+        source: What pip has noted about the source, such as its address. If `None`, pip has noted
+            nothing.
     """
     text = None if source is None else json.dumps(source)
     made = SimpleNamespace(read_text=lambda name: text)
@@ -66,10 +67,10 @@ def test_what_was_installed_from_a_folder_has_no_address(monkeypatch: pytest.Mon
 def test_a_checkout_comes_from_its_remote(
     source: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check the address of a program that runs from a git checkout.
+    """Check the address of `reproduce` if it runs from a git checkout.
 
-    The commit must have been pushed to the remote repository. The address has the tag of the commit
-    if it has one, and otherwise its hash.
+    The commit must have been pushed to the remote repository. If the commit has a tag, the address
+    has this tag. If not, the address has the hash of the commit.
     """
     installed(monkeypatch, source)
     monkeypatch.setattr(origin, "ROOT", tmp_path)

@@ -1,7 +1,7 @@
 """Tests of the models that experiments train.
 
-They check numbers of parameters, outputs, gradients, and errors for impossible sizes. Models of
-torchvision, here split into layers, must have equal results to the bit.
+The tests check numbers of parameters, outputs, gradients, and errors for impossible sizes. Models
+of torchvision that are split into layers must have the results of torchvision to the bit.
 """
 
 import sys
@@ -110,8 +110,8 @@ def test_sizes_are_the_published_ones(
 def test_what_it_computes(build: Build, images: Shape, outputs: Shape, number: float) -> None:
     """Check that the output of a model has the recorded checksum.
 
-    All parameters and pixels are different numbers, so that any change of the computation changes
-    the checksum.
+    All parameters and pixels are different numbers. So any change of the computation changes the
+    checksum.
     """
     model = build().double().eval()
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Tests of the comparison of records of benchmark results.
 
-On one machine, numbers are compared. Between machines, only ratios to a baseline are compared.
+Records of one machine are compared by numbers; of several machines, by ratios to a baseline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def only(*sides: Record, **options: Any) -> Comparison:
 
 
 def ratios(comparison: Comparison, side: int = 1) -> dict[str, Any]:
-    """Return for each line's label its ratio and verdict, or `None` if the line is not judged."""
+    """Return a dictionary: a line's label, and its ratio and verdict (`None` if not judged)."""
     found: dict[str, Any] = {}
     for each in comparison.rows:
         decision = each.decisions[side]
@@ -71,7 +71,7 @@ def emulated_too(x: float, **more: Any) -> Record:
 
 
 def drifting(factor: float) -> Record:
-    """Make a record of two rows with ever slower samples. Row y is `factor` times as fast."""
+    """Make a record of rows x and y, whose steps become slower. Row y is `factor` times as fast."""
     slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     fast = [seconds / factor for seconds in slow]
     return record(row("x", slow, over="x"), row("y", fast, over="x"))
@@ -125,7 +125,7 @@ EMULATED: Any = {"x": None, "y": (1, "~"), "x (emulated)": None, "y (emulated)":
 
 
 def linked(link: str | None, size: int = 2, scale: str = "small") -> Record:
-    """Make a record of three rows (configurations). The arguments are settings of two of them."""
+    """Make a record of rows (configurations) x, y and z. The arguments are settings of y and z."""
     rows = []
     for name in "yz":
         config = {"row": name, "link": link, "size": size}

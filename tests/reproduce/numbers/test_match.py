@@ -1,7 +1,7 @@
 """Tests of `match`, which finds the results of several records that can be compared.
 
-Results can be compared if they have the same configuration. Their order and their names do not
-matter.
+Results can be compared if they have the same configuration. Their order in the records and their
+names do not matter.
 """
 
 from typing import Any
@@ -74,8 +74,8 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 def test_among_rows_of_one_configuration_the_likest_is_taken() -> None:
     """Check which result is compared if a record has several results with one configuration.
 
-    It must be the most similar one. If the results differ only in scale (set of sizes) or device,
-    their labels name it.
+    The most similar result must be compared. If the results differ only in scale (set of sizes) or
+    device, their labels name the scale or the device.
     """
     small, paper = row("x", 1.0, scale="small"), row("x", 1.0, scale="paper", device="meta")
 
@@ -110,9 +110,9 @@ BOTH = record(N2, emulated(N2))
 ENGINES = record(X, row("x", 1.0, engine="ranks"))
 SHARED = {0: "x", 1: "x"}
 WITH_PUBLISHED = {0: "x", 1: "n2m4"}
-# Each value has two parts. The first has a list of records for each side (A, B, …) of the
-# comparison. The second has the expected lines of the comparison: the label of each line, and a
-# dictionary from the index of a side to the name of that side's result in this line.
+# Each value has two parts. The first part has a list of records for each side (A, B, …) of the
+# comparison. The second part has the expected lines of the comparison's table: the label of the
+# line, and a dictionary. The dictionary maps the index of a side to the name of its result.
 PLACED: dict[str, tuple[list[list[Record]], Shape]] = {}
 for ours, theirs, same in ALIKE:
     sides = [[record(replace(row("one"), config=ours))]]

@@ -51,8 +51,8 @@ def over_here(here: list[int | float], theirs: Result | None) -> Reading | None:
     """Return the speed of an emulated result divided by the measured speed of another result.
 
     Args:
-        here: For each step of the emulated result, its seconds if copies between devices take as
-            long as on this machine. The emulated speed is computed from them.
+        here: The seconds of each step of the emulated result, if copies between devices take as
+            long as on this machine. The emulated speed is computed from these seconds.
         theirs: The measured result.
     """
     emulated = timed([99.0, 99.0], [0, 1])
@@ -135,8 +135,9 @@ def test_values(
 def test_errors_are_those_after_the_last_epoch_of_each_seed_that_has_ended() -> None:
     """Check how the metric `top1_error` (the percentage of wrong classes) is read from a result.
 
-    A row is trained with several random seeds. The metric has one value for each training that has
-    ended: the error after its last epoch. A published row has only a mean and a deviation.
+    A row (configuration) is trained with several random seeds. For each training that has ended,
+    the metric has one value: the error after the last epoch. A published row has only a mean and a
+    deviation.
     """
     samples = {"epoch": [1.0, 2.0, 1.0, 2.0, 1.0], "top1_error": [50.0, 10.0, 60.0, 17.0, 5.0]}
     result = Result("e", "r", "measured", config={"epochs": 2}, samples=samples)
@@ -188,8 +189,8 @@ def times(factor: float, samples: Sequence[float] = EIGHT) -> list[float]:
 def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: str) -> None:
     """Check that `compare_samples` returns the expected outcome or raises the expected error.
 
-    A sample is a measured number. The first argument has the samples of the old version, and the
-    second those of the new version.
+    A sample is a measured number, such as the time of a step. The first argument has the samples of
+    the old version, and the second argument those of the new version.
     """
     try:
         decision = compare_samples(base, head, paired=paired)
@@ -202,10 +203,10 @@ def test_outcomes(base: Measurement, head: Measurement, paired: bool, outcome: s
 
 @pytest.mark.parametrize("second", [1.0, 1.005])
 def test_equal_samples_have_an_exact_p(second: float) -> None:
-    """Check the exact p-value of a comparison of five samples with five larger ones.
+    """Check the exact p-value of a comparison of five samples with five larger samples.
 
-    There are 252 ways to divide ten samples into two groups of five. Two of them are as extreme as
-    this one, so the p-value is 2/252.
+    There are 252 ways to divide ten samples into two groups of five. Only two of these ways are as
+    extreme as the groups in this test, so the p-value is 2/252.
     """
     base = [1.0, second, 1.01, 1.02, 1.03]
 

@@ -1,7 +1,8 @@
 """Tests of how records are found in files, folders, pytest-benchmark's files and git revisions.
 
-If several runs have results for the same experiment, those with the most rows (configurations) are
-used, and of these the newest. The tables of predictions follow the same rule.
+If several runs have results for the same experiment, the run with the most rows (configurations) is
+used. Among runs with equally many rows, the newest is used. The tables of predictions follow the
+same rule.
 """
 
 import json
@@ -193,7 +194,7 @@ def test_a_measured_row_counts_before_an_emulated_one(tmp_path: Path, first: str
 
 
 def test_each_machine_has_a_column() -> None:
-    """Check that a table has a column for each GPU, with its name, if runs used several GPUs."""
+    """Check that a table of predictions has a column for each GPU on which its rows have run."""
     predicted = load(RESULTS / "predicted/amoebanet-speed-p40x8.json")
     measured = {
         "1 x GPU A": {"n2m1": MeasuredRow(1.0, how="emulated")},

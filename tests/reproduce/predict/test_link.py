@@ -27,10 +27,10 @@ ROW = replace(
 def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward() -> None:
     """Check how long an emulated copy between devices takes.
 
-    Without published configurations, it takes as long as on the given hardware. With them, only the
-    ratio of the copy's time to a forward's time is predicted. This is done for the published
-    configuration of the same name, or else for the first published one. The published balance is
-    not used, because it was made for other devices.
+    Without published configurations, the copy takes as long as on the given hardware. With them,
+    only the ratio of the copy's time to a forward's time is predicted. It is predicted for the
+    published configuration of the same name or, if there is none, for the first published one. The
+    published balance is not used, because it was made for other devices.
     """
     large, small = replace(ROW, batch_size=8, size=(1, 8)), ROW
     hardware = Link(HARDWARE, None)

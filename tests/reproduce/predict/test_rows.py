@@ -1,7 +1,8 @@
 """Tests of predictions of published tables.
 
-They must equal the committed predictions, and differ from the published numbers by as much as the
-docs say. The search for the largest model that fits in memory is tested, too.
+The predictions must equal the committed predictions. Their errors, compared with the published
+numbers, must be those in the docs. The search for the largest model that fits in memory is tested,
+too.
 """
 
 from collections.abc import Callable
@@ -164,7 +165,7 @@ def test_the_largest_that_fits(
     memory = 100.0
 
     def bytes_of(tried: tuple[int, int]) -> float:
-        """Return the bytes that a size needs: they are equal to the memory at the limit."""
+        """Return the bytes that a size needs. A size at the limit needs all of the memory."""
         (steps, _) = tried
         needed = memory * growth(steps) / growth(limit) if limit else 2 * memory
         return min(needed, memory) if steps <= limit else max(needed, memory + steps)

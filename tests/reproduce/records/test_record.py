@@ -1,7 +1,7 @@
 """Tests of the files of results, called records.
 
-Records of every version can be loaded and saved, and are written atomically. Errors say which place
-in a record is wrong.
+Records of every version of the format can be loaded and saved, and are written atomically. An error
+says which place in a record is wrong.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tests of the gates of `regression`.
 
-A gate is a program that checks a version of a package without measuring time, for example by
-counting operators.
+A gate is a program that checks a version of a package without measuring time. For example, a gate
+counts operators.
 """
 
 from pathlib import Path

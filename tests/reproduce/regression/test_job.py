@@ -30,9 +30,9 @@ HERE, OTHER = Tree(ROOT, "here", None), Tree(ROOT / "other", "other", None)
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Return a function that replaces the program that measures revisions by a given script.
+    """Return a function that takes a script, and lets it replace the program that measures.
 
-    In the script, the variable `job` has the input of the program.
+    In the script, the variable `job` has the input of the replaced program.
     """
 
     def be(script: str) -> None:
@@ -53,8 +53,8 @@ def test_a_new_parent_for_every_few_restarts(
 ) -> None:
     """Check that the program that measures is started anew after every few restarts.
 
-    If a revision cannot run a case, the job must report this once. Programs that start later must
-    leave out the case.
+    If a revision cannot run a case, the job must report this only once. Programs that are started
+    later must leave out the case.
     """
     stand_in("""
 for case in list(job["cases"]):
@@ -93,7 +93,7 @@ for i in range(job["first"], job["first"] + job["restarts"]):
 
 
 def test_a_second_old_version_is_a_third_side(stand_in: Callable[[str], None]) -> None:
-    """Measure a third version, which is older than the other two.
+    """Check that a third version, which is older than the other two, is measured with them.
 
     If one of the three versions cannot run a case, the other two must still be compared.
     """
@@ -156,16 +156,17 @@ how often this request came before.
 
 
 class Fake:
-    """A fake of a process that measures one revision. It has the methods of a connection to it.
+    """A fake connection to a process that measures one revision. No process is started.
 
-    `send` asks the process to run a case, and `recv` returns its answer: the time of the run, or
+    `send` asks the process to run a case, and `recv` returns the answer: the time of the run, or
     `None` if it was the case's first run, the warm-up.
 
     Args:
         number: The number of the process, which is also the time of each run.
         log: The list to which each call adds a line.
-        texts: Texts to answer instead. A key has the number of the process, the name of the case,
-            and how often the process has answered for this case before.
+        texts: Texts that `recv` returns in place of some answers. A key has the number of the
+            process, the name of the case, and how often the process has answered for this case
+            before.
     """
 
     def __init__(self, number: int, log: list[str], texts: Texts) -> None:
@@ -291,7 +292,7 @@ def test_what_ran_before_and_no_longer_does_is_an_error(
 def test_a_process_refuses_a_torchgpipe_of_another_folder(tmp_path: Path) -> None:
     """Check the error of a process that imports torchgpipe from a wrong folder.
 
-    Without this error, the process would measure another version than it should.
+    Without this error, the process would measure the wrong version.
     """
     with fork(tmp_path, "torchgpipe", "reproduce.regression.timed:Timed") as side:
         side.send((str(TORCHGPIPE.cases), "machinery never", "cpu", 0.0))
@@ -328,7 +329,7 @@ def test_packages_may_be_in_the_folders_of_pythonpath(
 ) -> None:
     """Check that a checkout comes before the folders of PYTHONPATH.
 
-    So packages of the checkout are measured, and others may be in the folders of PYTHONPATH.
+    So the packages of the checkout are measured, and other packages may come from these folders.
     """
     (tmp_path / "told.py").write_text(
         "import json, reproduce; print(json.dumps({'path': [*reproduce.__path__]}))"

@@ -1,6 +1,6 @@
 """Tests of how `regression` copies git revisions to temporary folders.
 
-They also test the bisection, which finds the first commit that is slower.
+The bisection, which finds the first commit that is slower, is tested, too.
 """
 
 from pathlib import Path
@@ -124,7 +124,7 @@ class History:
         monkeypatch: The fixture that replaces the measurement.
         commits: The number of versions.
         culprit: The first version that is slower.
-        slower: The benchmark cases that are slower from this version on.
+        slower: The benchmark cases that are slower from the version `culprit` on.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def made(ratio: Ratio, noise: float, restarts: int = 20, rounds: int = 8, seed: 
     Args:
         ratio: How many times as long the second revision takes: a number, or a function that
             returns this ratio for a restart of the processes.
-        noise: The largest random change of a sample, as a share of it.
+        noise: The largest random change of a sample, as a share of the sample.
         restarts: The number of restarts.
         rounds: The number of samples in each restart. In each round, the machine has another speed.
         seed: The seed of the random numbers.
@@ -189,7 +189,7 @@ def overlapping(ratio: Ratio, noise: float = 0.01, busy: int = 0) -> dict[str, S
 
     Args:
         ratio: How many times as long the second revision takes.
-        noise: The largest random change of a sample, as a share of it.
+        noise: The largest random change of a sample, as a share of the sample.
         busy: In how many of 20 restarts other programs use the cores.
     """
     found = {}
@@ -203,8 +203,8 @@ def test_overlap_is_a_family_of_its_own() -> None:
     """Check that the cases that measure how well tasks overlap have a mean of their own.
 
     These cases are timed by the wall clock, and must not change the mean of the other cases. All
-    significance tests share the allowed risk of a false alarm: the risk of each is the total
-    divided by their number.
+    significance tests share the allowed risk of a false alarm. The risk of each test is the total
+    risk divided by the number of tests.
     """
     others = eight(SAME, 0.01)
     overlap = overlapping(SLOWER)
@@ -255,8 +255,8 @@ def test_many_small_losses_add_up(since: float, said: str | None) -> None:
     """Check that many small losses of speed, one in each new version, are found in the end.
 
     Each loss is too small to be found by a comparison with the version before. The option `--also`
-    names a much older version, and the comparison with that version finds the sum of the losses.
-    Its threshold is larger than that of the usual comparison.
+    names a much older version. The comparison with the much older version finds the sum of all
+    losses. Its threshold is larger than that of the usual comparison.
     """
     samples = {}
     for case, each in overlapping(since, 0.001).items():

@@ -28,9 +28,9 @@ RUN = Run(
 
 
 def on_gpus(record: Record) -> Record:
-    """Return a copy of a record that says its results were measured on GPUs.
+    """Return a copy of a record. The copy says that its results were measured on GPUs.
 
-    The reserved memory is twice the allocated memory.
+    In the copy, the reserved memory is twice the allocated memory.
     """
     results = []
     for result in record.results:
@@ -45,8 +45,8 @@ def on_gpus(record: Record) -> Record:
 def records() -> list[Record]:
     """Return the committed records, with two changes for these tests.
 
-    One prediction has a hardware whose name looks like HTML markup. A made-up run on GPUs replaces
-    the committed runs on GPUs.
+    In one prediction, the name of the hardware looks like HTML markup. A made-up run on GPUs
+    replaces the committed runs on GPUs.
     """
     found, measured = [], []
     for folder in FOLDERS:
@@ -66,8 +66,8 @@ def records() -> list[Record]:
 def own(records: list[Record]) -> list[Record]:
     """Return two records of one experiment that a user has run twice.
 
-    The report shows only the newer one. In both runs, other programs used the cores while one row
-    (configuration) was timed.
+    The report shows only the newer record. In both runs, other programs used the cores while one
+    row (configuration) was timed.
     """
     source = records[-1]
     results = []

@@ -1,6 +1,6 @@
 """Tests of the report in a real browser.
 
-They use the screens of phones and desktops, printed pages, and light and dark colours.
+The tests use the screen sizes of phones and desktops, printed pages, and light and dark colours.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ def run(
 def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> None:
     """Check that no word in a table is broken over two lines.
 
-    Outside of tables, this is checked only for words with digits.
+    Outside of tables, only words with digits are checked.
     """
     count, broken = run(
         """const broken = [];
@@ -108,9 +108,9 @@ def test_no_number_and_no_word_of_a_head_is_broken(run: Callable[..., Any]) -> N
 
 
 def test_tables_scroll_and_the_page_does_not(run: Callable[..., Any]) -> None:
-    """Check that nothing is wider than the page, except for tables on screens, which scroll.
+    """Check that nothing is wider than the page, except for tables on screens, which can scroll.
 
-    On wide screens, figures must use most of the width.
+    On wide screens, the figures must use most of the page's width.
     """
     width, paper, wide, figures = run(
         """const limit = document.documentElement.clientWidth, wide = [];

@@ -1,6 +1,6 @@
 """Tests of the report, a single HTML file that needs no network.
 
-It must have every experiment and all results.
+The report must have every experiment and all results.
 """
 
 import html
@@ -29,7 +29,7 @@ LINK = "tg-amoebanetd-speed/n2m4"
 
 
 class Reader(HTMLParser):
-    """A parser that collects a page's tags, ids and links. It checks that elements are closed."""
+    """A parser that collects a page's tags, ids and links, and checks that elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -200,9 +200,9 @@ def test_own_runs_are_shown_and_what_is_left_out_is_named(
 ) -> None:
     """Check that the report shows a user's own run in a column, and names what it leaves out.
 
-    A star must mark each number of this run that other programs disturbed. The report leaves out an
-    older run of the same experiment, and a file that cannot be read. A run that is published no
-    longer counts as the user's own.
+    If other programs disturbed a number of this run, a star must mark the number. The report leaves
+    out an older run of the same experiment, and a file that cannot be read. If a run is published,
+    it no longer counts as the user's own.
     """
     published = replace(records[0], name="a copy", kind="measured", run=own[1].run)
     made = one_line(re.sub("<[^>]*>", " ", page(records, own=own, skipped=["x.json: broken"])))

@@ -1,6 +1,6 @@
 """Fixtures that run tiny experiments by the command `run`, with real or fake trainings.
 
-A fake training runs no model. A test can make it raise an error in a certain step.
+A fake training runs no model. A test can make a fake training raise an error in a certain step.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ counted: dict[str, dict[str, Any]] = {}
 
 
 def counted_once(row: Row) -> dict[str, Any]:
-    """Count a model's parameters and bytes. Keep the result, as counting takes a second."""
+    """Count a model's parameters and bytes; keep the result, because counting takes a second."""
     model = str((row.model, row.size, row.num_classes, row.optimizer))
     if model not in counted:
         counted[model] = count(row)
@@ -126,12 +126,12 @@ def counted_once(row: Row) -> dict[str, Any]:
 class Runner:
     """A callable that runs an experiment on two CPU devices, and returns the recorded results.
 
-    It is called with the name of the experiment, options of the command `run`, and keyword
+    The arguments are the name of the experiment, options of the command `run`, and keyword
     arguments that replace settings of the scale `small` (a set of sizes).
 
-    It returns a dictionary of results. The key of a result is the name of its row (configuration).
-    To this, the key adds "emulated" if the result is emulated, the engine if it is not "threads",
-    and "paper" if the model has the published size.
+    The call returns a dictionary of results. A key begins with the name of the row (configuration).
+    Then follow "emulated" if the result is emulated, the engine if it is not "threads", and "paper"
+    if the model has the published size.
     """
 
     def __init__(self, folder: Path) -> None:

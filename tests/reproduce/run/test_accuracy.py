@@ -41,7 +41,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]
 def learnt(results: Mapping[str, Result]) -> dict[str, Any]:
     """Return the statuses and samples of results, but not the times of epochs.
 
-    What remains must be equal in an interrupted and an uninterrupted run.
+    All that is returned must be equal in an interrupted and an uninterrupted run.
     """
     found = {}
     for row, result in results.items():
@@ -83,8 +83,8 @@ def fail(
         at: The index of the first call that raises, counted from 0.
         where: The name of the function. `step` raises before it does anything, and any other
             function raises after it has done its work.
-        row: The name of the row (configuration) whose calls are counted and raise. If it is empty,
-            the calls for all rows are counted and raise.
+        row: The name of a row (configuration). Only calls for this row are counted and raise. If
+            the name is empty, the calls for all rows are counted and raise.
     """
     owner: Any = AccuracyTraining if where == "step" else accuracy
     call = getattr(owner, where)
@@ -212,8 +212,8 @@ def test_a_training_that_diverges_is_told(run: Any, monkeypatch: pytest.MonkeyPa
 def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() -> None:
     """Check three things about a training: its learning rates, its saved state, and its errors.
 
-    The learning rates must follow the recipe. A saved state, with that of the random generator, can
-    be loaded. Wrong classes must be counted.
+    The learning rates must follow the recipe. The saved state, which includes the state of the
+    random generator, can be loaded. The error must be the share of wrong classes.
     """
     rate = {"base_lr": 0.1, "base_batch_size": 4, "warmup_epochs": 1}
     recipe = replace(ROW.recipe, **rate, lr_decay_epochs=(2,), lr_decay=0.5)

@@ -1,7 +1,7 @@
 """Tests of emulation, which predicts the time of a step on several devices by running on one.
 
-All tasks run one after another on a single device, and are timed. A step on several devices is then
-simulated in the order of the schedule, with the times of the tasks and of copies.
+All tasks run one after another on a single device, and are timed. Then a step on several devices is
+simulated in the order of the schedule, with the times of tasks and copies.
 """
 
 import math
@@ -137,9 +137,9 @@ def costs(row: Row, like: Sequence[int], **changes: Any) -> Costs:
     """
 
     def table(kind: Kind, count: int) -> list[list[float]]:
-        """Return the seconds of a kind of task: a row for each micro-batch, a column per partition.
+        """Return the seconds of a kind of task: a list per micro-batch, a number per partition.
 
-        Only the first `count` micro-batches have such tasks. The rows of the others are zeros.
+        Only the first `count` micro-batches have such tasks. Other micro-batches have only zeros.
         """
         costs = []
         for k, i in enumerate(like):
@@ -221,8 +221,8 @@ def test_a_step_is_its_tasks_replayed(
 def test_a_task_takes_its_share_in_the_median_run() -> None:
     """Check that an emulated task takes its median share of a step, times a step's median time.
 
-    So a step in which one task was disturbed has no effect on the medians. A step in which the
-    whole machine was slow has no effect either, because all its tasks take their usual shares.
+    So a step in which one task was disturbed does not change the medians. A step in which the whole
+    machine was slow does not change them either: all its tasks take their usual shares of the step.
     """
     emulated = emulation(pipeline(m=1, checkpoint="never"))
     first, second = 1.0, 2.0  # seconds of a task on each partition
@@ -281,7 +281,7 @@ def test_a_step_is_replayed_as_if_one_thread_issued_all_tasks(
 ) -> None:
     """Check a simulated step on GPUs, whose tasks are all issued (submitted) by one host thread.
 
-    For this, an emulation measures how long issuing takes, in three steps, and uses the median.
+    The emulation measures in three steps how long it takes to issue each task, and uses the median.
     """
     row = pipeline(3)
     emulated = emulation(row)

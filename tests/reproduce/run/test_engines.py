@@ -1,7 +1,7 @@
-"""Tests of the engines of `reproduce`: this library's pipelines and others, which it measures.
+"""Tests of the engines that `reproduce` measures: pipelines of this library and of others.
 
-All engines must compute the same losses, and leave no process that they have started. If an engine
-cannot run a configuration, its result says why.
+All engines must compute the same losses. Afterwards, no process that an engine has started may
+still run. If an engine cannot run a configuration, the result must say why.
 """
 
 import os
@@ -70,7 +70,7 @@ def test_every_engine_trains_alike(processes: Processes, engine: Engine, checkpo
     """Check that each engine has the losses of the engine "threads" over several steps.
 
     Wrong gradients would change the loss after the first update of the parameters. The engine
-    "ranks" must also draw the random numbers that the engine "threads" draws.
+    "ranks" must also draw the same random numbers as the engine "threads".
     """
     make = partial(work, checkpoint, dropout=0.5 if engine == "ranks" else 0.0)
     threads = Trainer("threads", make())

@@ -1,6 +1,6 @@
 """Tests of the estimate of how long a run will take, and of how its progress is counted.
 
-The estimate comes from earlier runs, or else from the time of a first step.
+The estimate comes from earlier runs. Without earlier runs, a first step is timed.
 """
 
 import re
@@ -59,7 +59,7 @@ class Timed:
 def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepTimes]:
     """Return a function that makes a `StepTimes`, which estimates the times of steps.
 
-    If it has to time a first step, it runs a fake training and reads a fake clock.
+    If a `StepTimes` has to time a first step, it runs a fake training and reads a fake clock.
     """
     clock = SimpleNamespace(perf_counter=lambda: Timed.clock)
     monkeypatch.setattr("reproduce.run.estimate.time", clock)
@@ -93,8 +93,8 @@ def test_nothing_is_known_without_a_timing(
 ) -> None:
     """Check that the time of a step is unknown if no step can be timed.
 
-    This is so if the step raises an error, or if the devices are `meta` devices, which compute
-    nothing.
+    A step cannot be timed if it raises an error, or if the devices are `meta` devices, which
+    compute nothing.
     """
     Timed.error = error
     devices = find_devices("meta" if error is None else "cpu", 1)
@@ -147,7 +147,7 @@ def timed_work() -> float:
 def test_other_steps_do_not_count(times: Callable[..., StepTimes], changes: dict[str, Any]) -> None:
     """Check that some steps of earlier runs are not used to estimate the time of a row.
 
-    They are not used if other programs disturbed them, or if their configuration is another one.
+    Steps are not used if other programs disturbed them, or if they have another configuration.
     """
     before = result_of(ROW, **{"samples": {"step_time": [1.0]}, **changes})
     emulated = before.emulated

@@ -1,4 +1,4 @@
-"""Tests of how the time is measured in which the host issues (submits) work to a GPU.
+"""Tests of how to measure the time that the host takes to issue (submit) work to a GPU.
 
 The clock and the waits for the GPU are simulated.
 """
@@ -94,8 +94,8 @@ def test_pauses_within_a_task_are_not_seconds_of_issuing_it(
 ) -> None:
     """Check that pauses within a task do not count as time to issue (submit) the task.
 
-    In these pauses, the host waits until the device is idle. Here, a simulated clock advances by a
-    second when it is read, and by a minute in a pause.
+    In such a pause, the host waits until the device is idle. In this test, a simulated clock
+    advances by a second when it is read, and by a minute in a pause.
     """
     now = 0.0
 

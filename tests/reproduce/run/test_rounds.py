@@ -20,9 +20,9 @@ from reproduce.run.training import FakeData
 from ..made import one_line
 from .conftest import EVERY, ROWS, Fake
 
-# Settings of two runs with a time limit, `seconds`. With `LONG`, measurements would exceed the
+# Settings of two runs with a time limit, `seconds`. With `LONG`, measurements would exceed the time
 # limit. With `ENDED`, the limit ends the run as soon as each row (configuration) has run
-# `least_steps`.
+# `least_steps` steps.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
 TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it nevertheless"
@@ -84,9 +84,9 @@ def test_a_disturbed_round_is_run_again_while_there_is_time(
     left_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a round is run again if other programs disturbed it, while there is time.
+    """Check that a round that other programs disturbed is run again, as long as there is time.
 
-    If there is no time, the results of its rows (configurations) are marked as disturbed.
+    If no time is left, the results of all rows (configurations) are marked as disturbed.
     """
     marked = 0.2 in busy[:timed] and not left_out
     monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter(busy)))

@@ -220,8 +220,8 @@ def test_rows_appear_before_all_is_done(
 ) -> None:
     """Check which results a run prints to stderr before it ends.
 
-    They are a table of speeds after the first round (one step of each configuration), and a line
-    after each measured memory peak.
+    After the first round (one step of each configuration), the run prints a table of speeds. After
+    each measured memory peak, it prints a line.
     """
     monkeypatch.setattr("reproduce.run.speed.PREVIEW_AFTER", -1)
     steps_of_tables = re.compile(r"(\d) steps?\s+per\s+row")
@@ -273,7 +273,7 @@ def test_memory_rows_run_alone_and_for_any_n(
 def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
     """Check the results of a row (configuration) that the option `--set` has changed.
 
-    Its name is a new one, and the record says which settings were changed.
+    The changed row has a new name, and its results say which settings were changed.
     """
     found = run("tiny-speed", "--row", "n2m4", "--steps=1", "--set", "m=2", "batch_size=6")
 

@@ -1,6 +1,6 @@
-"""Functions that return a model and its data (`Work`) to the processes that train it.
+"""Functions that return a model and its data (`Work`) to the processes that train the model.
 
-The functions are not in a module of tests, because the processes import them.
+The processes import these functions. So the functions are not in a module of tests.
 """
 
 import os

@@ -16,7 +16,8 @@ def as_fast(row: Row) -> list[float]:
 def halved(row: Row) -> float:
     """Return the made-up seconds of a step if one thread of the host issues all tasks.
 
-    They give 25 samples/s, which is half of 50 samples/s, the median that `as_fast` returns.
+    With these seconds, the speed is 25 samples/s. This is half of 50 samples/s, the median that
+    `as_fast` returns.
     """
     return row.batch_size / 25.0
 
@@ -24,8 +25,8 @@ def halved(row: Row) -> float:
 def test_a_column_says_which_share_of_the_speed_one_thread_leaves() -> None:
     """Check the column for the speed if one thread of the host issues (submits) all tasks.
 
-    It shows this speed as a share of the usual speed. The table of utilization has this column only
-    if results have the value `one_thread_time`.
+    The column shows this speed as a share of the usual speed. The table of utilization has the
+    column only if results have the value `one_thread_time`.
     """
     values = {"bubble": 0.5, "utilization": [0.5]}
     for more in ({}, {"one_thread_time": halved}):

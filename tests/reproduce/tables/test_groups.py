@@ -1,6 +1,6 @@
 """Tests of the groups of a speed experiment.
 
-A group has the rows (configurations) that are compared with each other. They are in one table.
+A group consists of rows (configurations) that are compared with each other, in one table.
 """
 
 from msgspec.structs import replace

@@ -24,8 +24,8 @@ def two_steps(row: Row) -> list[float]:
 def made(state: str) -> Record:
     """Make a record of a run in a given state, such as "interrupted".
 
-    Measured rows were timed for one training step, and emulated rows for two steps. So the tests
-    can see that both numbers are shown.
+    Measured rows (configurations) were timed for one training step, and emulated rows for two. So
+    the tests can check that both numbers are shown.
     """
     measured = ran("amoebanet-speed", "paper", one_step)
     emulated = ran("amoebanet-speed", "paper", two_steps, emulated=True)

@@ -43,7 +43,7 @@ def full(row: Row) -> list[float]:
 def observed(
     name: str, scale: str, steps: Sequence[float] = (100.0, 50.0), **values: Any
 ) -> Record:
-    """Make a record whose rows all have the same numbers. `values` replaces the usual ones."""
+    """Make a record whose rows all have the same numbers; `values` replaces some usual numbers."""
 
     def one_gib(row: Row) -> list[int]:
         return [GiB] * row.devices
@@ -55,7 +55,7 @@ def observed(
 def memory(scale: str, device: str, peak: Callable[[int], list[int]], **values: Any) -> Record:
     """Make a record of an experiment about memory, with counted sizes of models and given peaks.
 
-    The function `peak` takes the number of devices, and returns the peak of each in bytes.
+    The function `peak` takes the number of devices, and returns the peak bytes of each device.
     """
     parameters = 1_844_858_344
     exact: dict[str, Any] = {"parameters": parameters, "model_bytes": 12 * parameters}
@@ -136,7 +136,7 @@ def trained(
     Args:
         scale: The scale (set of sizes) of the rows (configurations).
         given: For each trained row, the errors after the last epoch, one for each random seed.
-            Other rows lack devices.
+            A row that is missing here counts as not run, for lack of devices.
         epochs: The largest number of epochs that a training has finished.
         ended: New values for fields, such as `status`, of the results of trained rows.
     """
@@ -158,7 +158,7 @@ def trained(
 def by(
     engine: Engine, speeds: Mapping[str, list[float] | str], emulated: bool = False
 ) -> list[Result]:
-    """Make results of an engine: for each row in `speeds`, its samples/s or its status."""
+    """Make results of an engine. For each row, `speeds` has the samples/s or the status."""
     rows = ran("amoebanet-speed", "small", lambda row: speeds.get(row.name), emulated=emulated)
     return [replace(each, engine=engine) for each in rows]
 

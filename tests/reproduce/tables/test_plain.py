@@ -1,7 +1,7 @@
 """Tests of the tables of records that are no runs of experiments.
 
-Such records are published results, the league's published numbers, and benchmarks. Their tables
-must have a line for each result, and fit into a terminal.
+These records are published results, the published numbers of the league (tables of other projects),
+and results of benchmarks. Their tables must have a line for each result, and fit into a terminal.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Tests of how numbers are written, and of the command `render`, which writes tables into pages.
 
-A generated block of a page must show the tables of the newest finished run. Committed pages must be
-those that `render` makes of the committed records.
+A generated block of a page must show the tables of the newest finished run. The blocks in committed
+pages must be those that `render` makes from the committed records.
 """
 
 from collections.abc import Callable
@@ -72,8 +72,8 @@ def test_a_block_of_predictions_has_a_column_for_each_gpu(
 ) -> None:
     """Check that a table of predictions has a column for the runs on each kind of GPU.
 
-    The command `render` writes this table into a page. Its other columns are published numbers and
-    predictions.
+    The command `render` writes this table into a page. The table's other columns are published
+    numbers and predictions.
     """
     page = tmp_path / "README.md"
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/predicted"))
