@@ -30,7 +30,8 @@ CPU = torch.device("cpu", 0)
 def trained(world: World) -> list[Any]:
     """Train a model over simulated ranks.
 
-    Return a list: for each rank, its losses or its error, and at the end the texts of all warnings.
+    Return a list, which has the losses or the error of each rank. Its last item is a list of the
+    texts of all warnings.
     """
     torch.manual_seed(0)
     x = torch.rand(6, 3)
