@@ -157,7 +157,7 @@ def test_all_pairs_are_aborted_at_the_same_time() -> None:
     """Check that a rank aborts all of its NCCL groups, each of which has two ranks, in parallel.
 
     In NCCL, the abort of one group ends only when the transfers of all groups have ended. Aborts
-    that follow each other would hang.
+    one after another would hang.
     """
     n = 4
     together = threading.Barrier(n, timeout=PATIENCE)

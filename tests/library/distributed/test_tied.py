@@ -191,7 +191,7 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
 def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
     """Assert that a step raises an error on ranks 0 and 2, which have the shared weight.
 
-    Rank 1 need not raise one, because it may already have finished its part of the step.
+    Rank 1 may raise no error, because it may already have finished its part of the step.
     """
     error = ""
     try:

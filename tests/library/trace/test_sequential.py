@@ -44,8 +44,8 @@ BY_HAND = CASES["attention by hand"]
 
 
 # Each value has a module, and a text for each layer that `sequential` must make from it. The text
-# names the layer's first submodule. It then has a + for each skip that the layer stashes, and a - for
-# each skip that the layer pops.
+# names the layer's first submodule. It then has a + for each skip that the layer stashes, and a -
+# for each skip that the layer pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
