@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.harness`, which all benchmarks use, and of `benchmarks.any_model`.
+"""Tests of `benchmarks.harness`, which several benchmarks use, and of `benchmarks.any_model`.
 
 Even if an error or Ctrl-C ends a benchmark, all finished results must be kept. Pages must show what
 is in the records of results.

@@ -65,7 +65,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Apply dropout, after another thread has drawn random numbers, except in a recomputation.
+    """Apply dropout. Before this, but not in a recomputation, another thread draws numbers.
 
     If both threads share a random generator, dropout draws different numbers in a recomputation.
     """

@@ -33,7 +33,7 @@ class Graph(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Run the recorded operators again, and write the results into their first outputs."""
+        """Run the recorded operators again, and overwrite the outputs of their first run."""
         self.replays += 1
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)

@@ -240,7 +240,7 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
 
 @pytest.mark.ranks(4)
 def test_replicas_with_different_numbers_of_targets_can_take_the_mean_over_all_targets() -> None:
-    """Check that the code in docs/processes.md gives the gradients of a plain model."""
+    """Check that the code for replicas in docs/processes.md gives a plain model's gradients."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 50))
     plain = copy.deepcopy(layers)

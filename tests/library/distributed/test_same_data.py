@@ -76,7 +76,7 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Check that there is only one warning if each rank gets other samples in each call.
+    """Check that several calls cause only one warning if the ranks get different samples.
 
     The loss must be computed from the first rank's input and the last rank's target.
     """

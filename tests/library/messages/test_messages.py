@@ -1,4 +1,4 @@
-"""Check that common mistakes raise an error of one line, which says what to do instead."""
+"""Check that errors for common mistakes are one line, and say what is wrong and what to do."""
 
 import sys
 from collections.abc import Callable

@@ -57,7 +57,7 @@ def sentences(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("are_sorted", [False, True])
 @pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
-    """Check that a pipeline and its module agree, in training and eval mode, for two sizes."""
+    """Check that a pipeline computes the same as its module, in training and in eval mode."""
     module = Reader(Encoder(are_sorted))
     layers = sequential(module, sentences(4), whole=[Encoder])
     assert [name.partition(":")[2] for name, _ in layers.named_children()] == [
