@@ -107,7 +107,7 @@ class Row:
             pipelines: an engine, a mode of checkpointing, both ("graph always"), or `""` for all.
         without: Maps what is not tested to the reason. A key is an engine, a mode of checkpointing,
             or a variation such as "one partition" (a key of `VARIATIONS`).
-        tolerance: The tolerance, as in compare.py, with a reason beside the row.
+        tolerance: The tolerance, as in compare.py. A comment at the test case gives the reason.
         chunks: The number of micro-batches.
         options: Further options of the pipeline.
         note: What users need to know. docs/works-with.md lists the test cases with a note.
@@ -126,7 +126,7 @@ class Row:
     note: str = ""
 
     def refusal(self, engine: str, checkpoint: str) -> str:
-        """Return the pattern of the error that a pipeline must raise, or "" for no error."""
+        """Return the pattern of the error that a pipeline must raise, or "" if it must not."""
         for key in (f"{engine} {checkpoint}", engine, checkpoint, ""):
             if key in self.refused:
                 return self.refused[key]
@@ -158,7 +158,7 @@ def but_never(message: str) -> dict[str, str]:
 
 
 def but_graph_never(message: str) -> dict[str, str]:
-    """Return a value for `Row.refused` that expects an error if each task has a graph of its own.
+    """Return a value for `Row.refused` that expects an error if each task has its own graph.
 
     Each task has its own autograd graph, with one exception: with the engine "graph" in the
     checkpointing mode "never", the whole mini-batch has one graph.
@@ -183,8 +183,8 @@ def cases(rows: Sequence[Row], *, pairs: bool) -> list[Case]:
 
     A variation changes the pipeline, for example to a single partition. To run all combinations
     would take too long. Each variation, each engine and each mode occurs in at least one chosen
-    combination. With `pairs`, each pair of an engine and a mode also occurs in one. Different test
-    cases get different combinations.
+    combination, and with `pairs` also each pair of an engine and a mode. Different test cases get
+    different combinations.
     """
     found = []
     for r, row in enumerate(rows):

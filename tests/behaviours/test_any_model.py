@@ -81,7 +81,7 @@ def test_any_model(case: Case, n: int, chunks: int, way: dict[str, Any]) -> None
 @pytest.mark.filterwarnings("ignore:.* makes other calls when it is not in training")
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_batch_sizes(name: str, way: dict[str, Any]) -> None:
-    """Run layers with other batch sizes than that of the sample with which the module was traced.
+    """Check layers with other batch sizes than that of the sample that the module was traced with.
 
     They must compute the right results, or raise an error.
     """
@@ -120,7 +120,7 @@ def language_model(kind: Any) -> tuple[nn.Sequential, GPT]:
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("schedule", [*NAMED, ""])
 def test_other_lengths(schedule: str, way: dict[str, Any]) -> None:
-    """Train a pipeline with texts of several lengths. The gradients must be those of the module.
+    """Check that a pipeline which trains on texts of two lengths has the module's gradients.
 
     If `schedule` is empty, the test calls `model(x)` and `backward()` instead of `model.step`.
     """
@@ -179,10 +179,10 @@ def _reader() -> tuple[nn.Sequential, DeepReader]:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("schedule", NAMED)
 def test_packed_sequences_in_a_layer_that_is_kept_whole(schedule: str, way: dict[str, Any]) -> None:
-    """Trace and train a module with a layer that takes packed sequences.
+    """Check that a module with a layer for packed sequences can be traced and trained.
 
-    The option `whole` keeps this layer from being traced. Nothing must run it on zeros in place of
-    real inputs, because an LSTM raises an error for a sequence of length zero.
+    The option `whole` keeps this layer from being traced. The library must not run the layer on
+    zeros in place of real inputs, because an LSTM raises an error for a sequence of length zero.
     """
     layers, module = copy.deepcopy(_reader())
     plain = copy.deepcopy(module)

@@ -96,7 +96,7 @@ def test_compiled_layers(
 def test_a_compiled_batch_norm(
     compiled: Callable[[nn.Module], nn.Module], engine: str, checkpoint: str
 ) -> None:
-    """Compare the running statistics of a compiled batch norm with those of a plain batch norm.
+    """Check that a compiled batch norm has the running statistics of a plain batch norm.
 
     Compiled code updates running statistics also in a recomputation. So a recomputation has to run
     on copies of them.
@@ -180,7 +180,7 @@ def check_counts(
     checkpoint: str,
     schedule: str | None = None,
 ) -> None:
-    """Check that a pipeline compiles its layers at most as often as the layers are compiled alone.
+    """Check that layers are compiled no more often in a pipeline than without a pipeline.
 
     The test also fails if a layer reaches PyTorch's limit of recompilations. By default, PyTorch
     would then run the layer uncompiled.

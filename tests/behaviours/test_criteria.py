@@ -180,7 +180,7 @@ def gradients(net: Module) -> dict[str, Tensor | None]:
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor | None]]:
     """Return a criterion's name, and the gradients that a pipeline must have after two steps.
 
-    The gradients of both steps are added up, by the same layers without a pipeline.
+    The same layers compute them without a pipeline, and add up the gradients of both steps.
     """
     net, (x, t) = made(), batch()
     criterion = CRITERIA[request.param](net)

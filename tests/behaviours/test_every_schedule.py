@@ -328,7 +328,7 @@ def test_inputs_and_outputs(way: dict[str, str], schedule: str) -> None:
 @every_schedule
 @pytest.mark.quick(4)
 def test_packed_micro_batches(way: dict[str, str], schedule: str) -> None:
-    """Train with `MicroBatches` of packed sequences, which have one tensor of all tokens.
+    """Check steps with `MicroBatches` of packed sequences, which have one tensor of all tokens.
 
     The library cannot count the sequences in a packed micro-batch. So the argument `weight` is a
     function that counts them in the target.

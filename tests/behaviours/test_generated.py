@@ -74,9 +74,9 @@ def refusing() -> Iterator[None]:
 class Unmodified(Plain):
     """Layers without a pipeline, for which autograd saves copies of tensors.
 
-    So backward works even if a layer changed a saved tensor in place, where PyTorch otherwise
-    raises an error. This is needed to check pipelines, which copy some tensors and then work in
-    such a case, too.
+    So backward works even if a layer changed a saved tensor in place. Otherwise, PyTorch would
+    raise an error. A pipeline copies some tensors and can also work in such a case. These layers
+    then have the expected results.
     """
 
     def run(self, value: Any) -> Any:
@@ -294,7 +294,7 @@ MORE_RANKS = [pytest.param("ranks", n, marks=pytest.mark.slow) for n in (3, 4)]
 )
 @pytest.mark.parametrize("engine, n", [("one process", None), ("ranks", 2), *MORE_RANKS])
 def test_generated(engine: str, n: int | None, pytestconfig: pytest.Config) -> None:
-    """Test generated models, and print how many had equal results and how many raised an error."""
+    """Test generated models, and print how many had equal results or raised each kind of error."""
     one = n is None
 
     def agreed_verdict(case: Case) -> str:

@@ -105,7 +105,7 @@ def pipeline(layers: nn.Sequential, schedule: str, engine: str, checkpoint: str 
 def assert_steps_as_plain_layers(
     layers: nn.Sequential, schedule: str, engine: str, checkpoint: str
 ) -> None:
-    """Check that a step of a pipeline has the loss and gradients of the same layers without it."""
+    """Check that a step of a pipeline has the loss and the gradients of plain layers."""
     plain = copy.deepcopy(layers)
     model = pipeline(layers, schedule, engine, checkpoint)
     # `Everywhere` calls `autograd.grad`, for which reentrant checkpoints raise an error.

@@ -38,7 +38,7 @@ Way = dict[str, Any]
 
 
 class Log:
-    """An observer, called for each task: it records when tasks start and end, and their layers."""
+    """An observer that records which tasks start and end, and which layers run in each task."""
 
     def __init__(self) -> None:
         self.started: list[Task] = []
@@ -129,7 +129,7 @@ def expected_passes(balance: list[int], tasks: set[Task], count: int) -> set[Any
     Args:
         balance: The number of layers in each partition.
         tasks: The tasks of the pipeline.
-        count: The number of micro-batches that are recomputed. They are the first ones.
+        count: The number of micro-batches that are recomputed: the first `count` ones.
     """
     expected = set()
     for task in tasks:

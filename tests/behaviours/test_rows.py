@@ -126,7 +126,7 @@ def test_rows(case: Case) -> None:
 
 @with_warnings
 def test_rows_with_a_default_device(with_default: Case) -> None:
-    """Run test cases with a default device, as `torch.set_default_device` sets it.
+    """Check test cases with a default device, as `torch.set_default_device` sets it.
 
     PyTorch sets it for the calling thread only, so a pipeline must set it in its worker threads.
     """
@@ -204,7 +204,7 @@ def left(row: Training, pipe: type[Pipe], folder: Path) -> Any:
 def mode_of(row_mode: str, checkpoint: str) -> str:
     """Return the mode of checkpointing with which to run a test case.
 
-    This is `checkpoint`, unless the test case needs the mode "always".
+    This is the given `checkpoint`, unless the test case needs the mode "always".
     """
     return "always" if row_mode == "always" else checkpoint
 

@@ -30,9 +30,9 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the server from which tests fork processes, before the tested program can start it.
+    """Start the server from which tests fork processes before `benchmarks.conformance` does.
 
-    If the program started the server, the server would lack some modules that later tests need.
+    A server that this program starts would lack some modules that later tests need.
     """
     forking()
 

@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.harness`, which benchmarks share, and of `benchmarks.any_model`.
+"""Tests of `benchmarks.harness`, which several benchmarks use, and of `benchmarks.any_model`.
 
 Even if an error or Ctrl-C ends a benchmark, all finished results must be kept. Pages must show what
 is in the records of results.
@@ -220,8 +220,8 @@ SLOW = pytest.mark.slow
     "name",
     [
         "resnet18",
-        # Each of these models has something special. In this order: auxiliary outputs, a dictionary
-        # as its output, and concatenated tensors.
+        # Each of these models has something special: the first auxiliary outputs, the second a
+        # dictionary as its output, and the third concatenated tensors.
         pytest.param("googlenet", marks=SLOW),
         pytest.param("lraspp_mobilenet_v3_large", marks=SLOW),
         pytest.param("squeezenet1_0", marks=SLOW),

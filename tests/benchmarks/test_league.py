@@ -1,6 +1,7 @@
 """Test that the predictions in docs/league.md are what the code predicts today.
 
-Their errors, the differences from published numbers, are tested, too.
+The tests also check the errors of the predictions, which are their differences from published
+numbers.
 """
 
 from typing import Any
@@ -34,11 +35,11 @@ def test_predictions_are_not_stale(path: Any) -> None:
 
 
 def record(kind: str, speeds: dict[str, float]) -> Record:
-    """Make a record with the samples/s of rows. The row `a` is the baseline of all speed-ups.
+    """Make a record with the samples/s of rows (configurations). Speed-ups are relative to row `a`.
 
     Args:
         kind: The name and the title of the record.
-        speeds: For each row (configuration), its samples/s.
+        speeds: The samples/s of each row.
     """
     results = []
     for name, speed in speeds.items():

@@ -1,4 +1,4 @@
-"""Test the program `benchmarks.names`, which finds names in docs of things that do not exist.
+"""Test the program `benchmarks.names`, which finds names in docs that refer to nothing.
 
 For example, a page can name a module, a file or an option that was renamed.
 """

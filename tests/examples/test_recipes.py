@@ -110,7 +110,7 @@ def in_this_process(recipe: str, folder: Path) -> dict[str, Any]:
 
 
 def without_pipeline(recipe: str, folder: Path) -> dict[str, Any]:
-    """Run a recipe in this process, with its model in the place of a pipeline."""
+    """Run a recipe in this process, with `WithoutPipeline` in place of `GPipe`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchgpipe, "GPipe", WithoutPipeline)
         patch.setattr(torchgpipe, "pipeline", WithoutPipeline)
@@ -154,7 +154,7 @@ def assert_as_without_pipeline(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Make a folder in which recipes save, with subfolders for those that run in this process."""
+    """Make a folder in which recipes save, with subfolders for the runs in this process."""
     (tmp_path / "without").mkdir()
     (tmp_path / "alone").mkdir()
     return tmp_path
@@ -164,7 +164,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_gpt_goes_on_from_a_saved_state(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Continue the training of a GPT in one process from a state that two ranks have saved.
+    """Check that one process can continue the training of a GPT that two ranks have saved.
 
     The loss must be that of an uninterrupted training.
     """
@@ -180,7 +180,7 @@ def test_the_gpt_goes_on_from_a_saved_state(
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare the losses of a recipe with those that a Hugging Face model computes from labels."""
+    """Check that a recipe has the losses that its Hugging Face model computes from labels."""
     pytest.importorskip("transformers", reason="pip install '.[huggingface]' installs transformers")
     assert_as_without_pipeline("hugging_face.py", folder, capsys)
 

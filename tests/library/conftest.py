@@ -1,4 +1,4 @@
-"""Define fixtures that replace clocks and streams by the simulated ones of simulated.py."""
+"""Define fixtures that replace clocks and streams by simulated ones (simulated.py)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Define helpers: `Ledger` counts live bytes, and others wait for a condition or start threads."""
+"""Define helpers of tests, which count live bytes, wait for a condition, or start threads."""
 
 import gc
 import threading

@@ -150,7 +150,7 @@ FORWARDS = [(name, False) for name in LEFT]
 def test_an_interrupt_before_a_context_is_left(
     name: str, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupt the calling thread right before it leaves a context manager.
+    """Check an interrupt of the calling thread right before it leaves a context manager.
 
     The calling thread also runs the last partition, and enters such contexts for it. After the
     interrupt, no context may stay in effect.
@@ -215,7 +215,7 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
 
 
 class Transposed(Module):
-    """An own layer, which makes the time the first dimension."""
+    """A layer of the user's own class, which makes time the first dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(0, 1)

@@ -1,7 +1,7 @@
 """Test on simulated devices that each task starts at the time that `replay` predicts.
 
-If all tasks do, no stream waits longer than necessary. The tests also check which work is submitted
-to the streams, and in which order.
+If each task starts at this time, no stream waits longer than necessary. The tests also check which
+work is submitted to the streams, and in which order.
 
 - The engines, their waits, their copies and their connections are real.
 - The streams and NCCL are simulated (simulated.py). A layer occupies the compute stream of its
@@ -77,10 +77,10 @@ def is_case(engine: str, n: int, m: int, mode: Mode, times: str, copies: str) ->
     if ENGINES[engine] is not None:
         return n == 4 and m == 5
     if engine == "ranks" and m == 1:
-        # With a single micro-batch, a rank also sends the state of its random generator, which
-        # always is a tensor on the CPU. Simulated GPUs are CPU devices, so the simulation would
-        # take this tensor for one on a GPU, and send it in the wrong way. So this case is not
-        # tested.
+        # With a single micro-batch, a rank also sends the state of its random generator, a tensor
+        # that is always on the CPU. Simulated GPUs are CPU devices, so the simulation would take
+        # this tensor for one on a GPU, and send it in the wrong way. So a single micro-batch over
+        # ranks is not tested.
         return False
     if engine == "ranks" and skips:
         # A rank delays each skip from partition s to partition p by p - s - 1 tasks, so that it

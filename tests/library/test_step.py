@@ -162,7 +162,7 @@ def step_in_anomaly_mode() -> None:
 
 
 def test_steps_in_anomaly_mode_end() -> None:
-    """Run steps in anomaly mode in a child process, and kill the child process if it hangs.
+    """Check that steps in anomaly mode end. A child process runs them, and is killed if it hangs.
 
     In the test's own process, a deadlock of two threads would prevent the test from failing.
     """

@@ -145,7 +145,7 @@ def of_next(y: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
 def test_the_weight_of_labels_that_a_warning_advises(engine: str, schedule: str) -> None:
-    """Pass the argument `weight=` that a warning advises, and compare with plain layers.
+    """Check that the argument `weight=` which a warning advises gives the right loss.
 
     Without this argument, the loss is NaN, because two of the micro-batches have only ignored
     labels.

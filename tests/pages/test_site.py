@@ -38,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("width", [500, 1200])
 def test_no_code_is_cut(width: int, pages: list[Path], browser: Any) -> None:
-    """Check that long lines of code are wrapped. Only pictures that are made of text may scroll."""
+    """Check that long lines of code are wrapped. Only pictures made of text may scroll sideways."""
     set_screen(browser, width)
     count = 0
     cut = []

@@ -23,14 +23,14 @@ class Draw(nn.Module):
     Args:
         draw: A function that takes the input and returns random numbers.
         inplace: Whether to multiply in place.
-        use_reentrant: The argument of `torch.utils.checkpoint`, in which the layer draws. If it is
-            `None`, the layer draws without `checkpoint`.
+        use_reentrant: The argument of this name of `torch.utils.checkpoint`, within which the layer
+            draws. If it is `None`, the layer draws without `checkpoint`.
 
     Attributes:
         first: The numbers that were drawn in forwards, in order.
         second: The numbers that were drawn in recomputations, in order.
         recorded: An iterator over recorded numbers, which the layer uses instead of new ones. If it
-            is `None`, the layer draws.
+            is `None`, the layer draws new numbers.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def own(make: Callable[..., Any], *args: Any, **options: Any) -> Make:
     """Return a function that builds a layer which shares no module with other layers.
 
     The returned function calls `make(*args, **options)`. Like all functions in `KINDS`, it takes
-    one argument, the modules that several layers can share, but it does not use them.
+    one argument, the modules that several layers can share, but does not use these modules.
     """
     return lambda parts: make(*args, **options)
 

@@ -92,7 +92,7 @@ def both(y: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def the_skip(y: Tensor, skip: Tensor) -> Tensor:
-    """Return the skip if it has the shape of the layer's output `y`, and otherwise `y`."""
+    """Return the skip if it has the shape of the layer's output `y`, and else return `y`."""
     return skip if skip.shape == y.shape else y
 
 

@@ -65,7 +65,7 @@ def inner(engine: Any, checkpoint: Any) -> nn.Module:
 
 
 def drawing_meanwhile(x: Tensor) -> Tensor:
-    """Let another thread draw a random number, but not in a recomputation, and then apply dropout.
+    """Apply dropout. Before this, but not in a recomputation, another thread draws numbers.
 
     If both threads share a random generator, dropout draws different numbers in a recomputation.
     """
@@ -146,7 +146,7 @@ def evaluating_copy(run: nn.Module) -> nn.Module:
 
 
 def drawing_in_threads(run: Any, x: Tensor, *, one_generator: bool) -> None:
-    """Train a model that draws random numbers, while another thread runs a copy of it in eval mode.
+    """Train a model that draws random numbers, while another thread evaluates a copy of it.
 
     If both threads use the same random generator (`one_generator`), they can disturb each other.
     Then the pipeline must raise an error.

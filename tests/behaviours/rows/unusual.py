@@ -133,10 +133,10 @@ def within_checkpoint(run: Any, x: Tensor) -> None:
 
 
 def masks_are_alike(run: nn.Module, x: Tensor) -> bool:
-    """Run a step on an input of ones. Return whether dropout had one mask in forward and backward.
+    """Return whether dropout has the same mask in the forward and the backward of a step.
 
     Some layers save the state of the global random generator in forward, and restore it in
-    backward. Their masks differ if a pipeline makes the layer draw from another generator.
+    backward. Their two masks differ if a pipeline makes them draw from another generator.
     """
     given = x.detach().requires_grad_()
     y = run(given)
@@ -153,7 +153,8 @@ def finds_what_was_written(run: nn.Module, x: Tensor) -> bool:
 def threads_of(run: Any, x: Tensor) -> list[Any]:
     """Return the values of `torch.get_num_threads()` in the layers' forward and backward.
 
-    They must equal the value in the caller's thread, which sets it to several numbers in turn.
+    The caller's thread sets the number of threads to several values in turn. All layers must get
+    these values.
     """
     seen: set[int] = set()
 

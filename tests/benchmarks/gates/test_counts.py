@@ -44,7 +44,7 @@ ROW = FOUND.totals()
 
 
 def test_the_gate() -> None:
-    """Run the program, and check that the counts of the code are the committed ones.
+    """Check that `benchmarks.gates.counts` finds the counts and orders that are committed.
 
     The program runs in another process, because it forks, which is unsafe in a process with
     threads.
@@ -82,7 +82,7 @@ def test_another_order_is_told_from_the_first_other_task_on() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the program use a temporary folder, and made-up counts of a single configuration.
+    """Make `benchmarks.gates.counts` use a temporary folder, and made-up counts of a configuration.
 
     Returns:
         The path of the file of counts, which does not exist yet.
@@ -159,10 +159,10 @@ def reads_a_clock() -> None:
 def test_what_a_task_waits_for_counts(
     does: Any, waits: int, idles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the program counts waits and polling.
+    """Check that `benchmarks.gates.counts` counts waits and polling.
 
-    Backwards of the library do neither. So the test adds such a call to each backward: a wait for
-    an event, or a look into a queue, a sleep, or a reading of a clock.
+    The library's backwards do neither. So the test adds a call to each backward: a wait for an
+    event, or, as polling, a look into a queue, a sleep, or a reading of a clock.
     """
     backward = TaskGraph.backward
     before = count(WORKERS)

@@ -41,7 +41,7 @@ def test_the_plain_loop_computes_the_same(model: str, n: int, checkpoint: str) -
 
 @pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the program, and check its record and its table.
+    """Check the record and the table that a run of `benchmarks.gates.machinery` makes.
 
     With 16 partitions, only the plain loop gets results, and the engines fail: this AmoebaNet-D has
     too few layers for 16 partitions.

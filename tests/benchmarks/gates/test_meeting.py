@@ -36,7 +36,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_the_gate() -> None:
-    """Run `benchmarks.gates.meeting`, and check that it finds all tasks to overlap as they should.
+    """Check that `benchmarks.gates.meeting` finds that all tasks overlap as they should.
 
     The program runs in another process, because it forks.
     """
@@ -174,7 +174,7 @@ def test_a_planted_loss_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missed_once_is_no_loss() -> None:
-    """Check that the program reports a missing overlap only if it is missing each time.
+    """Check that an overlap of tasks is reported as missing only if it is missing each time.
 
     An overlap can be missing once by chance, if the machine is busy.
     """

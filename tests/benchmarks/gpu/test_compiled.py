@@ -33,7 +33,7 @@ class Graph(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Run the operators again, and write the results into the tensors of the first run."""
+        """Run the recorded operators again, and overwrite the outputs of their first run."""
         self.replays += 1
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
@@ -66,7 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
 
 def test_a_partition_with_a_cuda_graph_does_the_same(graphs: list[Graph]) -> None:
-    """Check the results of a partition whose forward is a CUDA graph.
+    """Check that a partition whose forward is a CUDA graph has the results of its layers.
 
     Forwards replay the graph, and recomputations run the layers, which autograd has to see.
     """

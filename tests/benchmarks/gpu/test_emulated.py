@@ -27,10 +27,10 @@ def context(tmp_path: Path, seconds: float = 60.0) -> Context:
 
 
 def test_the_record_of_an_experiment_is_summed_up() -> None:
-    """Check the summary of a recorded run.
+    """Check the summary of a recorded run of an experiment.
 
-    For each row (configuration), it has the emulated samples/s, the samples/s if one thread issues
-    all tasks, and the published samples/s. For a failed row, it has the reason.
+    For each row (configuration), the summary has the emulated samples/s, the samples/s if one
+    thread issues all tasks, and the published samples/s. For a failed row, it has the reason.
     """
     results = ran("amoebanet-speed", "paper", lambda row: [100.0] * 3, "cuda", emulated=True)
     first, second, *_ = results

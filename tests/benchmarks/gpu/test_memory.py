@@ -37,7 +37,7 @@ OUTPUTS = 4 * 64 * 64 * 4
 
 @pytest.mark.parametrize("balance", [None, (65,), (16, 16, 16, 17)])
 def test_a_partition_alone_takes_as_much_memory_as_is_predicted(balance: Any) -> None:
-    """Compare the memory peak of each partition, run alone, with that predicted for the pipeline.
+    """Check that a partition that runs alone has the memory peak predicted for the pipeline.
 
     Two differences are allowed:
 

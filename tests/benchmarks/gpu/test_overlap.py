@@ -44,10 +44,10 @@ def test_recomputations_ahead_of_their_gradients_are_counted() -> None:
 
 
 def test_a_step_is_replayed_with_its_own_times() -> None:
-    """Simulate a recorded step three times, with the recorded times of its tasks and copies.
+    """Check three simulations of a recorded step, with the recorded times of tasks and copies.
 
-    The first simulation has two features of the library that save time. Each of the others leaves
-    out one, and so must take longer:
+    The first simulation has two features of the library that save time. Each other simulation
+    leaves out one feature, and so must take longer:
 
     - Without "dependency", a recomputation cannot start before its gradient arrives.
     - Without "streams", copies do not run at the same time as tasks.

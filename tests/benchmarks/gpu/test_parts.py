@@ -32,9 +32,10 @@ GPipe = lambda layers, balance, **_: nn.Sequential(*layers)
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """Run the whole command at a tiny size on the CPU. It must finish all of its measurements.
+    """Check that the whole command finishes all measurements, at a tiny size on the CPU.
 
-    Some of them compare the library with another version, here a package that the test writes.
+    Some measurements compare the library with another version of it, here a package that the test
+    writes.
     """
     package = tmp_path / "other" / "torchgpipe"
     package.mkdir(parents=True)
@@ -129,8 +130,8 @@ def test_a_profile_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 class Kineto:
     """A stand-in for PyTorch's profiler, which reports made-up calls of CUDA.
 
-    If a step has run, these are the calls in `STEP`. Otherwise, it is only `SYNC`, a call that the
-    profiler itself makes.
+    If a step has run, these are the calls in `STEP`. Otherwise, the only call is `SYNC`, which
+    the profiler itself makes.
     """
 
     issued = False
@@ -166,7 +167,7 @@ class Kineto:
 def test_a_profile_counts_waits_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that calls of CUDA which the profiler itself makes are not counted as those of a step.
 
-    To know these calls, the benchmark once records what the profiler does if nothing else runs.
+    To know the profiler's own calls, the benchmark once records a profile in which nothing runs.
     """
     monkeypatch.setattr(issued, "profile", Kineto)
     monkeypatch.setattr(Kineto, "recordings", 0)

@@ -63,7 +63,7 @@ LISTED = "listed"
 
 @pytest.fixture
 def outdated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the command's first list of all processes outdated, to test that it looks again.
+    """Make the command's first list of processes outdated, to test that it lists them again.
 
     The list is returned only after another process, which is not in it, has started.
     """

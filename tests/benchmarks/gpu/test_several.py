@@ -68,7 +68,7 @@ def test_the_papers_tables_are_measured_on_several_gpus(
 ) -> None:
     """Check that each published table is measured within its share of the time.
 
-    The results name the measured rows (configurations) of a table, or why there are none.
+    The results name the measured rows (configurations) of a table, or say why there are none.
     """
     folder = tmp_path / "several"
     folder.mkdir()

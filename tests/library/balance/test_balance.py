@@ -86,8 +86,8 @@ INTEGERS = torch.randint(5, (6,))
 # error for them, with or without profiling.
 REFUSED = {"buffer in place", "parameter in place", "and its buffer in place"}
 # The test models. The value of each name is a function that builds the model, and a sample of its
-# input. There is one model for each kind of layer in `KINDS`, which is its last layer. Further
-# models are added below.
+# input. For each kind of layer in `KINDS`, there is a model whose last layer is of this kind.
+# Further models are added below.
 MODELS: dict[str, tuple[Callable[[], Sequential], Any]] = {
     name: (last(name), X) for name in KINDS if name not in REFUSED
 }

@@ -219,9 +219,9 @@ CASES: list[tuple[list[float | Fraction], int, list[int]]] = [
     ([1, 1, 1, 1, 100], 3, [2, 2, 1]),
     ([100, 1, 1, 1, 1], 3, [1, 2, 2]),
     ([1] * 7, 4, [1, 2, 2, 2]),
-    # Half of the total cost is 1.5. If the second partition begins after the second layer, the
-    # cost before it is 2, which is nearest to 1.5. If the half were rounded down to 1, a beginning
-    # after the first layer, with a cost of 0 before it, would be as near.
+    # Half of the total cost is 1.5. A cut after the second layer has a cost of 2 before it, which
+    # is nearest to 1.5. If the half were rounded down to 1, a cut after the first layer would be
+    # as near, as it has a cost of 0 before it.
     ([0, 2, 1], 2, [2, 1]),
     # Layers of cost 0 are split by their number, even if all layers have cost 0.
     ([0] * 6, 3, [2, 2, 2]),

@@ -63,7 +63,7 @@ def assert_same_gradients(ours: Any, threads: Any) -> None:
 
 
 def test_calls_in_any_order() -> None:
-    """Mix the calls of two pipelines: evaluations, and losses followed by zero to two backwards."""
+    """Check that calls of two pipelines can be mixed: evaluations, losses, 0 to 2 backwards."""
     ours, threads = small()
     others = small()
     for first, second in ((ours, others[0]), (threads, others[1])):
@@ -81,9 +81,10 @@ def test_calls_in_any_order() -> None:
 
 
 def test_a_parameter_hook_that_raises_is_told_to_all_ranks() -> None:
-    """Raise an error in a parameter's hook on one rank, and expect this error on all ranks.
+    """Check that all ranks raise an error if a hook of a parameter raises it on one rank.
 
-    A step calls such hooks at its end. Ranks that have ended it raise the error in the next step.
+    A step calls such hooks at its end. Ranks that have already ended this step raise the error in
+    the next step.
     """
     model, _ = small(schedule="1F1B")
 
@@ -250,8 +251,8 @@ def test_errors_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = dist.get_rank()
     ours, threads = small()
     with monkeypatch.context() as patch:
-        # On a busy machine, a rank can be late by seconds. Without these patches, other ranks would
-        # not wait so long for its answer to their last messages, and count it as failed.
+        # On a busy machine, a rank can be late by seconds with its answer to other ranks' last
+        # messages. Without these patches, they would not wait so long, and count it as failed.
         for module in (liveness, connections):
             patch.setattr(module, "GRACE", 20.0)
         patch.setattr(RankMonitor, "answers", lambda monitor, peer: True)

@@ -45,7 +45,7 @@ def layers(*skips: tuple[int, int]) -> tuple[nn.Sequential, list[int]]:
     """Return layers for four partitions, with the given skips between them, and the balance.
 
     Args:
-        skips: For each skip, the partition that stashes it and the one that pops it.
+        skips: For each skip, the partition that stashes it and the partition that pops it.
     """
     torch.manual_seed(0)
     each = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails()) for _ in range(4)]

@@ -48,7 +48,7 @@ def layers(times: int = 1) -> nn.Sequential:
     rank.
 
     Args:
-        times: The factor by which the model is wider than the smallest one.
+        times: The factor by which the model is wider than the smallest such model.
     """
     torch.manual_seed(3)
     width = 6 * times
@@ -119,7 +119,7 @@ def assert_equal_to_threads(times: int = 1, **options: Any) -> None:
     """Train one pipeline over ranks and one over threads, and assert that all results are equal.
 
     Args:
-        times: The factor by which the model is wider than the smallest one.
+        times: The factor by which the model is wider than the smallest such model.
         options: The options of both pipelines, such as `chunks` and `schedule`.
     """
     name = options.setdefault("schedule", "GPipe")
@@ -151,7 +151,7 @@ def test_equal_to_threads(chunks: int, mode: str, deferred: bool) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_large_tensors(mode: str) -> None:
-    """Send tensors that are too large to share one buffer with the message's description.
+    """Check results if tensors are too large to share a buffer with the message's description.
 
     Ranks send such tensors separately. The receiver puts each of them into memory that an earlier
     tensor has used.

@@ -99,11 +99,11 @@ TASK = "forward of micro-batch 0"
 
 
 def looks(cpu: float, *idle: float) -> list[Look]:
-    """Return made-up checks of how busy a process is, one in each second of the same task.
+    """Return made-up checks of how busy a process is, one each second, all in the same task.
 
     Args:
         cpu: The CPU seconds that the process uses between two checks.
-        idle: For each check, the idle seconds that it must return.
+        idle: For each check, the idle seconds that the check must return.
     """
     return [Look(1, cpu, TASK, seconds) for seconds in idle]
 

@@ -30,7 +30,8 @@ CPU = torch.device("cpu", 0)
 def trained(world: World) -> list[Any]:
     """Train a model over simulated ranks.
 
-    Return a list: for each rank, its losses or its error, and at the end the texts of all warnings.
+    Return a list, which has the losses or the error of each rank. Its last item is a list of the
+    texts of all warnings.
     """
     torch.manual_seed(0)
     x = torch.rand(6, 3)
@@ -156,7 +157,7 @@ def test_all_pairs_are_aborted_at_the_same_time() -> None:
     """Check that a rank aborts all of its NCCL groups, each of which has two ranks, in parallel.
 
     In NCCL, the abort of one group ends only when the transfers of all groups have ended. Aborts
-    that follow each other would hang.
+    one after another would hang.
     """
     n = 4
     together = threading.Barrier(n, timeout=PATIENCE)

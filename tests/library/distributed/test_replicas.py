@@ -120,7 +120,7 @@ def of_tied(schedule: str) -> tuple[DistributedGPipe, Any]:
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("way", ["replicate", "fully_shard"])
 def test_replicas_with_a_tied_weight(way: str, schedule: str) -> None:
-    """Train replicas in each of the two ways that error messages and docs name."""
+    """Check replicas with a shared weight, in both ways that error messages and docs name."""
     plain, (model, mesh) = gpt(), of_tied(schedule)
     if way == "replicate":
         replicate(model, device_mesh=mesh)
@@ -161,7 +161,7 @@ def test_sharding_that_makes_two_parameters_of_one_is_refused(partitions: list[i
 @pytest.mark.filterwarnings("ignore:rank . has no parameters")
 @pytest.mark.ranks(4)
 def test_layers_within_a_partition_share_a_weight_that_is_sharded() -> None:
-    """Check that sharding of a whole partition is not refused, as it keeps a weight shared."""
+    """Check that a partition whose layers share a weight can be sharded as a whole by FSDP."""
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
@@ -199,7 +199,7 @@ def of_traced(way: str, seed: int) -> DistributedGPipe | GPipe:
 
 
 def losses(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> list[float]:
-    """Train on a mini-batch for each random seed, the same in all replicas; return the losses."""
+    """Train on one mini-batch for each seed, equal in all replicas, and return the losses."""
     found = []
     for seed in seeds:
         found.append(model.step(cross_entropy, *words(seed)).item())
@@ -212,7 +212,7 @@ def losses(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> list[fl
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("way", ["alone", "replicate", "fully_shard"])
 def test_going_on(way: str, *, cpu_offload: bool) -> None:
-    """Save a pipeline of a traced module, and go on on as many ranks and in one process."""
+    """Check that a saved training continues alike on equally many ranks and in one process."""
     options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=cpu_offload)
 
     def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
 
 @pytest.mark.ranks(4)
 def test_replicas_with_different_numbers_of_targets_can_take_the_mean_over_all_targets() -> None:
-    """Train as docs/processes.md says, and compare with a plain model and the whole batch."""
+    """Check that the code for replicas in docs/processes.md gives a plain model's gradients."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 50))
     plain = copy.deepcopy(layers)

@@ -76,9 +76,9 @@ def assert_one_warning_on_the_last_rank(said: list[str], what: str) -> None:
 
 @pytest.mark.parametrize("call", [by_step, by_loss, by_evaluating])
 def test_samplers_that_differ_are_told_once(call: Callable[[Any, Any, Any], Tensor]) -> None:
-    """Give each rank other samples, and expect a single warning about this.
+    """Check that several calls cause only one warning if the ranks get different samples.
 
-    The loss must be that of the first rank's input with the last rank's target.
+    The loss must be computed from the first rank's input and the last rank's target.
     """
     rank = dist.get_rank()
     model = made()
@@ -151,7 +151,8 @@ def test_inputs_may_be_augmented_on_each_rank() -> None:
 def test_data_of_one_rank() -> None:
     """Check that no rank warns about different data if only the data of rank 0 are used.
 
-    This is so if rank 0 has both the first and the last stage. Each rank is given other data.
+    A pipeline uses only these data if rank 0 has both the first and the last stage. In the test,
+    each rank gets other data.
     """
     model = DistributedGPipe(layers(6), [1] * 6, chunks=2, schedule="ZBVZeroBubble")
     with warned() as said:
@@ -187,10 +188,10 @@ def test_ranks_that_need_no_data_load_none() -> None:
 
 
 def test_a_penalty_of_all_ranks_is_added_after_the_step() -> None:
-    """Add a penalty on the parameters of all ranks, by a second backward after the step.
+    """Check that a second backward after the step can add a penalty on all ranks' parameters.
 
     A penalty in the criterion includes only the last rank's parameters, because only this rank
-    calls the criterion. The test compares both penalties.
+    calls the criterion. The test also checks this.
     """
 
     def penalty(model: nn.Module) -> Tensor:

@@ -41,7 +41,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Save and load a state on equally many ranks, and compare with an uninterrupted training.
+    """Check that a training from a saved state equals an uninterrupted one, on as many ranks.
 
     Dropout must draw the same numbers, too.
     """
@@ -78,7 +78,7 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
 def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
-    """Save a state on four ranks, and go on from it on two ranks and in one process.
+    """Check that two ranks and one process can continue from a state that four ranks saved.
 
     This model has no dropout, because dropout masks depend on the balance.
     """
@@ -104,7 +104,8 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
 def test_failures() -> None:
     """Check that all ranks raise an error if one rank cannot save.
 
-    This happens if one rank sees another folder, or if the values to save differ between ranks.
+    A rank cannot save if its folder is not that of the other ranks, or if the values to save differ
+    between ranks.
     """
     rank = dist.get_rank()
     folder = shared_folder()
@@ -168,10 +169,11 @@ def growing_layers(seed: int) -> nn.Sequential:
 
 
 def test_several_optimizers_and_extra_state_that_grows() -> None:
-    """Save on ranks, with two optimizers. Load on ranks, in one process, and into plain layers.
+    """Check that ranks save two optimizers, and that all trainings from this state are equal.
 
-    All four trainings must go on with the same bits. They have only two micro-batches, so the order
-    in which gradients are added does not matter.
+    The state is loaded on ranks, in one process, and into plain layers. Each training must have the
+    same bits as the saved one. A step has only two micro-batches, so the order in which gradients
+    are added does not matter.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

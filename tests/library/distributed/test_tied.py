@@ -135,7 +135,7 @@ def test_a_backward_for_the_input_only() -> None:
 
 
 def test_a_criterion_that_uses_the_weight() -> None:
-    """Penalize the shared weight in the criterion. The gradient must reach all its copies."""
+    """Check that a gradient from a criterion that uses the weight reaches all copies of it."""
     plain, layers = gpt(), gpt()
     model = DistributedGPipe(layers, [1, 2, 1], chunks=4)
     x, target = words()
@@ -172,7 +172,7 @@ def test_layers_on_meta_begin_with_equal_copies() -> None:
     """Check that all copies of the shared weight begin with the values it has in one process.
 
     In one process, `init` fills the weight twice, once for each of its two layers. The values of
-    the second time stay.
+    the second call stay.
     """
     with torch.device("meta"):
         model = DistributedGPipe(gpt(), [1, 2, 1], init=uniform)
@@ -191,7 +191,7 @@ def test_ranks_that_were_made_with_other_seeds_begin_with_equal_copies() -> None
 def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
     """Assert that a step raises an error on ranks 0 and 2, which have the shared weight.
 
-    Rank 1 need not raise one, because it may already have finished its part of the step.
+    Rank 1 may raise no error, because it may already have finished its part of the step.
     """
     error = ""
     try:
@@ -232,7 +232,7 @@ def test_copies_that_differ_are_refused(
 def test_copies_are_compared_again_later(
     first: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let copies differ, by another learning rate on each rank. A later step must notice it."""
+    """Check that a later step notices that copies differ, as learning rates of ranks differ."""
     monkeypatch.setattr(tied, "COMPARED_FIRST", first)
     monkeypatch.setattr(tied, "COMPARED_EVERY", 2)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)
@@ -261,7 +261,7 @@ def test_a_frozen_weight() -> None:
 
 
 def test_a_state_fits_any_balance() -> None:
-    """Save a model with a shared weight on three ranks, and load it elsewhere.
+    """Check that a state with a shared weight, saved on three ranks, can be loaded elsewhere.
 
     It is loaded in one process, and over ranks with another balance. The optimizer's state of the
     shared weight is saved only once, under the name that the weight has in one process.

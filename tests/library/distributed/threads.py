@@ -250,7 +250,7 @@ class World:
 
 
 class OfEach(threading.local, UserDict[Any, int]):
-    """A dictionary of counts, of which each thread (that is, each simulated rank) has its own."""
+    """A dictionary of counts, with separate counts for each thread (that is, simulated rank)."""
 
     def __missing__(self, key: Any) -> int:
         return 0

@@ -103,7 +103,7 @@ def assert_goes_on(folder: Path, make: Callable[[int], tuple[Any, torch.optim.Op
     """Assert that a training gives the same results if it is interrupted by a save and a load.
 
     `make(seed)` makes a pipeline and its optimizer. The pipeline that loads the state is made from
-    another seed than the one that has saved it.
+    another seed than the pipeline that has saved it.
     """
     given = {"data": torch.arange(3), "plain": {"a": [1, (2.5,)]}}
     seen = []

@@ -165,7 +165,7 @@ def test_workers_allow_what_one_thread_calls() -> None:
 def test_workers_allow_collectives_of_a_process_alone() -> None:
     """Check that worker threads may call a collective of a group that has only one process.
 
-    A trial run of a distributed script makes such calls.
+    A distributed script makes such calls if it is tried out in a single process.
     """
     model = piped(layers(reduced))
     x, target = batch()
@@ -236,7 +236,7 @@ def assert_trains_as_plain(model: Any, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(2)
 def test_tensor_parallelism_in_one_thread() -> None:
-    """Train in one thread with tensor parallelism, and clip the gradients.
+    """Check training with tensor parallelism and clipped gradients, in a single thread.
 
     Some of the gradients are DTensors, and others are ordinary tensors.
     """
@@ -253,9 +253,10 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMED if name not
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", [*QUICK, *SLOW])
 def test_tensor_parallelism_on_ranks(schedule: str) -> None:
-    """Train a pipeline of two stages, each split over two ranks by tensor parallelism.
+    """Check the training of two stages, each split over two ranks by tensor parallelism.
 
-    The layers are parallelized before the pipeline is made, and in a second pipeline afterwards.
+    One pipeline is made from layers that are already split. In a second pipeline, the layers are
+    split after it is made.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
@@ -292,7 +293,7 @@ def for_steps(layers: nn.Sequential, engine: Any) -> GPipe:
 
 @pytest.mark.ranks(2)
 def test_a_step_of_layers_that_fsdp_shards() -> None:
-    """Shard the layers of a pipeline by FSDP, which averages gradients over processes.
+    """Check a step of layers that FSDP shards. FSDP averages gradients over processes.
 
     Each process has a whole pipeline of its own.
     """
@@ -314,7 +315,7 @@ def test_a_step_of_layers_that_fsdp_shards() -> None:
 @pytest.mark.parametrize("wrap", [fully_shard, DistributedDataParallel])
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 def test_a_criterion_whose_gradients_are_exchanged(engine: Any, wrap: Any) -> None:
-    """Wrap the criterion in FSDP or DDP, which average its gradients over processes.
+    """Check a criterion with parameters in FSDP or DDP, which average its gradients.
 
     Each process has a whole pipeline of its own.
     """

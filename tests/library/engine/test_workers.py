@@ -95,7 +95,7 @@ class Slow(SimpleQueue[Any]):
 
 
 def test_two_callers_do_not_get_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call a pipeline from four threads at once.
+    """Check that four threads can call a pipeline at once.
 
     Each call puts a list of tasks into the queue of every worker. These lists must have the same
     order in all queues, because otherwise two workers could wait for each other for ever.
@@ -174,7 +174,7 @@ def test_what_a_backward_that_failed_has_left_is_not_handed_to_the_next() -> Non
 
 
 def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
-    """Begin a step while another thread runs an evaluation, which the step must not stop."""
+    """Check that a step does not stop an evaluation that runs in another thread."""
     model = pipeline(2, chunks=2)
     started, go_on = threading.Event(), threading.Event()
     ones = torch.ones(4, 2)
@@ -201,7 +201,7 @@ def test_an_evaluation_in_another_thread_is_not_stopped_by_a_step() -> None:
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
 def test_a_hook_in_the_last_partition_may_call_the_pipeline(schedule: str, mode: Any) -> None:
-    """Call the pipeline in a forward hook of its last partition, also during a recomputation."""
+    """Check that a hook in the last partition may call the pipeline, also in a recomputation."""
     model = piped(linears(2), [1, 1], 2, checkpoint=mode, engine="workers", schedule=schedule)
     x = torch.linspace(-1, 1, 8).view(4, 2)
     with torch.no_grad():

@@ -96,7 +96,7 @@ class Scaled(nn.Linear):
 
 
 def unfilled() -> None:
-    """Fill nothing of a layer that is on `meta`; its parameters could be loaded afterwards."""
+    """Leave a layer from `meta` unfilled. A state could fill its parameters, but not its buffer."""
     with torch.device("meta"):
         scaled = nn.Sequential(Scaled())
     GPipe(scaled, [1], devices=["cpu"], init=lambda _, layer: None)

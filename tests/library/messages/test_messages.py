@@ -1,4 +1,4 @@
-"""Check that common mistakes raise an error of one line: what was wrong, and what to do."""
+"""Check that errors for common mistakes are one line, and say what is wrong and what to do."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ HIDDEN = nn.Parameter(torch.ones(2))
 
 
 class Net(nn.Module):
-    """A module whose forward returns `function(module, input)`, for mistakes in a forward."""
+    """A module whose forward returns `function(module, input)`. It tests mistakes in a forward."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

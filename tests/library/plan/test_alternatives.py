@@ -72,9 +72,9 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
 
 
 def test_recomputation_takes_another_forward_and_saves_memory() -> None:
-    """Ask for a setup that needs 0 bytes, which does not exist, and get the smallest setup instead.
+    """Check that a request for a setup of 0 bytes, which cannot exist, gets the smallest setup.
 
-    That setup has micro-batches of one sample, and recomputes its activations.
+    The smallest setup has micro-batches of one sample, and recomputes its activations.
     """
     made = predictor(rows=100)
     (least,) = alternatives(made, 512, 1, SGD, 0.0)

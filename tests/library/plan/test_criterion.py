@@ -27,7 +27,7 @@ class Words(Module):
 
 
 def test_the_page_plans_with_the_loss() -> None:
-    """Check that the code of the page makes a plan, which has the time and memory of the loss."""
+    """Check that the code in docs/prediction.md plans with the time and memory of the loss."""
     page = (ROOT / "docs" / "prediction.md").read_text()
     _, _, after = page.partition("**The loss.**")
     _, code, _ = after.split("```", 2)
@@ -86,7 +86,7 @@ def test_a_criterion_gets_the_output_as_the_module_returns_it(hardware: str) -> 
 
 
 def test_a_criterion_needs_as_much_as_its_device_has() -> None:
-    """Check that a plan is refused if its loss does not fit, and that the message helps."""
+    """Check that a plan is refused if its loss does not fit, and another schedule is advised."""
     layers = torchgpipe.sequential(Words(), torch.zeros(2, 16, dtype=torch.long))
     sample = torch.zeros(2, 16, dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""Test the planner: its plans fit in memory and describe themselves, or an error says why not."""
+"""Test that a plan fits in memory and describes itself, or an error says why there is none."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -94,9 +94,9 @@ def test_describes_a_pipeline_and_itself() -> None:
 
 
 def test_chooses_a_schedule_that_needs_less_memory() -> None:
-    """Give a plan only as much memory as it needs with the 1F1B schedule.
+    """Check that a plan has the 1F1B schedule if there is too little memory for GPipe's.
 
-    GPipe's schedule does not fit, because devices keep more micro-batches in memory with it.
+    With GPipe's schedule, devices keep more micro-batches in memory.
     """
     how: dict[str, Any] = {"batch_size": 4096, "devices": 4, "headroom": 0, "hardware": NODE}
     how["chunks"] = 16
@@ -118,7 +118,7 @@ def test_chooses_a_schedule_that_needs_less_memory() -> None:
 
 
 def test_a_layer_fits_whose_gradients_are_made_once() -> None:
-    """Plan a layer with P bytes of parameters for a device that has 2.5 P bytes of memory.
+    """Check that a layer with P bytes of parameters fits on a device with 2.5 P bytes of memory.
 
     With one micro-batch, the layer fits: its parameters and its gradients take 2 P bytes. With two
     micro-batches, it does not fit. The gradients of the second micro-batch take another P bytes,

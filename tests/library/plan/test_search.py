@@ -105,10 +105,10 @@ def test_against_every_setup(
     device: str,
     optimizer: str,
 ) -> None:
-    """Search with three sizes of memory, in which all setups fit, half of them, or only a few.
+    """Check the search with three sizes of memory: all, half, or only a few of the setups fit.
 
-    The search is hardest if only a few setups fit. Then, to move a layer to another partition
-    seldom leads from a setup that fits to another one that fits.
+    The search is hardest if only a few setups fit. A change of such a setup by one layer, which
+    moves to another partition, then seldom gives another setup that fits.
     """
     model, sample = build()
     predictor = Predictor(count(model, sample, device=device), load_hardware(hardware))
@@ -140,8 +140,8 @@ def test_against_every_setup(
                 assert each.best.peak <= memory
             least = min(least, each.limit)
         assert fastest <= least <= fastest * near
-        # No setup that fits and whose balance gives all partitions nearly equal times may be faster
-        # than the result, whatever its number of micro-batches and its mode of checkpointing are.
+        # The balance of these setups gives all partitions nearly equal times. They have all numbers
+        # of micro-batches and modes of checkpointing. None that fits may be faster than the result.
         for x in time_balanced:
             if x.peak <= memory:
                 assert least <= x.seconds * (1 + 1e-9)

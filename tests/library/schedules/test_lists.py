@@ -148,7 +148,7 @@ PUBLISHED = Path(__file__).with_name("zero_bubble.txt").read_text().splitlines()
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_bubbles(line: str) -> None:
-    """Compare bubbles with table 5 of the Zero Bubble paper (arXiv:2401.10241).
+    """Check that bubbles are those in table 5 of the Zero Bubble paper (arXiv:2401.10241).
 
     A bubble is the share of time in which devices are idle. The tasks take the times that are in
     table 9 of the paper.

@@ -92,7 +92,7 @@ def test_what_is_refused(bad: Any, message: str) -> None:
 
 
 def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
-    """Yield copies of a schedule's lists of actions, each with two neighbours exchanged."""
+    """Yield copies of a schedule's lists, each with two neighbouring actions exchanged."""
     for d, actions in enumerate(schedule.lists):
         for k in range(len(actions) - 1):
             lists = [list(each) for each in schedule.lists]
@@ -103,7 +103,7 @@ def swapped(schedule: Schedule) -> Iterator[list[list[Action]]]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_order(name: str) -> None:
-    """Exchange two neighbouring actions in a device's list, for all such pairs.
+    """Check what happens if two neighbouring actions in a device's list are exchanged.
 
     If the new order would deadlock, it must raise an error. Otherwise the test replays it, and
     checks that each action comes after the actions whose results it needs.

@@ -54,7 +54,7 @@ def test_a_subclass_stashes_by_itself_or_by_its_parent() -> None:
 
 
 def test_isolate_returns_the_layer_and_can_take_some_names_only() -> None:
-    """Isolate two skips of a layer in two namespaces. A pickled copy must keep both namespaces."""
+    """Check that two skips of a layer get two namespaces, and that a pickled copy keeps these."""
     one, other = Namespace(), Namespace()
     layer = Several()
     isolated = layer.isolate(one, only=["b"])  # type: ignore[operator]
@@ -203,8 +203,9 @@ def test_crossings(text: list[str], straight: list[str], through: list[str], por
     assert sorted(found) == sorted(straight if portals else through)
 
 
-# The faults that are reported for a model. Each layer is written as a word, and has its index as
-# its name. "+a" stashes the skip `a`, "-a" pops it, and "." does neither.
+# Each value lists the faults that the error must report for a model. The key has a word for each
+# layer: "+a" stashes the skip `a`, "-a" pops it, and "." does neither. The index of a layer is its
+# name.
 FAULTS = {
     "+a .": ["layer '0' stashes 'a', which no later layer pops"],
     ". -a": ["layer '1' pops 'a', which no earlier layer stashes"],

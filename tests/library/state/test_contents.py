@@ -117,7 +117,7 @@ CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_tensors_of_any_layout_and_type(name: str, tmp_path: Path) -> None:
-    """Save a tensor of an unusual layout or dtype, as a buffer and as an additional value."""
+    """Check that tensors of unusual layouts and dtypes are saved, also as additional values."""
     convert = CONVERSIONS[name]
 
     def with_buffer(x: Tensor) -> GPipe:
@@ -175,9 +175,9 @@ def test_plain_layers_load_a_state(tmp_path: Path) -> None:
 def test_a_reader_looks_again_if_its_state_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check what a reader does if a new save removes the state that it has begun to load.
+    """Check that a load gets the new state if a save removes the old state during the load.
 
-    With `keep=1`, each save removes the state before it. The reader must then load the new state.
+    With `keep=1`, each save removes the state before it.
     """
     model, reader = two_layers(0), two_layers(1)
     saves = Saves(tmp_path, keep=1)

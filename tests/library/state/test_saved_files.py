@@ -155,7 +155,7 @@ def a_state_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", [a_second_job_is_refused, a_state_is_whole_or_not_there])
 def test_in_a_new_process(run: Callable[[Path], None], tmp_path: Path) -> None:
-    """Run tests that fork in a new process: a fork is safe only if there are no other threads."""
+    """Run, in a new process, the tests that fork: a fork is safe only without other threads."""
     process = forking().Process(target=run, args=(tmp_path,))
     process.start()
     process.join(PATIENCE)

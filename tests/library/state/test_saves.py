@@ -310,7 +310,7 @@ def test_misuse(
 
 
 class Versioned(Linear):
-    """A layer that changes a state of its first version when it loads it."""
+    """A layer that converts the weight when it loads a state of the layer's first version."""
 
     _version = 2
 
@@ -330,7 +330,7 @@ def test_a_state_has_the_version_of_the_layers_that_saved_it(tmp_path: Path) -> 
 
 
 def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
-    """Save and load a weight that consists of two tensors, as weights in eight bits do."""
+    """Check that a weight of two tensors, as an 8-bit weight has, can be saved and loaded."""
 
     def make() -> GPipe:
         layer = Linear(2, 2)

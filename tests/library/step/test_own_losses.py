@@ -87,7 +87,7 @@ def test_step_alone_gives_another_loss(name: str) -> None:
     """Check that `step` without options gives another loss than that of the whole mini-batch.
 
     The test uses the losses for which docs/schedules.md advises an option of `step`, or the method
-    `loss` in its place. So this advice is needed.
+    `loss` in place of `step`. The other loss shows that this advice is needed.
     """
     criterion, target, _ = ROWS[name]
     torch.manual_seed(0)

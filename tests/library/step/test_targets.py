@@ -40,7 +40,7 @@ def test_any_mapping_a_dataclass_and_arrays_are_parted(sizes: list[int]) -> None
 
 
 def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
-    """Split a list of three images, one for each sample, into two images and one image.
+    """Check that a list of three images, one for each sample, is split into two and one.
 
     Each image has three boxes, so the tensors inside also have the length 3. Nevertheless, the list
     itself must be split.
@@ -53,9 +53,10 @@ def test_a_list_with_an_entry_for_each_sample_is_parted_by_entries() -> None:
 
 
 def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
-    """Split the tensors in a list, and not the list itself.
+    """Check that the tensors in a list are split, and not the list itself.
 
-    A list of as many tensors as there are samples could be meant in two ways, and is refused.
+    If a list has as many tensors as there are samples, it could be split in both ways, and is
+    refused.
     """
     x = torch.arange(2)
     for other in (None, 0.1):
@@ -93,7 +94,7 @@ def assert_gradients_are_close(parameters: list[nn.Parameter], expected: list[Te
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engine: str) -> None:
-    """Use targets that another network computes. The backward of the loss trains both networks."""
+    """Check that the loss also trains another network which computes the targets."""
     module, tower = layers(), nn.Linear(6, 5)
     parameters = [*module.parameters(), *tower.parameters()]
     x = torch.randn(8, 6)
@@ -112,7 +113,7 @@ def test_a_target_may_have_a_graph_which_goes_backward_once(schedule: str, engin
 @pytest.mark.parametrize("engine", ["workers", "graph"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_criterion_may_close_over_a_tensor_with_a_graph(schedule: str, engine: str) -> None:
-    """Use a criterion with class weights that are computed with autograd from a parameter.
+    """Check a criterion with class weights that are computed by autograd from a parameter.
 
     Each step frees the graph of the weights. Therefore each step computes new weights.
     """

@@ -78,7 +78,7 @@ def test_statistics_of_the_mini_batch(
     splits: list[list[int]],
     mean: float,
 ) -> None:
-    """Compare with plain batch norm, also for means so large that their squares lose precision."""
+    """Compare deferred with plain batch norm, also for means whose squares lose precision."""
     plain = kind(3, dtype=torch.double, device=device, **options)
     for p in plain.parameters():
         nn.init.normal_(p)

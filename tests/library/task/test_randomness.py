@@ -96,7 +96,7 @@ def test_threads_at_once_draw_what_they_draw_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
-    """Draw random numbers in another thread, while a recomputation waits for that thread.
+    """Check that another thread can draw numbers while a recomputation waits for this thread.
 
     This happens if a layer calls another pipeline, whose worker threads draw random numbers.
     """
@@ -158,10 +158,11 @@ def test_mini_batches_under_way_at_once_draw_different_numbers() -> None:
 
 
 def test_within_an_outer_pipelines_task() -> None:
-    """Run two mini-batches of an inner pipeline within a task of an outer one. Repeat the task.
+    """Check the random numbers of an inner pipeline that runs within a task of an outer one.
 
-    The outer task draws one seed for each inner mini-batch, and nothing else. Its recomputation
-    draws the same seeds again, so that the inner mini-batches draw the same numbers.
+    The inner pipeline runs two mini-batches. The outer task draws one seed for each of them, and
+    nothing else. Its recomputation draws the same seeds again, so that the inner mini-batches draw
+    the same numbers.
     """
     before = torch.get_rng_state()
     found = []

@@ -1,7 +1,7 @@
 """Test which buffers, modes and hooks of layers are seen during a recomputation.
 
-Only the recomputation itself sees the buffers as they were in its forward. Modes and hooks are
-restored for all threads meanwhile.
+Only the recomputation itself sees the buffers as they were in its forward. During a recomputation,
+modes and hooks are restored for all threads.
 """
 
 import copy

@@ -80,8 +80,8 @@ def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() ->
 class Place(dict[str, Any]):
     """A dictionary that raises KeyboardInterrupt in an assignment to an item.
 
-    It is the assignment number `count`, counted over all such dictionaries. Tests use this to
-    interrupt the library while it exchanges the parameters or buffers of layers.
+    The assignment number `count` raises it, counted over all such dictionaries. So tests interrupt
+    the library while it exchanges the parameters or buffers of layers.
     """
 
     count = 0
@@ -118,10 +118,10 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """Let two threads enter a context that changes a layer. The last to leave undoes the changes.
+    """Check that, of two threads in a context that changes a layer, the last undoes the changes.
 
-    The calling thread can leave early: after a second Ctrl-C, another thread may still run its
-    tasks.
+    The calling thread can leave the context early: after a second Ctrl-C, another thread may still
+    run its tasks.
     """
     place = {"held": "parameter"}
     swap = Swap(place, "held", "stand-in")

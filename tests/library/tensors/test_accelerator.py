@@ -1,7 +1,7 @@
 """Test `torchgpipe.tensors.accelerator` with simulated GPUs: which calls of PyTorch it makes.
 
-Only this module of the library may name CUDA, except for the names in `NAMES`. No module may create
-a tensor on the user's default device.
+In the library, only `accelerator` may name CUDA, and `NAMES` lists the exceptions. No module may
+create a tensor on the user's default device.
 """
 
 import ast
@@ -160,7 +160,7 @@ def test_what_streams_and_events_have(kind: type) -> None:
 
 
 def names_of_cuda(path: Path) -> set[str]:
-    """Return all names in a source file that contain "cuda", and such strings without spaces."""
+    """Return all names in a source file, and all strings without spaces, that contain "cuda"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         for field in ("id", "attr", "name", "asname", "module", "arg", "value"):

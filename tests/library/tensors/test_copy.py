@@ -82,7 +82,7 @@ def test_waits(streams: Any, enabled: bool) -> None:
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_tensors_of_a_task_go_together(streams: Any, grad: bool) -> None:
-    """Copy all tensors of a task together, so that these copies have only one autograd node.
+    """Check that all tensors of a task are copied together, with only one autograd node.
 
     As a result, backward starts to copy all gradients before any stream waits for one of them.
     """
@@ -164,7 +164,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
-    """Train a pipeline with skips between simulated devices, and compare it with plain layers."""
+    """Check that a pipeline with skips between simulated devices trains as plain layers do."""
     layers = partial(paired, PATTERN)
     row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []

@@ -30,7 +30,7 @@ def pipeline(n: int) -> Any:
 
 
 def test_the_bubble_of_whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record two mini-batches, with a clock that advances by one second whenever it is read.
+    """Check the bubble of two mini-batches, with a clock that advances by 1 s when it is read.
 
     Each mini-batch has 8 tasks. As a result, each task takes 1 s, and 1 s passes between two tasks.
     """

@@ -1,4 +1,4 @@
-"""List modules that `sequential` refuses, and what the error message must say about each."""
+"""Define modules that `sequential` refuses, and texts that the error messages must have."""
 
 import random
 from collections.abc import Callable

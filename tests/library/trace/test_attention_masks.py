@@ -1,7 +1,7 @@
 """Test the guide's recipe for models of Hugging Face: attention without a mask.
 
-The recipe tells transformers that no row of a batch has several texts. With it, the pipeline has to
-give the attention a mask in the same cases as the plain model, and have the plain model's results.
+The recipe tells the library transformers that no row of a batch has several texts. The pipeline
+must then pass a mask to attention in the same cases as the plain model, and have the same results.
 """
 
 import re
@@ -62,7 +62,7 @@ def model_of(config_name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Sequential]]:
-    """Return a function that runs the guide's recipe; afterwards, undo what the recipe replaces."""
+    """Return a function that runs the guide's recipe. The test's end undoes what it replaces."""
     masking_utils = pytest.importorskip("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     monkeypatch.setattr(masking_utils, name, getattr(masking_utils, name))
@@ -82,7 +82,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Sequent
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> Passed:
-    """Return a set that gets what is passed to PyTorch's attention."""
+    """Return a set that records for PyTorch's attention whether it gets a mask or `is_causal`."""
     attention = nn.functional.scaled_dot_product_attention
     found: Passed = set()
 
@@ -200,7 +200,7 @@ def test_lengths_on_both_sides_of_the_window(recipe: Any) -> None:
 
 
 def padded(left: int, right: int) -> dict[str, Tensor]:
-    """Return the arguments for texts of which the first has padding, on the left and the right."""
+    """Return texts and their mask. The first text has padding on the left and on the right."""
     mask = torch.ones(4, LENGTH, dtype=torch.long)
     mask[0, :left] = 0
     mask[0, LENGTH - right :] = 0

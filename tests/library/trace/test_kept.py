@@ -57,7 +57,7 @@ def sentences(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("are_sorted", [False, True])
 @pytest.mark.parametrize("engine", ["graph", "workers"])
 def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
-    """Compare a pipeline with its module, in training and eval mode, for several batch sizes."""
+    """Check that a pipeline computes the same as its module, in training and in eval mode."""
     module = Reader(Encoder(are_sorted))
     layers = sequential(module, sentences(4), whole=[Encoder])
     assert [name.partition(":")[2] for name, _ in layers.named_children()] == [
@@ -80,7 +80,7 @@ def test_packed_sequences(engine: Any, are_sorted: bool) -> None:
 
 
 class AllWords(Encoder):
-    """An encoder that returns as many items as all sentences of the batch have words together."""
+    """An encoder that cuts its output to the length of all sentences of the batch together."""
 
     def forward(self, words: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         encoded = super().forward(words, lengths)

@@ -169,7 +169,7 @@ def test_what_does_something_else_for_another_length() -> None:
 class At(nn.Module):
     """A module that returns the entry at `index` of each sample.
 
-    The index is a number for each sample, or one for all samples.
+    The index is one number for each sample, or a single number for all samples.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_a_cache_is_refused_with_the_recipe(past: Any, message: str) -> None:
 
 
 def test_generation_without_a_cache() -> None:
-    """Generate the likeliest tokens by a pipeline and by its module, and compare them."""
+    """Check that a pipeline and its module generate the same tokens, always the likeliest."""
     module = GPT().eval()
     layers = sequential(module, text(2, 4), dynamic_shapes=SHAPES)
     model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2, chunks=2)
@@ -306,7 +306,7 @@ def test_a_misspelt_name_in_a_dictionary_is_refused() -> None:
 
 
 def test_new_lengths_are_checked_before_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record all new lengths of a mini-batch before its first task starts.
+    """Check that all new lengths of a mini-batch are recorded before its first task starts.
 
     A recording replaces functions of PyTorch in the whole process. If a worker thread compiled a
     layer at the same time, `torch.compile` would fail.

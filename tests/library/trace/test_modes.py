@@ -20,9 +20,9 @@ X = torch.linspace(-1, 1, 24).view(4, 6).sin()
 
 
 class Dropping(nn.Module):
-    """A module with two functions that depend on its mode (training or evaluation).
+    """A module whose forward passes its mode (training or evaluation) to two functions.
 
-    One takes the mode itself as an argument, and the other a number that is 0 in evaluation.
+    One function takes the mode itself, and the other one a number that is 0 in evaluation.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_copies(copied: Any) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_other_calls_in_the_other_mode(training: bool) -> None:
-    """Trace a module that calls other functions in training than in evaluation.
+    """Check a module that calls other functions in training than in evaluation.
 
     Tracing must warn. A pipeline of the layers must refuse to run in the other mode, and the error
     must say what to do.
@@ -206,7 +206,7 @@ class Around(nn.Module):
 
 
 def test_a_submodule_in_another_mode() -> None:
-    """A submodule that is in evaluation when the module is traced stays so for all batch sizes."""
+    """Check that a submodule traced in eval mode stays in this mode for all batch sizes."""
     module = Around()
     module.inner.eval()
     model = GPipe(sequential(module, X), [2, 3], devices=["cpu", "cpu"], engine="graph")
@@ -216,7 +216,7 @@ def test_a_submodule_in_another_mode() -> None:
 
 
 def test_one_sample_in_evaluation() -> None:
-    """Batch norms refuse one sample in training, so the other mode cannot be tried. It may fail."""
+    """Check that a single sample is traced in eval mode, although batch norm fails in training."""
     module = Around().eval()
     layers = sequential(module, X[:1])
     assert_close(layers(X), module(X))
@@ -224,7 +224,7 @@ def test_one_sample_in_evaluation() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 def test_a_pipeline_is_traced_and_exported_in_evaluation() -> None:
-    """PyTorch's own tracers record the layers of a pipeline that is on one device."""
+    """Check that `torch.jit.trace` and `torch.export` accept a pipeline in evaluation mode."""
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
     model = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2)
     traced: Any = torch.jit.trace(model, X)

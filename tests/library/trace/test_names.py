@@ -88,7 +88,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Ten
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Return the states of a model and of its optimizer, each by a function of its own."""
+    """Return the states of a model and its optimizer, which two functions of PyTorch collect."""
     return get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
 
 
@@ -101,7 +101,7 @@ def pipelined(module: nn.Module, x: Tensor, first: int) -> GPipe:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_going_on(make: Callable[[], Made], options: StateDictOptions) -> None:
-    """Train a module, its layers and a pipeline; go on from the state of each in a new pipeline."""
+    """Check that a new pipeline continues from the state of a module, its layers, or a pipeline."""
     torch.manual_seed(0)
     module, x = make()
     fresh = copy.deepcopy(module)
@@ -128,7 +128,7 @@ def test_going_on(make: Callable[[], Made], options: StateDictOptions) -> None:
 
 
 def test_a_pipeline_inside_of_a_module() -> None:
-    """Check the names of the tensors, and that a copy and an unpickled pipeline have them, too."""
+    """Check the names of tensors of a pipeline in a module, also after copying and pickling."""
     x = torch.arange(BATCH)
     inside = {"inner": pipelined(Language(), x, 2), "tokens": nn.Linear(2, 2)}
     around: Any = nn.ModuleDict(inside)
@@ -144,7 +144,7 @@ def test_a_pipeline_inside_of_a_module() -> None:
 
 
 def test_attributes_stay_as_they_are() -> None:
-    """Check that a pipeline has no other attributes, and says so in PyTorch's own words."""
+    """Check that submodules of the traced module are no attributes of the pipeline."""
     model = pipelined(Language(), torch.arange(BATCH), 2)
     for each in (model, model[:]):
         assert not hasattr(each, "embedding")

@@ -22,7 +22,7 @@ X = torch.linspace(-1, 1, 4 * 6 * 8).view(4, 6, 8)
 
 
 class Positions(nn.Module):
-    """A module with position embeddings. It expands them if there are several samples."""
+    """A module with position embeddings. It expands the positions if there are several samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Positions(nn.Module):
 
 
 class Doubling(Positions):
-    """A module that computes something else for a single sample."""
+    """A module that doubles its output if it gets a single sample."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if len(x) > 1 else 2 * super().forward(x)

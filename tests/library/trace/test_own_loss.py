@@ -1,4 +1,4 @@
-"""Test the error for models that compute their own loss: it says how `step` can compute it."""
+"""Test the error for models that compute their own loss: it says how `step` can do this."""
 
 import re
 from typing import Any

@@ -71,7 +71,7 @@ def test_step(schedule: str, engine: str) -> None:
 def test_outputs_are_not_concatenated(samples: int) -> None:
     """Check that the output of several micro-batches is refused, because pairs would be missing.
 
-    With one micro-batch, the output must be the module's.
+    With one micro-batch, the output must be that of the module.
     """
     module = Matching()
     layers = layers_of(module, samples)

@@ -51,7 +51,7 @@ class Pairs(traced.Net):
 
 
 def test_a_batched_tensor_is_not_taken_for_a_shared_one() -> None:
-    """Trace a module that computes a score for each pair of a sample of `x` and a sample of `y`.
+    """Check a module that computes a score for each pair of a sample of `x` and one of `y`.
 
     A micro-batch needs a part of `x` and the whole `y`, so the caller must say that `y` is shared.
     If both were split, the pairs of samples from different micro-batches would be missing.
@@ -163,7 +163,7 @@ def cut_residual_with_another_width() -> None:
 
 
 def run_under_another_autocast() -> None:
-    """Trace a module without autocast, and run its layers under autocast. This must raise an error.
+    """Trace a module without autocast, and run its layers under autocast, to get an error.
 
     The module casts to the dtype of a linear layer's output, which depends on autocast. The traced
     layers would always cast to the dtype without autocast.

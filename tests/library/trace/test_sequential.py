@@ -43,9 +43,9 @@ def drawing() -> Module:
 BY_HAND = CASES["attention by hand"]
 
 
-# Each value has a module, and a text for each layer that must result. The text names the layer's
-# first submodule. It then has a + for each skip that the layer stashes, and a - for each skip that
-# the layer pops.
+# Each value has a module, and a text for each layer that `sequential` must make from it. The text
+# names the layer's first submodule. It then has a + for each skip that the layer stashes, and a -
+# for each skip that the layer pops.
 CUTS: dict[str, tuple[Case, list[str]]] = {
     "a tensor that is used twice": (CASES["residual"], ["a", "b", "c"]),
     "a tensor for a later layer": (CASES["branches from one input"], ["a +", "b", "c -"]),
@@ -227,7 +227,7 @@ def test_deferred_batch_norm() -> None:
 
 
 class Mixed(Module):
-    """A module that uses its parameters in another order than that of their names."""
+    """A module that uses its parameters in an order that is not that of their names."""
 
     ORDER = "chafdbge"
 

@@ -159,7 +159,7 @@ def add_and_scale(self: Any, x: Tensor) -> Tensor:
 
 
 def views_in_two() -> nn.Sequential:
-    """Build a model with two layers that change one memory: their buffers are views of it.
+    """Build a model in which two layers change the same memory, of which their buffers are views.
 
     The layers are in different partitions.
     """

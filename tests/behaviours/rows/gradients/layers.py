@@ -54,10 +54,10 @@ def double_of_linear(layer: nn.Module, _: Any, y: Tensor) -> Any:
 
 
 def hooked_all(run: nn.Module, x: Tensor) -> None:
-    """Run a step with a global hook on the forwards of all modules, removed before the backward.
+    """Run a step with a global forward hook, which is removed before the backward.
 
-    The hook changes outputs. A recomputation in backward must still do what the hook did in
-    forward.
+    The hook changes the outputs of all linear layers. A recomputation in backward must still do
+    what the hook did in forward.
     """
     handle = register_module_forward_hook(double_of_linear)
     amid(lambda *_: handle.remove())(run, x)
@@ -150,7 +150,7 @@ def made_by_a_hypernetwork(run: Any, x: Tensor) -> Any:
 
 
 def forgotten_in_the_end(run: Any, x: Tensor) -> Any:
-    """Run steps with a layer that keeps its output and graph in a buffer. Clear it afterwards."""
+    """Run steps with a layer whose buffer keeps its output with the graph; clear the buffer."""
     seen = steps(run, x)
     run[1].kept = None
     return seen

@@ -222,9 +222,9 @@ def no_output(_: Tensor) -> tuple[()]:
 
 
 def tensor_or_tuple(a: Tensor) -> Any:
-    """Return the tensor itself, but for the smaller last micro-batch a tuple with the tensor.
+    """Return the tensor, or, for the last micro-batch (which is smaller), a tuple with the tensor.
 
-    The outputs of different types cannot be concatenated, so the pipeline must raise an error.
+    Outputs of different types cannot be concatenated, so the pipeline must raise an error.
     """
     if len(a) > 2:
         return a
@@ -238,7 +238,7 @@ def maybe_detached(self: Any, a: Tensor) -> Two:
 
 
 def asking(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a + b`, with the exp of `a` if it requires no grad, and that of `b` if it does."""
+    """Return `a + b`. First take the exp of `a` unless it requires grad, and of `b` if it does."""
     if not a.requires_grad:
         a = a.exp()
     if b.requires_grad:

@@ -228,7 +228,7 @@ def under_way(run: nn.Module, x: Tensor) -> Any:
 
 
 def takes_nothing(act: Callable[[], object]) -> bool:
-    """Call `act`, and return whether it took no random numbers from the caller's generator."""
+    """Return whether a call of `act` takes no random numbers from the caller's generator."""
     before = torch.get_rng_state()
     act()
     return torch.equal(torch.get_rng_state(), before)
@@ -249,8 +249,8 @@ def in_and_out_of_training(run: nn.Module, x: Tensor) -> Any:
 def sizes(run: nn.Module, x: Tensor) -> Any:
     """Run steps with different batch sizes, and return their outputs and gradients.
 
-    Some batches have one sample and so a single micro-batch. Then no tasks can run at the same
-    time.
+    Some batches have only one sample, and so a single micro-batch. Then no two tasks can run at the
+    same time.
     """
     found = []
     for size in (1, 8, 1, 1, 8, 8, 3):

@@ -61,10 +61,10 @@ def taken_branch(self: Any, x: Tensor) -> Tensor:
 
 
 def put_two_branches(layers: Any) -> None:
-    """Replace a layer by one that has two branches, of which only one runs.
+    """Replace a layer by a layer with two branches, of which only one runs.
 
-    Its attribute `taken` is the number of the branch that runs. The other one's parameters are
-    unused.
+    The new layer's attribute `taken` is the index of the branch that runs. The parameters of the
+    other branch are unused.
     """
     branches = nn.ModuleList([Block(), Block()])
     layers[1] = Do(taken_branch, branches=branches, taken=0)

@@ -36,7 +36,7 @@ def backend(graph: Any, inputs: object) -> Any:
 
 
 def train_compiled(run: nn.Module, batches: Batches, compiled: bool) -> Any:
-    """Train, and check whether `torch.compile` has compiled anything, as `compiled` says.
+    """Train, and check that `torch.compile` compiles something exactly if `compiled` is true.
 
     The number of compilations is not checked, because several workers can compile the same layer at
     once.

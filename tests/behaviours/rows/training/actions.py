@@ -111,7 +111,7 @@ def as_with(**changes: Any) -> Callable[[Pipe], Found]:
 
 
 def second_mask(x: Tensor, other: Tensor) -> Tensor:
-    """Apply dropout in the second partition. Record whether its mask differs from the first one's.
+    """Apply dropout in the second partition, and record whether the first one has another mask.
 
     Args:
         x: The tensor to which dropout is applied.

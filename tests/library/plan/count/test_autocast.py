@@ -1,4 +1,4 @@
-"""Test the count of operators under autocast: it must have autocast's dtypes and its casts."""
+"""Test that the count of operators under autocast has the dtypes and casts of autocast."""
 
 import re
 from collections.abc import Callable
@@ -36,7 +36,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, torch.dtype]
 
 @pytest.mark.parametrize(("run", "given", "on_gpu"), OPERATORS.values(), ids=OPERATORS)
 def test_types(run: Callable[[Tensor], Tensor], given: torch.dtype, on_gpu: torch.dtype) -> None:
-    """Compare the dtypes that the count has for an operator's output with the real dtypes.
+    """Check that the dtypes of counted operators' outputs are the real dtypes.
 
     For the CPU, the real dtypes come from a run. For a GPU, they are listed in `OPERATORS`.
     """
@@ -71,7 +71,7 @@ def names_in(source: str, *lists: str) -> set[str]:
 
 
 def test_lists_are_those_of_pytorch() -> None:
-    """Compare the library's lists of autocast operators with the lists in PyTorch's own tests.
+    """Check that the library's lists of autocast operators are those of PyTorch's own tests.
 
     The test reads PyTorch's file as text, because an import could fail: some of the modules that
     this file imports may not be installed.

@@ -1,4 +1,4 @@
-"""Compare the counted operators of layers with those of real steps, and of other batch sizes.
+"""Test that the counted operators of layers are those of real steps, for several batch sizes.
 
 The tests also check that a layer that cannot be counted raises an error of one line, which names
 the layer.
@@ -70,7 +70,7 @@ def of(*kinds: str) -> Callable[[], Sequential]:
         (resnet101, (3, 64, 64), 0),
         (lambda: unet(3, 2, 8), (3, 32, 32), 0),
         # The count assumes that each output of a layer is used. The last layer of AmoebaNet-D
-        # ignores one of its two inputs, so a real step runs one operator less than the count has.
+        # ignores one of its two inputs, so a real step runs one operator less than is counted.
         (lambda: amoebanetd(3, 32, 10), (3, 224, 224), 1),
         (of("and its input", "swap", "sum", "and a view", "sum", "identity"), (4,), 0),
         (of("checkpointed, reentrant"), (4,), 0),
@@ -81,7 +81,7 @@ def of(*kinds: str) -> Callable[[], Sequential]:
 def test_counted_layer_by_layer_as_in_a_step_of_gpipe(
     build: Callable[[], Sequential], shape: tuple[int, ...], more: int
 ) -> None:
-    """Compare the operators that are counted for each layer with those that a step of GPipe runs.
+    """Check that the operators that are counted for layers are those that a step of GPipe runs.
 
     The order of operators in backward is not compared. PyTorch does not specify when autograd adds
     up the gradients of a tensor that is used twice.

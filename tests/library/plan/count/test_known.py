@@ -1,4 +1,4 @@
-"""Test the caches of the count, by which equal layers and equal operators run only once."""
+"""Test the caches by which a count runs equal layers and equal operators only once."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_layers_that_behave_alike_are_copied_once(
     assert len(counts) == 40
     # The count copies a layer to run it: once for each of two batch sizes, and again for the count
     # of bytes. Of equal layers, it copies only one. The first layer never counts as equal to
-    # another one, and neither does the last layer in the count of bytes.
+    # another layer, and neither does the last layer in the count of bytes.
     assert Copied.copies == 2 * (2 * different + 3)
 
 

@@ -77,7 +77,7 @@ def test_warns_if_other_programs_use_the_cores(
 ) -> None:
     """Check that a measurement warns if other programs use the core of this process.
 
-    They use it for `ticks` ticks of 10 ms. Other cores do not count.
+    The other programs use it for `ticks` ticks of 10 ms. Other cores do not count.
     """
     now = iter([0.0, seconds])
     monkeypatch.setattr(others, "STAT", tmp_path / "stat")
@@ -182,7 +182,7 @@ def test_each_layer_has_its_own_seconds(
 
 
 class Cold(Spend):
-    """A layer that takes longer in the first run of a copy than in all later runs of that copy."""
+    """A layer of which each copy takes longer in its first run than in all later runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.seconds

@@ -1,4 +1,4 @@
-"""Check predictions with a loss against real pipelines on `meta`, and against a loss as a layer."""
+"""Check predictions with a criterion against real runs on `meta`, and a loss as a layer."""
 
 from dataclasses import replace
 from functools import partial
@@ -132,7 +132,7 @@ def test_one_loss_takes_time_between_all_forwards_and_all_backwards() -> None:
 
 
 def test_the_loss_costs_what_it_would_cost_as_the_last_layer() -> None:
-    """Check plain training, where a loss that is a layer and a criterion do the same work."""
+    """Check that, without a pipeline, a criterion costs what it would cost as the last layer."""
     model = language_model()
     x = text(2)
 

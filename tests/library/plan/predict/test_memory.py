@@ -211,8 +211,8 @@ def test_the_parts_add_up() -> None:
     assert device.peak == sum(model) + sum(parts)
 
 
-# Each row has the name of an optimizer, and the size of the optimizer's state as a multiple of the
-# size of the 16-bit parameters. The state includes a 32-bit copy of the parameters, which adds 2.
+# Each row has the name of an optimizer, and the size of its state as a multiple of the size of the
+# 16-bit parameters. The 32-bit copy of the parameters in the state adds 2 to this multiple.
 @pytest.mark.parametrize(
     ("name", "state"), [("sgd", 2), ("momentum", 2 + 2), ("adam", 2 + 2 * 2), ("none", 0)]
 )
@@ -228,7 +228,7 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_steps_peak_is_within_five_percent_of_a_real_run(autocast: torch.dtype | None) -> None:
-    """Compare a predicted peak with a real one on the CPU, whose attention kernel is fused."""
+    """Check a predicted memory peak on the CPU, whose attention kernel is fused."""
     block = partial(TransformerEncoderLayer, 64, 4, 256, dropout=0.0, batch_first=True)
     model = Sequential(block(), block(), block(), block())
     x = torch.randn(8, 64, 64)

@@ -51,7 +51,7 @@ class Layer(Module):
 def copies_take_some_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "seconds_of", lambda *given: 2**-20 + seconds_of(*given))
     # All threads advance the same simulated clock. Layers that run in parallel would therefore seem
-    # to slow each other down. This fixture says that they do not.
+    # to slow each other down. This fixture makes the profile find that they do not.
     monkeypatch.setattr(profiled, "sharing", lambda works: 0.0)
 
 

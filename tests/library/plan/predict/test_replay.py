@@ -72,10 +72,10 @@ def assert_each_task_is_there_once(costs: Costs, events: Sequence[Event]) -> Non
 
 
 class Progress:
-    """When devices become free and when inputs of tasks arrive, up to some time in a step.
+    """The times at which devices become free and inputs of tasks arrive, so far in a step.
 
-    A test goes through the tasks of a simulated step, and updates these times, to check that no
-    task could start earlier.
+    A test goes through the tasks of a simulated step, and updates these times. It checks that no
+    task could have started earlier.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -87,7 +87,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Begin the backward. Each device is free from the time at which the loss is computed."""
+        """Begin the backward. From now on, each device is free once the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)
@@ -154,7 +154,7 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_one_thread_issues_the_tasks_of_all_devices() -> None:
-    """Predict a step in which one thread issues (submits) the tasks of all devices.
+    """Check the times of a step in which one thread issues (submits) all devices' tasks.
 
     A device needs at least as long for a task as the thread needs to issue the task.
 
@@ -237,7 +237,7 @@ def of_partition(j: int, tasks: Sequence[tuple[str, int, int]]) -> list[tuple[st
 def test_tasks_come_in_the_order_in_which_a_cpu_runs_them(
     balance: tuple[int, ...], chunks: int
 ) -> None:
-    """Compare the predicted order of tasks with that of a real run on the CPU.
+    """Check that the predicted order of tasks is that of a real run on the CPU.
 
     If one thread runs all tasks, each recomputation comes right before its backward. If each device
     has a thread, a recomputation can come earlier.
@@ -297,9 +297,9 @@ def test_seconds_of_an_update(
 
 
 def test_gradients_that_stay_are_added_to_by_every_micro_batch() -> None:
-    """Compare the seconds of a step that begins with gradients and of one that begins without.
+    """Check that a step takes longer if gradients exist at its beginning.
 
-    Existing gradients cost one more addition, which reads two tensors and writes one.
+    The first micro-batch must then add to them, too. The addition reads two tensors and writes one.
     """
     predictor = Predictor(count(model(), X), replace(GPU, launch=0.0))
     optimizer = optimizer_named("sgd", foreach=False)
