@@ -141,7 +141,7 @@ REPLICAS = [
         "`ddp.module.step(…)` within `DistributedDataParallel`",
         step_past_replicas,
         "The replicas would not average their gradients. Use `model.loss` or `replicate` "
-        "instead, as in the next two rows.",
+        "instead, as in the next two entries.",
         given=of_this_rank,
         refused={"": "DistributedDataParallel around a pipeline does not see step"},
     ),
