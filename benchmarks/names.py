@@ -113,11 +113,11 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Check a page; yield a line number and a message for each name of something that is missing.
+    """Check the names in a page; yield a line number and a message for each that names nothing.
 
     Args:
         text: The text of the page.
-        revisions: The revisions that the page may name.
+        revisions: The git revisions that the page may name.
     """
     for number, line in enumerate(text.splitlines(), 1):
         for match in REVISION.finditer(line):

@@ -262,7 +262,7 @@ class Alone:
             update(self._optimizer)
 
     def _forward(self) -> tuple[Batch, list[TensorOrTensors]]:
-        """Run all forwards; return the mini-batch and, of the last partition, the outputs."""
+        """Run all forwards; return the mini-batch (a `Batch`) and the last partition's outputs."""
         row = self._row
         m = row.micro_batches or 1
         batch = _AloneBatch(self._engine, m, row.checkpoint or "never", self._links)

@@ -87,7 +87,8 @@ class Step:
         return host / self.tasks, (done - start) / self.tasks, elapsed
 
     def host_seconds(self) -> float:
-        """Return the seconds in which the host issues a step, measured with pauses.
+        """Return how many seconds the host needs to launch all kernels of a step, measured with
+        pauses.
 
         In a pause, a hook waits until the device has finished all work. So the queue of kernel
         launches never gets full. Without pauses, a full queue would make the host wait, and the

@@ -146,7 +146,7 @@ def compared(ranks: list[Found], plain: Found) -> Outcome:
 def run_ranks(row: Training, adapter: Adapter, limit: float) -> list[Found] | Outcome:
     """Run a check (a short training) on one rank for each partition.
 
-    If the adapter uses threads and not ranks, the check runs in a single process.
+    If the library that is checked uses threads and not ranks, the check runs in a single process.
 
     Return a list of each rank's results (losses, gradients and parameters by name). If the check
     failed, return an outcome that says how it failed.

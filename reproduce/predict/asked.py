@@ -105,7 +105,7 @@ class Given:
             return self.build()
 
     def built(self, samples: int, device: torch.device) -> tuple[nn.Sequential, Built]:
-        """Return the model as a sequence of layers, and an input with `samples` samples.
+        """Return the model as a sequence of layers, and what it is trained on: `samples` samples.
 
         The model is on the device `meta`, without data for its parameters. The input and the
         target are on `device`. Raise `ValueError` if the model cannot be split into layers.

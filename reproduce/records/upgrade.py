@@ -4,7 +4,7 @@ Version 2 of the format (2026) differs from version 1 as follows:
 
 - The version of the GPU driver moved from each GPU to the run's field `versions`.
 - The field `max_clock` of a GPU was renamed to `clock`. GPUs got `memory_clock` and `link`.
-- Results got the field `hardware`.
+- Results got the field `hardware`, the name of a hardware description.
 
 Version 3 (2026) differs from version 2 as follows:
 

@@ -209,8 +209,8 @@ def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
 def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) -> None:
     """Tell the progress display how many steps the tasks of a group will probably run.
 
-    Building the model of a task counts as one step. A measured row has a further step, in which the
-    program measures how busy the devices are.
+    Building the model of a task counts as one step. If the row (configuration) is measured and not
+    emulated, one more step measures how busy the devices are.
     """
     guesses: dict[PlannedTask, float | None] = {}
     skipped: set[PlannedTask] = set()

@@ -156,7 +156,7 @@ class Session:
 
         Args:
             text: What the display says.
-            job: The name of the job (the steps of a row), if what starts is one of its steps.
+            job: The name of a job (all steps of a row), if a step of this job starts.
             typical: Whether further steps of the job will take about as long. Building a model, for
                 example, is not typical.
         """

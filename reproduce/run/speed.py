@@ -58,8 +58,8 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
     Rows that ran out of memory run again at the end of their group, one at a time.
 
     If an interrupted run is continued, finished groups are kept. The group that was interrupted
-    continues with the same balances. But it starts again if one of its rows has no result, or a
-    result that other programs disturbed.
+    continues, and its models are partitioned as before. But the group starts again if one of its
+    rows has no result, or a result that other programs disturbed.
     """
     session.rounds = _next_round(session)
     for group in groups_of(session):
@@ -204,7 +204,7 @@ class _GroupRun:
         return worth
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
-        """Record that a row is not measured, because one step (`seconds`) would take too long."""
+        """Record that a row is not measured, because one step would take too long: `seconds`."""
         reason = (
             f"not measured: a step would take about {duration(seconds)}; "
             "--no-emulate measures it nevertheless"

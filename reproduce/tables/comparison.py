@@ -289,7 +289,7 @@ def _number(row: ComparedRow, side: int) -> str:
 
 
 def _ratio(decision: Decision | None, metric: str) -> list[str]:
-    """Return three cells of a row: the ratio of two sides' numbers, its interval, and the verdict.
+    """Return three cells of a row: the ratio of two numbers, its interval, and the verdict on it.
 
     Args:
         decision: What the statistical test decides about the ratio, or None if there is no ratio.

@@ -51,7 +51,7 @@ class Line(Struct, frozen=True):
 
 
 def line_of(names: Sequence[str]) -> Line:
-    """Make a line of a history file from the numbers of records.
+    """Make a line of a history file from the numbers that records contain.
 
     Numbers that other programs disturbed are left out.
 

@@ -302,8 +302,8 @@ def choosing_in_the_middle() -> Module:
     return Sequential(Linear(WIDTH, WIDTH), Choosing(), Linear(WIDTH, WIDTH))
 
 
-# Each value has a function that makes a module, batch sizes for which the module runs the operators
-# that were recorded, and batch sizes for which it runs other operators.
+# Each value of this dictionary has a function that makes a module, batch sizes for which the module
+# runs the recorded operators, and batch sizes for which it runs other operators.
 BATCHES: dict[str, tuple[Callable[[], Module], list[int], list[int]]] = {
     "one sample": (lambda: does(without_a_for_one), [2, 9], [1]),
     "blocks": (lambda: does(in_blocks), [1, 8], [9]),

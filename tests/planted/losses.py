@@ -81,7 +81,7 @@ def chosen(asked: Namespace) -> list[Loss]:
 
 
 class Tally:
-    """Counts how often each gate has run, and how often it has found one planted loss of speed.
+    """Counts how often each gate (check of `regression`) has run, and has found one planted loss.
 
     Args:
         loss: The change that makes the library slower.

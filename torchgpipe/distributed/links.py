@@ -59,7 +59,7 @@ class Messages(Links):
         crossings: The skips (skip connections) that go from one stage to another.
         placement: The rank of each stage.
         lists: The actions (forwards, backwards and so on) of each rank.
-        random: What ranks tell each other about random numbers with each micro-batch.
+        random: The state of random numbers, which ranks send each other with each micro-batch.
     """
 
     def __init__(

@@ -184,7 +184,8 @@ class ScheduleView:
     Attributes:
         name: The name of the schedule.
         splits: Whether the schedule splits backwards into two halves.
-        placement: For each stage, the index of its device in `devices`, or the stage's rank.
+        placement: For each stage, the index of its device in `devices`; over ranks, the stage's
+        rank.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class Common(NamedTuple):
         n: The number of stages of the pipeline.
         recomputed: The number of checkpointed micro-batches; these are the first ones.
         ambient: The caller's modes, such as autocast.
-        draws: A function that returns the guard of a task's random numbers.
+        draws: A function that returns the object by which a task draws its random numbers.
         observer: A function that returns a context in which a task runs, such as a timer.
     """
 

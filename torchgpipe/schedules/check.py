@@ -91,8 +91,8 @@ def _pairs(lists: Lists, needed: Needs, room: Room) -> list[tuple[Action, Action
 def _refuse_full_buffer(pairs: list[tuple[Action, Action]], done: set[Action], room: Room) -> None:
     """Raise `ValueError` if actions wait for each other because a buffer between stages is full.
 
-    Actions that wait for each other form a circle. The error names a full buffer in this circle,
-    because other buffers may be full only as a result of the circle.
+    Actions that wait for each other form a circle. The error names a full buffer in this circle.
+    Other full buffers can be mere results of the circle.
 
     Args:
         pairs: All pairs (earlier, later), as `_pairs` returns them.

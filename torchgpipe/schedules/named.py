@@ -25,11 +25,11 @@ def looped(
        backwards in the same way, but begins with its last stage.
     2. Device d begins with `ahead(d)` forwards. Then it alternates forwards and backwards, as long
        as there are any of both.
-    3. If m is not a multiple of n, the last group has more micro-batches than are left. The actions
-       of the surplus ones are removed.
+    3. If m is not a multiple of n, fewer than n micro-batches are left for the last group. It is
+       planned with n, and the actions of those that do not exist are removed.
 
-    Larger groups would make the bubble smaller, but would need buffers between devices for more
-    than one activation or gradient.
+    Larger groups would make the bubble smaller. But devices would need buffers for more than one
+    activation or gradient between them.
 
     Args:
         n: How many devices there are.

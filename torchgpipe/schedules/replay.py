@@ -19,7 +19,7 @@ The seconds are the time to copy one activation to the target, or its gradient b
 
 
 def units(action: Action) -> float:
-    """Return an action's width in pictures of schedules: 2 for a whole backward, otherwise 1."""
+    """Return an action's width in pictures of schedules: 2 for an unsplit backward, otherwise 1."""
     return 2 if action.kind == "backward" else 1
 
 

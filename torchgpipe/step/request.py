@@ -82,7 +82,7 @@ def scalar(loss: object, call: str = "step") -> Tensor:
     """Check that the result of a criterion is a loss, and return it.
 
     Raises:
-        TypeError: If the result is not a scalar. `call` is the method that the message names.
+        TypeError: If the result is not a scalar. The message names the user's call, `call`.
     """
     advice = ""
     returned = type(loss).__name__

@@ -118,8 +118,8 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
 def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
     """Return the values in a container `target`, and a function that replaces them in a copy.
 
-    A container is a mapping, list, tuple or dataclass. For anything else, there are no values. The
-    function takes the new values, and returns a copy of the container that has them.
+    A container is a mapping, list, tuple or dataclass. If `target` is anything else, the list of
+    values is empty. The function takes new values, and returns a copy of the container with them.
     """
     values: Values = ()
     put: Callable[[Values], Any] = list

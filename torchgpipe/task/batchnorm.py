@@ -140,7 +140,8 @@ class DeferredBatchNorm(_BatchNorm):
             )
         deferred = cls.__new__(cls)
         # The old and the new layer share their tensors, but each layer has its own dictionaries of
-        # tensors. So half() of one layer does not change the other layer.
+        # tensors. So if one layer replaces a tensor, as half() replaces buffers, the other layer
+        # keeps it.
         for name, value in vars(layer).items():
             deferred.__dict__[name] = copy(value) if isinstance(value, dict | set) else value
         deferred._defer(chunks, dimensions)

@@ -101,7 +101,7 @@ def cut(
 
     A tensor goes from the layer that makes it to the next layer that uses it, and so on. For
     example, layer 2 makes a tensor, and layers 3 and 6 use it. Then the tensor is an output of
-    layer 2, and a skip from layer 3 to layer 6.
+    layer 2 to layer 3, which passes it on to layer 6 as a skip.
 
     Args:
         calls: The calls.
@@ -178,9 +178,9 @@ def _stops(layers: Sequence[LayerPlan], inputs: int, outputs: Sequence[int]) -> 
 def _hand_on(stops: Stops, k: int, layers: int) -> None:
     """Make sure that layer `k` has an output for layer `k` + 1, because `GPipe` needs one.
 
-    Layer `k` has no such output if every tensor that goes from layer `k`, or from an earlier layer,
-    to a later layer is a skip (skip connection). In this case, the shortest of these skips is
-    replaced: layers `k` and `k` + 1 hand its tensor on.
+    A tensor that passes over at least one layer is a skip (skip connection). If all tensors that
+    layer `k` or earlier layers make for later layers are skips, layer `k` has no output for the
+    next layer. Then layers `k` and `k` + 1 pass on the tensor of the shortest of these skips.
 
     Args:
         stops: For each tensor, the layers that make it, use it, or only hand it on. This function

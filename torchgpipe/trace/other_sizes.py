@@ -95,7 +95,7 @@ class OtherSizes:
         self._known = {known for known in self._known if known[1] == training}
 
     def _copied(self, module: Module, whole: Container[Module]) -> Module:
-        """Copy the module to `meta`, without its hooks. Note the names of submodules in `whole`."""
+        """Copy the module to `meta`, without its hooks; find the names of submodules in `whole`."""
         memo: dict[int, Any] = {}  # maps the id of an original to its object in the copy
         for x in (*module.parameters(), *module.buffers()):
             y = torch.empty_like(x, device="meta")

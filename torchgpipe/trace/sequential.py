@@ -331,8 +331,8 @@ def flat(module: Module, sample: Any) -> TensorOrTensors:
     """Convert the arguments of a model's call to the input of the model's first layer.
 
     Args:
-        module: The model, a sequence of layers. The arguments are converted only if `sequential`
-            has made the model (`Layers`). For other models, `sample` is returned as it is.
+        module: The model, a sequence of layers. The arguments are converted only if the model is a
+            `Layers`, which `sequential` has made. For other models, `sample` is returned as it is.
         sample: The arguments: a tensor, a tuple, or a dictionary from names to arguments.
     """
     signature = module.signature if isinstance(module, Layers) else None

@@ -145,7 +145,7 @@ class Step:
         run: How to run forward and backward, a key of `strategy.RUNS`.
         after: What to do after backward, one of `strategy.AFTER`.
         training: Whether the model is in training mode.
-        every: Which parameters the step freezes or unfreezes, if it does that: 1 stands for all
+        every: Which parameters a step that freezes or unfreezes changes: 1 stands for all
             parameters, 2 for every second one, and so on.
         modes: The names of two PyTorch modes: one around forward, and one around backward. They are
             keys of `AROUND`.

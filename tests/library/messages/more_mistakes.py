@@ -96,7 +96,7 @@ class Scaled(nn.Linear):
 
 
 def unfilled() -> None:
-    """Leave a layer from `meta` unfilled. A state could fill its parameters, but not its buffer."""
+    """Make a pipeline of a layer on `meta` with an `init` that forgets to fill the layer."""
     with torch.device("meta"):
         scaled = nn.Sequential(Scaled())
     GPipe(scaled, [1], devices=["cpu"], init=lambda _, layer: None)

@@ -330,7 +330,7 @@ def test_a_state_has_the_version_of_the_layers_that_saved_it(tmp_path: Path) -> 
 
 
 def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
-    """Check that a weight of two tensors, as an 8-bit weight has, can be saved and loaded."""
+    """Check that a weight of two tensors, such as an 8-bit weight, can be saved and loaded."""
 
     def make() -> GPipe:
         layer = Linear(2, 2)

@@ -164,7 +164,7 @@ def test_a_recomputation_does_not_wait_for_its_gradient_where_only_a_skip_has_on
 def test_steps_are_those_of_plain_layers(
     streams: Any, checkpoint: str, options: dict[str, bool]
 ) -> None:
-    """Check that a pipeline with skips between simulated devices trains as plain layers do."""
+    """Check that a pipeline with skips on simulated devices trains as its layers do."""
     layers = partial(paired, PATTERN)
     row = Row("skips between devices", layers, balance=(2, 2, 3), use=steps, options=options)
     assert unlike(row, "", "graph", checkpoint, ["cpu:0", "cpu:1", "cpu:2"]) == []

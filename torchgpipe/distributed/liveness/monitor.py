@@ -106,7 +106,7 @@ class Activity:
 
     @property
     def computing(self) -> tuple[int, str] | None:
-        """The number of the current call, and its running task as text; `None` if no task runs."""
+        """The number of the current call, and its task as text; `None` if no task runs."""
         program = self.program
         computing = None if program is None else program.computing
         if computing is None:

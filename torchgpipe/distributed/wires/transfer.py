@@ -49,7 +49,7 @@ class Departure(NamedTuple):
         tensors: The tensors to send over gloo. A `meta` tensor stands for a tensor that NCCL sends;
             only its description goes over gloo.
         before: A GPU event to wait for before the tensors are sent, or `None`.
-        after: A GPU event to wait for after the tensors are sent, or `None`.
+        after: A GPU event to wait for after the tensors were sent over gloo, or `None`.
     """
 
     tensors: Flat

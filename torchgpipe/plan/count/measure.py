@@ -108,7 +108,7 @@ class _Head(torch.autograd.Function):
 def measure_footprint(gives: Needs, takes: Needs, rehearsal: Rehearsal) -> Footprint:
     """Run a layer on device `meta`, and return its footprint, which says what memory it takes.
 
-    The footprint refers to tensors' storages by number. The first numbers stand for the layer's
+    In the footprint, each storage has a number. The first numbers stand for the layer's
     inputs, the next numbers for the skips that the layer pops, and all others for the storages that
     the layer makes.
 

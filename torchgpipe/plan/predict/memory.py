@@ -228,7 +228,7 @@ class _Device:
         """Return the bytes of the last stage's outputs, losses and gradients during an action.
 
         Args:
-            plain: The bytes that one task of the last stage takes without checkpointing.
+            plain: The bytes of one task of the last stage (one micro-batch), without checkpointing.
             now: The action that is running.
             waiting: How many tasks of the last stage have run forward, but not yet backward.
             here: Whether the running action is a backward or a recomputation of the last stage.

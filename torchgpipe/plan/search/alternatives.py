@@ -4,8 +4,8 @@ Each of k devices trains on an equal share of the batch. The share is split into
 whose gradients are added up (gradient accumulation). The predictions make these assumptions:
 
 - Data parallel. Every device has the whole model. A ring all-reduce sums the gradients once a step.
-  As in `DistributedDataParallel`, it overlaps with the last backward, and each device keeps a
-  second copy of the gradients for it. On one device, this is plain training.
+  As in `DistributedDataParallel`, the all-reduce overlaps with the last backward, and each device
+  keeps a second copy of the gradients for the all-reduce. On one device, this is plain training.
 - FSDP, or ZeRO-3 (Rajbhandari et al., "ZeRO", 2019, arXiv:1910.02054). Every device keeps 1/k of
   the parameters, of the gradients and of the optimizer's state. Consecutive layers form units. All
   parameters of a unit are gathered before its forward and again before its backward. Its gradients

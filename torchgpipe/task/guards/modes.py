@@ -179,11 +179,12 @@ class AmbientModes(Guard):
             yield
 
     def all_have_run(self, *, refuse: bool = False) -> None:
-        """Record which modes have changed their attributes; call this after all layers have run.
+        """Record which `TorchFunctionMode`s and `TorchDispatchMode`s have changed their attributes.
 
         Args:
             refuse: Whether to raise an error if a mode has changed. This is needed if several
-                threads have run in the mode, because they can have changed it at the same time.
+                threads have run layers in the mode, because they can have changed it at the same
+                time.
 
         Raises:
             RuntimeError: If `refuse` is set, and a mode has changed its attributes.

@@ -257,8 +257,8 @@ ask_of_detached = made(
 def undivided(run: Any, x: Tensor) -> Any:
     """Run a step of a model that returns a scalar loss, with a single micro-batch.
 
-    The layers without a pipeline (`Plain`) are called directly. The usual call of `Plain` would
-    fail, because it concatenates outputs, which a scalar does not allow.
+    Layers without a pipeline (`Plain`) are called directly here, because the usual call of `Plain`
+    concatenates the outputs of micro-batches, and scalars cannot be concatenated.
     """
     y = nn.Sequential.forward(run, x) if isinstance(run, Plain) else run(x)
     y.backward()

@@ -124,7 +124,7 @@ def by_a_copy(it: Any, x: Tensor) -> Tensor:
 # In the last one of these balances, the partition on device 1 has no parameters to update.
 OF_WIDE = [[7], [2, 3, 2], [2, 1, 1, 3], [2, 1, 4]]
 # Each row has a function that makes a model, the shape of the model's input, and a list of balances
-# to try. With few samples, the memory peak is in the update of the parameters.
+# to try. Rows with few samples test the update of the parameters, in which the memory peak then is.
 CASES: list[tuple[Callable[[], Sequential], tuple[int, ...], list[list[int]]]] = [
     (mixed, (24, 8), [[8], [3, 5], [1, 1, 6]]),
     (partial(freeze, mixed, 3), (24, 8), [[3, 5]]),
