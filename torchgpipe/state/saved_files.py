@@ -283,7 +283,7 @@ class FileLock:
         except (BlockingIOError, PermissionError):  # systems raise different errors
             raise RuntimeError(
                 f"another job saves into {path.parent} (one of its processes holds the lock); give "
-                "each job a folder of its own"
+                "each job a folder of its own, and save only one of several replicas"
             ) from None
         except OSError:
             pass  # this filesystem has no locks

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -45,7 +44,7 @@ from torchgpipe.state.saved_files import (
     remove,
     write,
 )
-from torchgpipe.state.state import State
+from torchgpipe.state.state import State, check_whole
 
 _WHOLE = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})-step-(0|-?[1-9][0-9]*)")
 """Matches the name of a folder with a complete state."""
@@ -69,6 +68,9 @@ class Saves:
     A state can be loaded into a pipeline with another balance or another number of ranks. If the
     number of ranks is the same, each rank loads its own state of PyTorch's default random
     generator. Otherwise, all ranks load the generator state of rank 0.
+
+    If there are several replicas of the pipeline, only the ranks of one replica call `save`, and
+    the ranks of all replicas call `load`.
 
     Args:
         folder: A folder that all ranks can read and write. Each pipeline needs a separate folder.
@@ -105,8 +107,9 @@ class Saves:
             RuntimeError: If a rank does not see the folder of rank 0, or if another job saves into
                 the same folder.
             TypeError: If a value cannot be pickled, such as a function.
-            ValueError: If the pipeline does not use all ranks, if the optimizer has state that does
-                not belong to a parameter, or if ranks give different values of `others`.
+            ValueError: If ranks outside of the pipeline hold parts of its parameters, if the
+                optimizer has state that does not belong to a parameter, or if ranks give different
+                values of `others`.
             RankFailed: If another rank has failed.
         """
         if not isinstance(step, int) or isinstance(step, bool):
@@ -118,12 +121,7 @@ class Saves:
             )
         with model._together("save") as exchange, self._reported(step, others):
             ranks = Meeting(model.rank, exchange)
-            if dist.is_initialized() and dist.get_world_size() > ranks.n:
-                raise ValueError(
-                    f"the pipeline has {ranks.n} of {dist.get_world_size()} ranks, but only a "
-                    "pipeline over all ranks can be saved; if other ranks have replicas of it, use "
-                    "torch.distributed.checkpoint directly (see docs/processes.md)"
-                )
+            check_whole(model, ranks.n)
             state = State(model, optimizer, ranks.own)
             part = cast(Path, ranks.first(self.folder, self._begin))
             training = {"step": step, "others": others, "ranks": ranks.n}

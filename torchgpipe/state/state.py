@@ -4,11 +4,30 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
 from torch import Generator, Tensor, nn, sparse_coo, strided
+from torch.distributed.tensor import DTensor
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.random.generators import default_generators
 from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter, states_of
+
+
+def check_whole(model: nn.Module, n: int) -> None:
+    """Raise `ValueError` if other ranks than the pipeline's `n` ranks hold parts of its parameters.
+
+    An example is `fully_shard` over several replicas of the pipeline. The ranks of one replica
+    cannot save the parameters then.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == n:
+        return
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise ValueError(
+                f"several ranks hold parts of the parameter {name!r} (it is a DTensor, as made by "
+                "fully_shard), so the pipeline's ranks cannot save it alone; use "
+                "torch.distributed.checkpoint directly (see docs/processes.md)"
+            )
 
 
 class State:

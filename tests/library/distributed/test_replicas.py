@@ -28,6 +28,7 @@ from examples.works_with import WithLoss
 from reproduce.machine.description import ROOT
 from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe, RankFailed
+from torchgpipe.state.saves import Saves
 
 from ..trace.test_names import Language
 from .test_calls import TARGET, WORLD, X, gradients, linears, loss_of, small
@@ -236,6 +237,47 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
         if other_way == way:
             assert went_on == expected
         assert_close(went_on, expected)
+
+
+@pytest.mark.ranks(4)
+def test_one_replica_is_saved_and_all_replicas_load_it() -> None:
+    folder = shared_folder()
+    model = of_traced("replicate", 0)
+    optimizer = adam(model)
+    losses(model, optimizer, 0, 1)
+    first = dist.get_rank() < 2
+    if first:
+        Saves(folder).save(1, model, optimizer)
+    expected = losses(model, optimizer, 2, 3)
+    other = of_traced("replicate", 1)
+    optimizer = adam(other)
+    found = Saves(folder).load(other, optimizer)
+    assert found == {"step": 1}
+    assert losses(other, optimizer, 2, 3) == expected
+
+
+@pytest.mark.ranks(4)
+def test_a_second_replica_cannot_be_saved_into_the_same_folder() -> None:
+    folder = shared_folder()
+    model = of_traced("replicate", 0)
+    optimizer = adam(model)
+    losses(model, optimizer, 0)
+    saves = Saves(folder)
+    first = dist.get_rank() < 2
+    if first:
+        saves.save(0, model, optimizer)
+    dist.barrier()
+    if not first:
+        with pytest.raises(RuntimeError, match=r"another job saves .* one of several replicas"):
+            saves.save(0, model, optimizer)
+    dist.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_a_replica_that_has_only_parts_of_parameters_is_not_saved() -> None:
+    model = of_traced("fully_shard", 0)
+    with pytest.raises(ValueError, match=r"several ranks hold parts of the parameter .* DTensor"):
+        Saves(shared_folder()).save(0, model, adam(model))
 
 
 @pytest.mark.ranks(4)
