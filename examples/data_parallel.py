@@ -1,4 +1,4 @@
-"""Train several replicas of a pipeline; comments show the lines of a script for DDP.
+"""Train several replicas of a pipeline; comments show the lines of a DDP script that change.
 
     torchrun --local-addr 127.0.0.1 --nproc-per-node 4 examples/data_parallel.py state
 

@@ -156,10 +156,11 @@ def _cut(prefix: Sequence[int], first: int, last: int, share: int, count: int) -
 
 
 def _earliest_starts(prefix: Sequence[int], partitions: int, bound: int) -> list[int]:
-    """Return, for each k up to `partitions`, the lowest index at which the last k can start.
+    """Return, for k up to `partitions`, the lowest index at which the last k partitions can start.
 
-    Entry k of the list is the index of a layer: k partitions can take all layers from this index to
-    the end, and no partition costs more than `bound`. With any lower index, they cannot.
+    Entry k of the list is such an index: k partitions can take all layers from this index to the
+    end of the list of layers, and no partition costs more than `bound`. From any lower index on,
+    they cannot.
     """
     earliest = [len(prefix) - 1]
     for _ in range(partitions):

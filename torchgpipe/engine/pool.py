@@ -171,8 +171,8 @@ def _give(inbox: Inbox, relay: Relay, program: Callable[[], None]) -> threading.
 def _wait(ends: list[threading.Lock]) -> None:
     """Wait until the tasks of all devices have ended.
 
-    There is a lock for each device in `ends`, which is released when the device's tasks have ended.
-    A released lock is removed from `ends`. So if Ctrl-C ends this wait, another call can wait for
+    The list `ends` has a lock for each device. The lock is released when the device's tasks have
+    ended, and is then removed from `ends`. So if Ctrl-C ends this wait, another call can wait for
     the remaining locks.
     """
     while ends:

@@ -235,7 +235,8 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
     """Check that buffers that two partitions share do not change within this context.
 
     A pipeline does not run the layers of two partitions in the order in which a plain sequence runs
-    them. So if layers of both partitions changed a buffer, the results would differ.
+    them. So if layers of both partitions changed a buffer, the results would differ from those of
+    the sequence.
 
     Args:
         shared: The module and the name of each shared buffer.

@@ -59,7 +59,7 @@ def drawn(units: Timeline) -> str:
 
 
 def _entries(events: list[Event]) -> list[tuple[str, int, int]]:
-    """Return for each event of one device a tuple: its text in a picture, its start and its end."""
+    """Return for each event of one device a tuple: its text with a space after it, start, end."""
     stages = sorted({event.partition for event in events})
     entries = []
     for kind, micro_batch, stage, start, end in events:

@@ -259,8 +259,8 @@ class FileLock:
     """An exclusive lock on a file, which this process holds as long as this object exists.
 
     The lock is a `flock`, which belongs to the open file. A POSIX lock (`lockf`) would end too
-    early: as soon as this process closes any descriptor of the file, for example after it has
-    copied the folder.
+    early: as soon as this process closes any descriptor of the file, for example while it copies
+    the folder.
 
     A process that opens the file twice cannot lock it twice. So the whole process shares one
     `FileLock` for each file. The dictionary `FileLock.all` has these objects.

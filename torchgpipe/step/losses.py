@@ -215,8 +215,8 @@ class Losses(BatchIO):
         """Return the tensors that the criterion has used, and the sum of each tensor's gradients.
 
         These tensors are parameters and other leaf tensors, but not the pipeline's outputs. While
-        the criterion ran, detached leaves have replaced some tensors. For these leaves, the
-        original tensors are returned.
+        the criterion ran, detached leaves replaced some of them. In the result, the original
+        tensors stand in place of these leaves.
         """
         meant = self._originals()
         originals = tuple([meant.get(x, x) for x in self._sums])

@@ -61,7 +61,8 @@ def counted(loss: Tensor) -> Counted | None:
 
     If the loss is a sum of any kind, only the field `is_sum` of the result has a meaning. The
     result is `None` if the loss has no graph, or is neither a sum nor a cross entropy. It is also
-    `None` for a cross entropy on device `meta`, which has no value.
+    `None` for a cross entropy on device `meta`, which has no value, and for a cross entropy that
+    sums and is then multiplied or divided, because this can make it a mean.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed

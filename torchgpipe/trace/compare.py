@@ -262,7 +262,7 @@ def check_samples(
 def _check_halves(module: Module, signature: Signature, inputs: Tensors) -> None:
     """Compare a module's outputs for the two halves of the sample with those for the whole sample.
 
-    If they differ, the module compares the samples of a batch, but a pipeline splits the batch. The
+    If they differ, the module compares samples, so outputs of a pipeline would differ, too. The
     module runs in evaluation mode. The check is skipped in three cases:
 
     - The module has batch norms without running statistics.

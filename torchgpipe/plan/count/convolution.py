@@ -54,7 +54,7 @@ def convolution(args: Sequence[Any], made: Sequence[Any]) -> list[Operator]:
     moved = float(sum(map(bytes_of, (image, weight, result))))
 
     def operator(grid: Grid, tiled: Tensor, more: float = 0.0) -> Operator:
-        """Describe an operator of the convolution, whose results are the matrices of `grid`.
+        """Describe the operator of the convolution that computes the matrices of `grid`.
 
         Args:
             grid: How many matrices the operator computes, and their size.

@@ -1,6 +1,6 @@
-"""Compute a layer's cost for any micro-batch size by linear extrapolation from two sizes.
+"""Compute a layer's cost for any micro-batch size as a linear function, from two known costs.
 
-The cost is taken from the straight line through the two known costs. This is wrong for an operator
+The linear function is the straight line through the two costs. This is wrong for an operator
 that multiplies samples with each other: with twice the samples, it costs more than twice as much.
 Such an operator can be recognized: the line through its costs for the two sizes is so steep that it
 gives a negative cost for zero samples.

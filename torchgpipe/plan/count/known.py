@@ -212,10 +212,10 @@ def _described(item: Any) -> Any:
 
 
 def _made(result: Any, given: list[Tensor]) -> bool:
-    """Return whether an operator's result can be cached: whether `_again` can make equal tensors.
+    """Return whether a result can be cached, which means that `_again` can make tensors like it.
 
-    It cannot be cached if a tensor of the result shares its storage with another tensor or with an
-    argument of the operator (`given`), or if the storage is larger than the tensor needs.
+    The result of an operator cannot be cached if one of its tensors shares a storage with another
+    tensor or with an argument of the operator (`given`), or has a larger storage than it needs.
     """
     items = result if type(result) in (tuple, list) else [result]
     storages = {id(x.untyped_storage()) for x in given}

@@ -34,9 +34,9 @@ NAMED = {
 def unnamed(layer: Layer) -> object:
     """Return a description of what a layer does: its calls and further attributes, without names.
 
-    A call names a submodule of the layer. In the description, the submodule itself stands in place
-    of its name. In the arguments of calls, the placeholders of tensors (`Value` and `Held`) stay as
-    they are.
+    If a call runs a submodule of the layer, the call has the submodule's name. In the description,
+    the submodule itself stands in place of this name. In the arguments of calls, the placeholders
+    of tensors (`Value` and `Held`) stay as they are.
     """
     steps: list[Any] = []
     for call in layer._steps:
