@@ -204,7 +204,7 @@ def run_alone(test: pytest.Function) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test with the mark `ranks` in several processes.
 
-    With PyTorch 2.11, run a test whose threads compile layers in a separate process.
+    With PyTorch 2.11, a test whose threads compile layers runs in a separate process.
     """
     in_threads = "compile" in pyfuncitem.nodeid and "workers" in pyfuncitem.nodeid
     if COMPILING_CRASHES and in_threads and ALONE not in os.environ:

@@ -87,8 +87,7 @@ class Step:
         return host / self.tasks, (done - start) / self.tasks, elapsed
 
     def host_seconds(self) -> float:
-        """Return how many seconds the host needs to launch all kernels of a step, measured with
-        pauses.
+        """Return the seconds in which the host launches a step's kernels, measured with pauses.
 
         In a pause, a hook waits until the device has finished all work. So the queue of kernel
         launches never gets full. Without pauses, a full queue would make the host wait, and the
@@ -219,7 +218,7 @@ def _waits(calls: Sequence[Call]) -> int:
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Return how long at least one span lasts. A span has a start and an end in nanoseconds."""
+    """Return how many nanoseconds at least one span covers. A span has a start and an end."""
     total, until = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))

@@ -49,8 +49,8 @@ class Case(NamedTuple):
         return f"{self.model} n={self.n} m={self.m}{size} {self.checkpoint}"
 
 
-# AmoebaNet-D has the micro-batch sizes of its speed table. There, rows (configurations) that are
-# only for comparison have 4 samples, and the published rows n2m32 and n8m32 have 40.
+# AmoebaNet-D has the micro-batch sizes of its speed table. There, a micro-batch has 4 samples in
+# rows (configurations) that are only for comparison, and 40 in the published rows n2m32 and n8m32.
 OF_4 = [
     Case(AMOEBANET, "never", 8, 8, 4, 2, 1),
     Case(AMOEBANET, "never", 1, 8, 4, 2, 1),

@@ -168,7 +168,7 @@ def make_tracer(trace: Path, chosen: Chosen, *, several: bool) -> Any:
 def make_recorder(job: Job) -> Recorder:
     """Return the object that writes the run's record, the file of its results.
 
-    With the option --resume, this is the record of the last run. Otherwise, it is a new record.
+    With the option --resume, the record is that of the last run. Otherwise, the record is new.
     """
     from reproduce.run.session import UNITS
 

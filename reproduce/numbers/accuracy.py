@@ -19,7 +19,7 @@ class FinalError(NamedTuple):
         return text
 
     def allowed(self, other: "FinalError") -> float | None:
-        """Return the largest difference between two mean errors that still counts as none.
+        """Return how far apart two mean errors may be and still count as the same error.
 
         This is the sum of both standard deviations, or None if one of them is not known.
         """

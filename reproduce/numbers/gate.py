@@ -145,7 +145,7 @@ def _reason(
 ) -> str | None:
     """Return why the comparison could not judge a side (such as a run) in one line of its table.
 
-    Return None if the side was judged, or if side A has no number with which to compare it.
+    Return None if there is nothing to judge: if side A has no number, or if the line is a baseline.
 
     Args:
         line: The line.

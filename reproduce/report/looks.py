@@ -21,8 +21,8 @@ COLORS: dict[Kind, str] = {
 }
 Dash = str | tuple[float, tuple[float, ...]]
 """The dashes of a line: a value of matplotlib's argument `linestyle`."""
-# `DASHES` and `MARKERS` have a list for each kind of source of numbers. The first entry is for the
-# first source of this kind in a figure, the second entry is for the second source, and so on.
+# `DASHES` and `MARKERS` have a sequence for each kind of source of numbers. Its first entry is for
+# the first source of this kind in a figure, its second entry is for the second, and so on.
 DASHES: dict[Kind, list[Dash]] = {
     "published": ["-"],
     "predicted": ["--", (0, (9, 2)), (0, (5, 1, 2, 1)), (0, (2, 1))],

@@ -113,7 +113,8 @@ def _error_or_progress(result: Result) -> object:
     """Return what the table shows as the error of a row (a training configuration).
 
     This is the error after the last epoch. If the training has not got there, it is the number of
-    the epoch that it has reached. Without any epoch, it is the row's status, such as "failed".
+    the epoch that it has reached. If the training has failed, or has run no epoch, it is the row's
+    status, such as "failed".
     """
     error = final_error(result)
     if error is not None:

@@ -30,7 +30,7 @@ from ..start import forking
 
 @pytest.fixture(autouse=True)
 def server() -> None:
-    """Start the server from which tests fork processes before `benchmarks.conformance` does.
+    """Start, before `benchmarks.conformance` does, the server from which tests fork processes.
 
     A server that this program starts would lack some modules that later tests need.
     """

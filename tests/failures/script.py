@@ -9,8 +9,8 @@ The argument `$FAULTS` is a JSON list with a fault for each start. In this examp
 2. In the second start, local rank 0 is killed when it flushes a file for the sixth time.
 3. In the third start, nothing goes wrong.
 
-Another fault, "node", kills all processes of the rank's node. This program turns off the dropout of
-the script's transformer layers, because dropout masks depend on the balance.
+Another fault, "node", kills all processes of the rank's node. This program turns off the default
+dropout of the script's transformer layers, because dropout masks depend on the balance.
 """
 
 import json

@@ -252,7 +252,8 @@ def test_errors_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, threads = small()
     with monkeypatch.context() as patch:
         # On a busy machine, a rank can be late by seconds with its answer to other ranks' last
-        # messages. Without these patches, they would not wait so long, and count it as failed.
+        # messages. Without these patches, the other ranks would not wait so long, and would count
+        # this rank as failed.
         for module in (liveness, connections):
             patch.setattr(module, "GRACE", 20.0)
         patch.setattr(RankMonitor, "answers", lambda monitor, peer: True)

@@ -41,7 +41,7 @@ def shared_folder() -> Path:
 
 @pytest.mark.parametrize("chunks", [3, 1])
 def test_going_on(chunks: int) -> None:
-    """Check that a training from a saved state equals an uninterrupted one, on as many ranks.
+    """Check that equally many ranks continue from a saved state as if never interrupted.
 
     Dropout must draw the same numbers, too.
     """
@@ -170,8 +170,8 @@ def test_several_optimizers_and_extra_state_that_grows() -> None:
     """Check that ranks save two optimizers, and that all trainings from this state are equal.
 
     The state is loaded on ranks, in one process, and into plain layers. Each training must have the
-    same bits as the saved one. A step has only two micro-batches, so the order in which gradients
-    are added does not matter.
+    same bits as the training that has saved the state. A step has only two micro-batches, so the
+    order in which gradients are added does not matter.
     """
 
     def train(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -232,7 +232,7 @@ def test_copies_that_differ_are_refused(
 def test_copies_are_compared_again_later(
     first: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that a later step notices that copies differ, as learning rates of ranks differ."""
+    """Check that a later step notices copies that differ because learning rates differ."""
     monkeypatch.setattr(tied, "COMPARED_FIRST", first)
     monkeypatch.setattr(tied, "COMPARED_EVERY", 2)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)

@@ -118,7 +118,7 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
 
 
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
-    """Check that, of two threads in a context that changes a layer, the last undoes the changes.
+    """Check that the last of two threads to leave a context undoes its changes of a layer.
 
     The calling thread can leave the context early: after a second Ctrl-C, another thread may still
     run its tasks.

@@ -62,7 +62,7 @@ def model_of(config_name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Sequential]]:
-    """Return a function that runs code of docs/guide.md. The test undoes the code's changes."""
+    """Return a function that runs code of docs/guide.md; afterwards, undo the code's changes."""
     masking_utils = pytest.importorskip("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     monkeypatch.setattr(masking_utils, name, getattr(masking_utils, name))

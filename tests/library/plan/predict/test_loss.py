@@ -1,4 +1,4 @@
-"""Check predictions with a criterion against real runs on `meta`, and a loss as a layer."""
+"""Check predictions with a criterion against real runs on `meta`, and against a loss as a layer."""
 
 from dataclasses import replace
 from functools import partial

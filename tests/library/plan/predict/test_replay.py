@@ -87,7 +87,7 @@ class Progress:
         self.backward = False
 
     def begin_backward(self) -> None:
-        """Begin the backward. From now on, each device is free once the loss is computed."""
+        """Begin the backward, for which each device is free as soon as the loss is computed."""
         self.backward = True
         forward_ends = max(self.free) if self.costs.blocking else self.free[-1]
         begin = forward_ends + (self.costs.loss or 0.0)
