@@ -100,7 +100,8 @@ def plan(  # noqa: PLR0913 - each is an option of the user's
             the bytes of the loss, too. For a language model with a large vocabulary, the loss can
             take as much time and memory as all other layers of the last stage. By default,
             predictions are without a loss. The criterion's own parameters are not counted.
-        target: The target of the sample, with as many samples as the sample has.
+        target: The target of the sample: tensors with one entry for each sample, also within
+            tuples, lists, mappings and dataclasses.
         progress: A function that is called again and again with one line of text, which says what
             the planner is doing.
 

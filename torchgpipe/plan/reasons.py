@@ -10,6 +10,7 @@ from itertools import chain
 from operator import add
 from typing import NamedTuple
 
+from torchgpipe.plan.count.loss import CRITERION
 from torchgpipe.plan.predict.predict import Predictor
 from torchgpipe.plan.search.alternatives import Alternative
 from torchgpipe.plan.search.search import Found
@@ -24,17 +25,17 @@ TAKE = {"data parallel": "DistributedDataParallel", "FSDP": "fully_shard"}
 
 
 class Bottleneck(NamedTuple):
-    """The slowest layer of the device that works longest.
+    """The slowest layer of the device that works longest, or the criterion if it takes longer.
 
     Attributes:
         device: The number of the device.
-        layer: The number of the layer.
+        layer: The number of the layer; `None` for the criterion.
         name: The name of the layer.
         share: The share of the device's working time that this layer takes, from 0 to 1.
     """
 
     device: int
-    layer: int
+    layer: int | None
     name: str
     share: float
 
@@ -51,15 +52,22 @@ def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
     for device, own in enumerate(layers):
         for layer in own:
             work[device] += seconds[layer]
-    work[setup.lists.placement[-1]] += sum(predictor.loss(setup.sizes[0]))
+    last = setup.lists.placement[-1]
+    loss = sum(predictor.loss(setup.sizes[0]))
+    work[last] += loss
     device = work.index(max(work))
     slowest = max(layers[device], key=seconds.__getitem__)
-    share = seconds[slowest] / (work[device] or 1.0)
-    return Bottleneck(device, slowest, predictor.counts.low[slowest].name, share)
+    whole = work[device] or 1.0
+    if device == last and loss > seconds[slowest]:
+        return Bottleneck(device, None, CRITERION, loss / whole)
+    return Bottleneck(device, slowest, predictor.counts.low[slowest].name, seconds[slowest] / whole)
 
 
 def about_bottleneck(found: Bottleneck, devices: int) -> str:
-    """Name the slowest layer."""
+    """Name the slowest layer, or the criterion."""
+    if found.layer is None:
+        longest = "" if devices == 1 else f"Device {found.device} works longest. "
+        return f"{longest}{found.name.capitalize()} takes {found.share:.0%} of its work."
     layer = f"layer {found.layer} ({found.name}), {found.share:.0%} of its work"
     if devices == 1:
         return f"The slowest layer is {layer.replace('its', 'the')}."

@@ -47,12 +47,15 @@ class Timeline:
         seconds: How long the step takes.
         partitions: The number of devices. The timeline has a row for each.
         placement: The device of each stage. It is empty if each device has one stage.
+        loss: For how many seconds the last stage's device computes one loss of the whole
+            mini-batch, between the tasks. These seconds count as work.
     """
 
     events: list[Event]
     seconds: float
     partitions: int
     placement: Sequence[int] = ()
+    loss: float = 0.0
 
     def __repr__(self) -> str:
         tasks = len(self.tasks)
@@ -96,7 +99,8 @@ class Timeline:
 
     def busy(self, partition: int) -> float:
         """Return the number of seconds for which a device works."""
-        return _worked(self.devices[partition])
+        last = self.placement[-1] if self.placement else self.partitions - 1
+        return _worked(self.devices[partition]) + (self.loss if partition == last else 0.0)
 
     @property
     def bubble(self) -> float:
@@ -108,7 +112,7 @@ class Timeline:
         if end <= start:
             return 0.0
         available = self.partitions * (end - start)
-        return max(0.0, 1 - _worked(self.tasks) / available)
+        return max(0.0, 1 - (_worked(self.tasks) + self.loss) / available)
 
     @property
     def bubble_of_longest(self) -> float:

@@ -144,6 +144,7 @@ class Schedule:
             ValueError: If a device waits for ever, because `buffered` is too small.
         """
         at = self.placement
+        loss_seconds = loss or 0.0
         room = {} if buffered is None else self._room(buffered)
         order = self._order if buffered is None else in_turn(self.lists, room)
         order = order if issue is None else self.replay(ahead=ahead, loss=loss).order
@@ -197,7 +198,7 @@ class Schedule:
                     free[d] = free[device] = arrival
                 if arrival > arrived[target]:
                     arrived[target] = arrival
-        return Timeline(events, max(free), len(self.lists), at)
+        return Timeline(events, max(free), len(self.lists), at, loss_seconds)
 
     def _targets(self, copies: Copies) -> tuple[Targets, Targets]:
         """Return where each stage sends its outputs, and where it sends gradients of its inputs.

@@ -191,7 +191,7 @@ class Saves:
             there is no state.
 
         Raises:
-            ValueError: If the state belongs to another model or another class of optimizer.
+            ValueError: If the state is of another model or class of optimizer; see also `save`.
             RuntimeError: If a rank does not see the folder of rank 0, or the state is damaged.
             RankFailed: If another rank has failed.
         """
@@ -203,6 +203,8 @@ class Saves:
     def _load_newest(
         self, ranks: Meeting, model: nn.Module, optimizer: Optimizers
     ) -> dict[str, Any] | None:
+        if optimizer is not None:
+            check_whole(model, ranks.n)
         if ranks.n > 1:
             path = ranks.first(self.folder, self._newest)
             return None if path is None else self._load(path, ranks, model, optimizer)

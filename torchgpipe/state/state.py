@@ -17,7 +17,7 @@ def check_whole(model: nn.Module, n: int) -> None:
     """Raise `ValueError` if other ranks than the pipeline's `n` ranks hold parts of its parameters.
 
     An example is `fully_shard` over several replicas of the pipeline. The ranks of one replica
-    cannot save the parameters then.
+    cannot save or load the state of the optimizer then.
     """
     if not dist.is_initialized() or dist.get_world_size() == n:
         return
@@ -25,7 +25,7 @@ def check_whole(model: nn.Module, n: int) -> None:
         if isinstance(p, DTensor):
             raise ValueError(
                 f"several ranks hold parts of the parameter {name!r} (it is a DTensor, as made by "
-                "fully_shard), so the pipeline's ranks cannot save it alone; use "
+                "fully_shard), so the pipeline's ranks cannot save or load it alone; use "
                 "torch.distributed.checkpoint directly (see docs/processes.md)"
             )
 

@@ -274,9 +274,19 @@ def test_a_second_replica_cannot_be_saved_into_the_same_folder() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_replica_that_has_only_parts_of_parameters_is_not_saved() -> None:
+def test_a_replica_that_has_only_parts_of_parameters_is_neither_saved_nor_loaded() -> None:
+    folder = shared_folder()
+    whole = of_traced("replicate", 0)
+    if dist.get_rank() < 2:
+        Saves(folder).save(0, whole, adam(whole))
+    dist.barrier()
     model = of_traced("fully_shard", 0)
-    with pytest.raises(ValueError, match=r"several ranks hold parts of the parameter .* DTensor"):
+    assert Saves(folder).load(model, None) == {"step": 0}
+    refusal = "several ranks hold parts of the parameter .* cannot save or load it alone"
+    with pytest.raises((ValueError, RankFailed), match=refusal):
+        Saves(folder).load(model, adam(model))
+    model = of_traced("fully_shard", 0)
+    with pytest.raises((ValueError, RankFailed), match=refusal):
         Saves(shared_folder()).save(0, model, adam(model))
 
 

@@ -1,16 +1,25 @@
 """Test plans with a loss."""
 
+import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import CrossEntropyLoss, Embedding, Linear, Module
+from torch.nn import BatchNorm1d, CrossEntropyLoss, Embedding, Linear, Module, Sequential
 from torch.nn.functional import cross_entropy
 
 import torchgpipe
 from reproduce.machine.description import ROOT
-from torchgpipe.plan import Impossible, load_hardware, plan
+from torchgpipe.plan import Impossible, Plan, load_hardware, plan
+from torchgpipe.plan.count.loss import Loss
+from torchgpipe.plan.predict.profiled import profile_layers
+from torchgpipe.tensors.microbatch import MicroBatches
+
+
+def next_word_of(scores: Tensor, ids: Tensor, *, weight: Tensor) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), ids.flatten(), weight=weight)
 
 
 class Words(Module):
@@ -104,3 +113,108 @@ def test_a_criterion_needs_as_much_as_its_device_has() -> None:
         plan(layers, sample, **asked, criterion=criterion, target=sample)
     found = plan(layers, sample, **asked, criterion=criterion, target=sample, schedules="1F1B")
     assert found.chunks > 1
+
+
+def next_word(scores: Tensor, ids: Tensor) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+def planned(**changes: Any) -> Plan:
+    sample = torch.zeros(4, 16, dtype=torch.long)
+    asked: dict[str, Any] = {"batch_size": 8, "devices": 2, "hardware": "a100x8"}
+    asked |= {"criterion": next_word, "target": sample, **changes}
+    return plan(torchgpipe.sequential(Words(), sample), sample, **asked)
+
+
+def test_the_loss_counts_as_work_and_not_as_bubble() -> None:
+    found = planned(devices=1, chunks=1, checkpoint="never")
+    assert found.bubble == pytest.approx(0, abs=1e-9)
+    step = found.predictor.step(found.best.setup)
+    whole = sum([task.end - task.start for task in step.tasks]) + step.loss
+    assert step.busy(0) == pytest.approx(whole)
+    assert step.loss == pytest.approx(sum(found.predictor.loss(8)))
+
+
+def test_the_criterion_is_named_if_it_takes_longer_than_any_layer() -> None:
+    def slow(scores: Tensor, ids: Tensor) -> Tensor:
+        for _ in range(50):
+            scores = scores.exp().log()
+        return next_word(scores, ids)
+
+    for schedule in ("GPipe", "1F1B"):
+        one = planned(criterion=slow, devices=1, schedules=schedule)
+        assert one.bottleneck.layer is None
+        assert re.match(r"The criterion takes \d\d% of its work\.", one.reason)
+        two = planned(criterion=slow, devices=2, schedules=schedule).on(2)
+        assert "Device 1 works longest. The criterion takes" in two.reason
+        assert planned(devices=1, schedules=schedule).bottleneck.layer is not None
+
+
+@pytest.mark.parametrize("hardware", ["here", "a100x8"])
+def test_planning_changes_neither_the_criterion_nor_gradients(hardware: str) -> None:
+    class Criterion(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = BatchNorm1d(16)
+            self.seen = 0
+
+        def forward(self, scores: Tensor, ids: Tensor) -> Tensor:
+            self.seen += 1
+            return next_word(self.norm(scores), ids)
+
+    criterion = Criterion()
+    before = {name: x.clone() for name, x in criterion.state_dict().items()}
+    planned(criterion=criterion, hardware=hardware, memory="1GiB")
+    assert criterion.seen == 0
+    assert all(p.grad is None for p in criterion.parameters())
+    for name, x in criterion.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+def test_a_profile_leaves_the_gradients_of_parameters_that_the_criterion_uses() -> None:
+    sample = torch.zeros(4, 8)
+    first, last = Linear(8, 8), Linear(8, 8)
+    layers = Sequential(first, last)
+    weight = first.weight
+    weight.grad = torch.full_like(weight, 7.0)
+    scores = torch.rand(4, 8, requires_grad=True).exp()
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() + weight.square().mean().to(output.device)
+
+    predictor = profile_layers(layers, sample, loss=Loss(criterion, scores, layers, sample))
+    assert predictor.loss is not None
+    assert torch.equal(weight.grad, torch.full_like(weight, 7.0))
+    assert last.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"criterion": CrossEntropyLoss}, TypeError, r"the class .*: CrossEntropyLoss\(\)"),
+        (
+            {"criterion": cross_entropy, "target": None},
+            TypeError,
+            "^cross_entropy needs a target",
+        ),
+        (
+            {"target": MicroBatches([torch.zeros(4, 16)])},
+            TypeError,
+            "target must be the target of the sample, but got MicroBatches",
+        ),
+        (
+            {"criterion": lambda scores, ids: next_word(scores.detach(), ids)},
+            ValueError,
+            r"the criterion fails on .*: its loss has no graph: .* uses detach\(\)",
+        ),
+        (
+            {"criterion": partial(next_word_of, weight=torch.ones(1000))},
+            ValueError,
+            r"the criterion fails on .* an nn.Module that has them as buffers",
+        ),
+    ],
+)
+def test_refuses_a_criterion(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        planned(**changes)
+    assert "\n" not in str(raised.value)

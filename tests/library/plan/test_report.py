@@ -71,6 +71,7 @@ def test_names_the_slowest_layer() -> None:
     timed = found.predictor.layers(1024)
     seconds = [f + b for f, b in zip(timed.graph, timed.backward, strict=True)]
     assert sum(seconds[start:stop]) >= sum(seconds) / 2
+    assert slowest.layer is not None
     assert start <= slowest.layer < stop
     assert seconds[slowest.layer] == max(seconds[start:stop])
     assert slowest.share == seconds[slowest.layer] / sum(seconds[start:stop])

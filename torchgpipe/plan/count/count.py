@@ -25,7 +25,7 @@ from torchgpipe.plan.count.counter import count_layer
 from torchgpipe.plan.count.footprint import Footprint, LayerCount, Stashed, list_skips
 from torchgpipe.plan.count.growth import between, check_growth
 from torchgpipe.plan.count.known import Alike, Remembered
-from torchgpipe.plan.count.loss import Loss
+from torchgpipe.plan.count.loss import Loss, gradients_kept
 from torchgpipe.plan.count.measure import StorageNumbers, measure_footprint
 from torchgpipe.plan.count.task_bytes import NO_TASK, TaskBytes, task_bytes
 from torchgpipe.plan.count.tied import counted_once, tied_parameters
@@ -191,7 +191,8 @@ def count(  # noqa: PLR0913 - each decides what is counted
 
     def at(size: int) -> tuple[LayerCounts, Footprints]:
         longer = module if loss is None else loss.behind(module, size, META)
-        return _at(_empty(sample, size, split), longer, alike)
+        with gradients_kept(module):
+            return _at(_empty(sample, size, split), longer, alike)
 
     with undisturbed(META), Remembered(), as_on(device, autocast):
         alike.begin(module, device)

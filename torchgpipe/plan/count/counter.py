@@ -29,8 +29,9 @@ ADVICE = (
     "torchgpipe.balance, which runs the layers"
 )
 ADVICE_OF_LOSS = (
-    "check the target; the criterion is counted on device 'meta', where tensors have no values: "
-    "plan without a criterion if it needs values"
+    "check the target; the criterion is counted on device 'meta', where tensors have no values: if "
+    "it uses tensors of its own, such as class weights, make it an nn.Module that has them as "
+    "buffers; if it needs values, plan without a criterion"
 )
 
 # For operators without a formula for floating-point operations: maps a part of the operator's name

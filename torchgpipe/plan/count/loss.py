@@ -6,7 +6,8 @@ language model, for example, can take as much time and memory as all other layer
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torchgpipe.caught import shortened
 from torchgpipe.layers.batches import samples
 from torchgpipe.step.request import Criterion, options_of, scalar
 from torchgpipe.step.targets import with_tensors
-from torchgpipe.tensors.microbatch import UNCOUNTED, TensorOrTensors
+from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, TensorOrTensors
 from torchgpipe.trace.layer import Layers
+from torchgpipe.trace.parts import tensors_in
 
 CRITERION = "the criterion"
 """The name of the layer that calls the criterion."""
@@ -40,18 +42,31 @@ class LossLayer(Module):
         self.shown = shown
 
     def forward(self, output: Any) -> Tensor:
-        """Return the loss, as a tensor with one entry."""
+        """Return the loss, as a tensor with one entry.
+
+        Raises:
+            TypeError: If the criterion does not return a scalar tensor.
+            ValueError: If the output is trained, but the loss has no graph.
+        """
         result = self.criterion(self.shown(output), self.target)
         if isinstance(result, tuple) and len(result) == 2:
             result, _ = result  # the loss, and what is to be logged
-        return scalar(result).reshape(1)
+        loss = scalar(result)
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(output))
+        if trained and not loss.requires_grad:
+            raise ValueError(
+                "its loss has no graph: it does not compute the loss from the output, or uses "
+                "detach() or no_grad()"
+            )
+        return loss.reshape(1)
 
     def __deepcopy__(self, known: dict[int, Any]) -> "LossLayer":
         """Return a copy of this layer. The criterion is copied only if it is a module."""
-        criterion = self.criterion
-        if isinstance(criterion, Module):
-            criterion = copy.deepcopy(criterion, known)
-        return LossLayer(criterion, self.target, self.shown)
+        return LossLayer(_copied(self.criterion, known), self.target, self.shown)
+
+
+def _copied(criterion: Criterion, known: dict[int, Any] | None = None) -> Criterion:
+    return copy.deepcopy(criterion, known) if isinstance(criterion, Module) else criterion
 
 
 class Loss:
@@ -71,15 +86,22 @@ class Loss:
     def __init__(
         self, criterion: Criterion, target: Any, module: Sequential, sample: TensorOrTensors
     ) -> None:
-        if isinstance(criterion, type) or not callable(criterion):
+        if isinstance(criterion, type):
+            name = criterion.__name__
+            raise TypeError(
+                f"criterion must be a function, but got the class {name}; give an object of this "
+                f"class: {name}()"
+            )
+        if not callable(criterion):
             raise TypeError(
                 "criterion must be a function of an output and its target, as for step(), but got "
                 + shortened(criterion)
             )
         if target is None and options_of(criterion) is not None:
-            raise TypeError(
-                f"{shortened(criterion)} needs a target: give the sample's target, target=…"
-            )
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise TypeError(f"{name} needs a target: give the sample's target, target=…")
+        if isinstance(target, MicroBatches):
+            raise TypeError("target must be the target of the sample, but got MicroBatches")
         signature = module.signature if isinstance(module, Layers) else None
         self._criterion = criterion
         self._target = target
@@ -113,12 +135,11 @@ class Loss:
             if device.type == "meta":
                 return x.new_empty((size, *x.shape[1:]), device=device)
             repeated = torch.arange(size, device=x.device) % len(x)
-            return x[repeated].to(device)
+            return x.detach()[repeated].to(device)
 
         layers = OrderedDict(module._modules)
-        layers[CRITERION] = LossLayer(
-            self._criterion, with_tensors(rows, self._target), self._shown
-        )
+        target = with_tensors(rows, self._target)
+        layers[CRITERION] = LossLayer(_copied(self._criterion), target, self._shown)
         longer = Sequential(layers)
         longer.training = module.training  # The layers keep their own modes.
         return longer
@@ -126,6 +147,23 @@ class Loss:
 
 def _as_it_is(output: Any) -> Any:
     return output
+
+
+@contextmanager
+def gradients_kept(module: Module) -> Iterator[None]:
+    """Within this context, parameters have no gradients; afterwards, they have their earlier ones.
+
+    The planner runs copies of the layers. But a criterion can use parameters of the model itself,
+    and then its backward gives gradients to these parameters.
+    """
+    before = [(p, p.grad) for p in module.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
 
 
 def loss_of(

@@ -22,7 +22,7 @@ from torch.nn import Module, Sequential
 from torchgpipe.balance.profile import placed_copy, undisturbed
 from torchgpipe.plan.count.count import Counts
 from torchgpipe.plan.count.footprint import LayerCount
-from torchgpipe.plan.count.loss import Loss
+from torchgpipe.plan.count.loss import Loss, gradients_kept
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.hardware.here import MOST_AT_WORK, RUNS, describe_here, sharing
 from torchgpipe.plan.hardware.others import warn_if_disturbed
@@ -184,7 +184,7 @@ def profile_layers(
     device = _device(sample)
     sizes = _sizes(module, sample)
     before = accelerator.allocated(device)
-    with undisturbed(device):
+    with undisturbed(device), gradients_kept(module):
         found = _in_steps(module, sample, sizes, device, loss) if whole else []
         whole = bool(found)
         if not found:
