@@ -38,10 +38,10 @@ def predicted_path(published: Path) -> Path:
 
 
 def table(style: str) -> str:
-    """Return the league's table, in a style of the package tabulate: a row per published table.
+    """Return the table of predicted and published speeds, with a row for each publication.
 
     Raises:
-        Error: If a published table has no predictions, or lacks the prediction of a row.
+        Error: If there is no prediction for a published table, or for one of its rows.
     """
     rows = []
     all_speeds: list[float] = []

@@ -30,8 +30,10 @@ from reproduce.machine.devices import Devices, find_devices
 
 # The planner's optimizers.
 OPTIMIZERS = ("none", "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw")
-HEADROOM = 0.15  # the planner's default of the option --headroom
-GROWS = ("depth", "width")  # the names of the two numbers of the option --size, in their order
+# The default of the option --headroom.
+HEADROOM = 0.15
+# What the two numbers of the option --size mean.
+GROWS = ("depth", "width")
 
 PROFILED = 4  # default number of samples in the largest micro-batch for timing layers
 

@@ -90,9 +90,10 @@ def _column(schedule: "Schedule") -> Fraction:
 
 
 def _units(schedule: "Schedule", seconds: float) -> float:
-    """Convert seconds of a schedule's simulation to the units of time of the command's output.
+    """Convert seconds of a simulation to the units of time that the command `schedule` prints.
 
-    In the simulation, a column of the drawing lasts one second. `_column` explains the units.
+    In the simulation, each column of the drawn schedule lasts one second. A unit is the forward of
+    one micro-batch through 1/n of the model, for n devices.
     """
     return seconds * float(_column(schedule))
 

@@ -227,7 +227,7 @@ def commit(tree: Path) -> None:
 
 
 def begun(asked: Namespace) -> Record:
-    """Return a record for this start of the program, with the results that `--out FILE` has so far.
+    """Return the record that this run of the program fills, with earlier results of `--out FILE`.
 
     Raises:
         Error: If the results in the file were found with other arguments of `regression`, or if the

@@ -131,14 +131,14 @@ class Schedule:
                 device waits if the buffer has no room for its item.
             blocking: Whether a copy occupies both devices, and starts when both are free.
             ahead: Whether a recomputation may start before the gradient of its task arrives.
-            loss: For how many seconds one loss is computed after all forwards, while all devices
-                wait; `None` for no such loss. The schedule must begin with all forwards.
-            issue: A function that returns for how many seconds the host issues an action (on a GPU,
-                launches its kernels); `None` if issuing takes no time. One thread issues the
-                actions of all devices, one after another, in the order in which they would start
-                if a whole backward took two units of time, and any other action one. A device
-                starts an action after the thread has begun to issue it, and ends the action after
-                the thread has issued it.
+            loss: How many seconds it takes to compute one loss of the whole mini-batch after all
+                forwards, while all other devices wait. With `None`, there is no such loss. With a
+                number, the schedule must begin with all forwards.
+            issue: A function that returns how many seconds the host needs to issue an action (on a
+                GPU, to launch its kernels). With `None`, it needs no time. One thread issues the
+                actions of all devices, one after another. Their order is that in which they start
+                if each takes the time that `units` returns. A device starts an action after the
+                thread has begun to issue it, and ends the action after the thread has issued it.
 
         Raises:
             ValueError: If a device waits for ever, because `buffered` is too small.

@@ -42,10 +42,10 @@ def made_up(
 
     Args:
         monkeypatch: The fixture that replaces the functions.
-        slower: For each case that is slower in the new revision, how many times as long it takes.
+        slower: For each case that is slower in the new revision: the ratio of its times, new / old.
         ends: An error that the fake timing raises after its first samples.
-        since: How many times as long the new revision takes as the even older revision that the
-            option `--also` names.
+        since: The ratio of the times of all cases, new revision / the revision that the option
+            `--also` names.
         busy: Whether other programs use the cores during the timing.
         lost: The name of the gate that reports a loss of speed.
         unable: The cases that the old revision (`base`) or the new revision (`head`) cannot run.
