@@ -208,7 +208,7 @@ class Rows:
         both = any(self.emulated_over_measured(result) for result in self)
         measured = "The measured speed-up is that of n devices that really ran at the same time."
         if both and ratio:
-            yield f"{measured} Emulated divided by measured samples/s are in the column emul./meas."
+            yield f"{measured} emul./meas. is the emulated divided by the measured samples/s."
             yield f"samples/s measured: {', '.join(self._measured_speeds())}"
         elif both:
             yield measured
@@ -224,10 +224,10 @@ class Rows:
             if link:
                 links[str(link)] = None
         if links:
-            copies = f"In the emulation, copies take as long as on {'; '.join(links)}, and a "
-            copies += "recomputation starts before its gradient arrives."
+            copies = f"Emulated copies take as long as on the hardware {'; '.join(links)}. "
+            copies += "A recomputation starts before its gradient arrives."
             if both and ratio:
-                copies += " For the column emul./meas., however, copies take no time."
+                copies += " In emul./meas., the emulated speed is that of copies that take no time."
             yield copies
         elif "cuda" in devices:
             yield (

@@ -74,8 +74,8 @@ def chosen(asked: Namespace) -> list[Loss]:
     losses = [loss for loss in read() if asked.only in loss.kind and gates & set(loss.gates)]
     if not losses:
         raise Error(
-            f"--only {asked.only}: no planted change that the chosen gates must find has this text "
-            "in its kind; tests/planted/losses.json lists the kinds"
+            f"--only {asked.only}: no slow-down that the chosen gates must find has this text in "
+            "its `kind`; tests/planted/losses.json lists the kinds of all planted slow-downs"
         )
     return losses
 

@@ -98,7 +98,7 @@ def test_runs_with_other_arguments_are_not_mixed(runs: Runs, tmp_path: Path) -> 
         main(asked)
     with pytest.raises(Error, match="give --gate before the --"):
         main(["--", "--gate", "times"])
-    with pytest.raises(Error, match="--only no such: no planted change that the chosen gates"):
+    with pytest.raises(Error, match="--only no such: no slow-down that the chosen gates"):
         main(["--only", "no such"])
 
 

@@ -149,9 +149,10 @@ class TiedParameters:
 
         Args:
             connections: The connections of this rank.
-            guards: The guards of this rank's stages, which have the gradients of the stages.
-            io: The object that has the gradients which the criterion gives to parameters in a
-                `step`.
+            guards: The `StageGuards` of this rank's stages, which hold the gradients from the
+            stages' backwards.
+            io: The inputs and outputs of the run. In a `step`, it holds the gradients from criteria
+                that use parameters.
 
         Raises:
             RuntimeError: If the copies of a parameter differ, or only some of them require grad.

@@ -177,13 +177,13 @@ def threads_of(run: Any, x: Tensor) -> list[Any]:
 def add_the_penalty(run: Any, x: Tensor, *, observed: bool) -> Any:
     """Run backward from the output's sum plus an auxiliary loss. Return the first layer's gradient.
 
-    The auxiliary loss is the attribute `penalty`, in which the first layer keeps it.
+    The auxiliary loss is the attribute `penalty` of the first layer.
 
     Args:
         run: The model.
         x: The input.
-        observed: Whether the pipeline has an observer, which makes it use a graph of its own for
-            each task. Then the graph is also kept after backward.
+        observed: Whether the pipeline has an observer. Then each task has an autograd graph of its
+            own, and the backward keeps the graphs (`retain_graph`).
     """
     if observed:
         run.observer = nullcontext  # with an observer, each task has a graph of its own

@@ -215,8 +215,9 @@ def branching_in_a_submodule() -> Module:
     return Sequential(branching)
 
 
-# Each value has a function that makes a module, whether the error must quote a line of `FORWARDS`,
-# and the other texts that the error must have.
+# Each value of this dictionary describes a module that is refused: a function that makes the
+# module, whether the error must quote a line of `FORWARDS`, and other texts that the error must
+# contain.
 OTHERS: dict[str, tuple[Callable[[], Any], bool, list[str]]] = {
     "a branch, in a submodule": (branching_in_a_submodule, True, ["whole=[Do]"]),
     "a buffer that is replaced, in a submodule": (replacing_in_a_submodule, False, REPLACES),

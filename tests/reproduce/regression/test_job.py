@@ -51,9 +51,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 def test_a_new_parent_for_every_few_restarts(
     cases: list[str], stand_in: Callable[[str], None]
 ) -> None:
-    """Check that the program that measures is started anew after every few restarts.
+    """Check that a measuring program ends after a few restarts of its processes, and another
+    begins.
 
-    If a revision cannot run a case, the job must report this only once. Programs that are started
+    If a revision cannot run a case, the job must report this only once. The programs that begin
     later must leave out the case.
     """
     stand_in("""

@@ -72,10 +72,10 @@ def real_peaks(
     """
 
     def mapped_if_cloned(change: Any, x: Any) -> Any:
-        """Stand in for the library's `mapped`, but apply `change` only if it clones tensors.
+        """Replace the library's `mapped`, which applies a function `change` to all tensors in `x`.
 
-        A `change` that copies tensors to another device is left out. All tensors are on `meta`,
-        where such a copy would be no new tensor.
+        The library calls `mapped` to clone tensors, and to copy them to another device. All devices
+        are `meta` here, so a copy would be no new tensor, and is left out.
         """
         return mapped(change, x) if change is torch.clone else x
 
