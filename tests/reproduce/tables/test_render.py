@@ -63,7 +63,7 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]
     assert tables.count("| emul./meas. |") == 2
-    assert tables.count("divided by measured samples/s are in the column emul./meas.") == 2
+    assert tables.count("emul./meas. is the emulated divided by the measured samples/s.") == 2
     assert "over naive: of the same n" not in tables
 
 
