@@ -167,6 +167,27 @@ def test_the_weight_of_labels_that_a_warning_advises(engine: str, schedule: str)
     torch.testing.assert_close(found, copies_of_grads(model))
 
 
+def of_chosen(y: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of the losses of labels that are not -100, without `ignore_index`."""
+    chosen = labels != -100
+    return ce(y[chosen], labels[chosen])
+
+
+def test_a_mean_over_masked_outputs_warns_of_different_numbers_of_targets() -> None:
+    model = pipeline(engine="graph", chunks=3)
+    x, labels = torch.randn(6, 4, 2), torch.randint(2, (6, 4))
+    labels[0] = -100
+    with pytest.warns(UserWarning, match="different numbers of targets for each") as warned:
+        model.step(of_chosen, x, labels)
+    model.zero_grad()
+    _, advised = str(warned[0].message).split("weight=")
+    loss = model.step(of_chosen, x, labels, weight=eval(advised))
+    torch.testing.assert_close(loss, of_chosen(nn.Sequential(*model)(x), labels).detach())
+    model = pipeline(engine="graph", chunks=3)
+    labels[:] = labels[3]
+    model.step(of_chosen, x, labels)
+
+
 @pytest.mark.parametrize("run", ["step", "evaluate"])
 @pytest.mark.parametrize(("criterion", "target", "options", "said"), MEANS)
 def test_a_criterion_that_is_no_mean_over_samples_warns(

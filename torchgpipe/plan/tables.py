@@ -44,7 +44,8 @@ def of_devices(best: Candidate) -> str:
             _gib(device.peak, 9),
         ]
         lines.append("".join(cells))
-    lines.append("(GiB, at each device's fullest moment)")
+    lines.append("(GiB, at each device's fullest moment; model: parameters, buffers and, on device")
+    lines.append("0, the mini-batch)")
     return "\n".join(lines)
 
 

@@ -50,6 +50,7 @@ class Losses(BatchIO):
 
     Attributes:
         targets: The target of each micro-batch.
+        sizes: The number of samples of each micro-batch, or `UNCOUNTED`.
         counted: For each micro-batch, the targets over which a cross entropy has averaged (see
             `means`), or `None`. It is filled only in the steps 1, 2, 4, 8, ... of a pipeline.
     """
@@ -70,9 +71,8 @@ class Losses(BatchIO):
         # The keys are the leaves that replace targets with a graph, and the values these targets.
         self._cut: dict[Tensor, Tensor] = {}
         self.targets = parted(self._without_graphs(request.target), sizes)
-        self._shares = Shares(
-            request.reduction, request.weight, sample_counts(request.target, sizes), self.targets
-        )
+        self.sizes = sample_counts(request.target, sizes)
+        self._shares = Shares(request.reduction, request.weight, self.sizes, self.targets)
         self.counted: list[Counted | None] = [None] * len(self.targets)
         # Whether to look at what the criterion counts. A single micro-batch needs no weight.
         several = len(self.targets) > 1
@@ -328,7 +328,7 @@ def run_step(
     for guards in batch.guards:
         guards.ended()
     if isinstance(io, Losses):
-        warn_of_other_means(request, io.targets, io.counted)
+        warn_of_other_means(request, io.targets, io.sizes, io.counted)
     if not batch.guards:
         return batch.loss
     given = [*inputs]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.step.request import Criterion, StepRequest, options_of
+from torchgpipe.tensors.microbatch import MicroBatches
 
 _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
 """The autograd nodes of `cross_entropy` and `nll_loss`, if the targets are class indices."""
@@ -116,17 +117,22 @@ def _is_sum(node: Any) -> bool:
 
 
 def warn_of_other_means(
-    request: StepRequest, targets: Sequence[Any], found: Sequence[Counted | None]
+    request: StepRequest,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+    found: Sequence[Counted | None],
 ) -> None:
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
-    The loss can be a sum, a mean over fewer targets (`ignore_index`), or a mean with class weights.
+    The loss can be a sum, a mean over fewer targets (`ignore_index`, or a mask), or a mean with
+    class weights.
     In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show the kind of the loss.
     In other steps and in `evaluate`, the options of a PyTorch criterion show it.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
+        sizes: The number of samples of each micro-batch.
         found: The targets over which a cross entropy has averaged, for each micro-batch. An entry
             is `None` if they are not known.
     """
@@ -154,6 +160,8 @@ def warn_of_other_means(
         rounding = 8 * torch.finfo(known[0].total.dtype).eps
         totals = [float(each.total) for each in known]
         numbers = [each.number for each in known]
+        if not isinstance(request.target, MicroBatches):  # whose lengths may differ on purpose
+            numbers = [*sizes]
     elif "ignore_index" in options:
         totals = _totals(targets, index, classes)
         numbers = [target.numel() for target in targets if totals]
@@ -168,10 +176,13 @@ def warn_of_other_means(
             stacklevel=2,
         )
         return
+    which = f"different shares of targets that the criterion ignores ({index})"
+    if known and totals == [each.number for each in known]:  # nothing is ignored
+        which = "different numbers of targets for each sample"
     warnings.warn(
-        f"micro-batches have different shares of targets that the criterion ignores ({index}), but "
-        "each counts by its samples, so the loss is not the mean over all other targets; give "
-        f"step() and evaluate() weight={_count(targets, totals, index)}",
+        f"micro-batches have {which}, but each micro-batch counts by its samples, so the loss is "
+        "not the mean over all targets that count; give step() and evaluate() "
+        f"weight={_count(targets, totals, index)}",
         stacklevel=2,
     )
 

@@ -68,8 +68,8 @@ def kept_by_user(module: Module, whole: Iterable[Whole]) -> set[Module]:
         if isinstance(chosen, str):
             raise TypeError(
                 "whole must be a list of submodules or their classes, but it contains the string "
-                f"{chosen!r}; give "
-                f"module.get_submodule({chosen!r}) instead"
+                f"{chosen!r}; give the class itself, or module.get_submodule(…) with the name of "
+                "a submodule"
             )
         if not isinstance(chosen, type | Module):
             raise TypeError(f"{what}, but has {shortened(chosen)}")

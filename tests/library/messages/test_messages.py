@@ -163,7 +163,7 @@ TRACED: dict[str, Mistake] = {
     ),
     "a name as whole": (
         lambda: traced(lambda net, x: net.a(x), whole=["a"]),
-        ["contains the string 'a'", "module.get_submodule('a')"],
+        ["contains the string 'a'", "give the class itself, or module.get_submodule(…)"],
     ),
     "one class as whole": (
         lambda: traced(lambda net, x: net.a(x), whole=nn.Linear),
