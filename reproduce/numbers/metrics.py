@@ -195,8 +195,8 @@ def over_measured(emulated: Result, measured: Result | None) -> Reading | None:
     """Return a row's emulated throughput divided by its measured throughput.
 
     The emulated throughput comes from the record's list `here_time`. It has the emulated times of
-    steps whose copies between devices take as long as on the machine that emulated them. The result
-    is None if one of the two throughputs is missing.
+    steps on devices like those that were measured: CPU devices, for example, copy nothing. The
+    result is None if one of the two throughputs is missing.
     """
     ours = _speeds(emulated, "here_time", "")
     theirs = None if measured is None else throughput(measured)

@@ -227,7 +227,7 @@ class Rows:
             copies = f"Emulated copies take as long as on the hardware {'; '.join(links)}. "
             copies += "A recomputation starts before its gradient arrives."
             if both and ratio:
-                copies += " In emul./meas., the emulated speed is that of copies that take no time."
+                copies += " In emul./meas., both are as on the devices that were measured."
             yield copies
         elif "cuda" in devices:
             yield (
