@@ -237,7 +237,7 @@ class Plan:
         seconds = 0.0
         for size in self.best.setup.sizes:
             seconds += sum(self.predictor.loss(size))
-        return f"with the loss: {duration(seconds)} of work on the last device"
+        return f"with the loss: {duration(seconds)} of work on the last stage's device"
 
     @property
     def reason(self) -> str:

@@ -42,16 +42,21 @@ def check_criterion(given: object, call: str = "step") -> None:
         call: The method that was called, such as `step`, for the error message.
     """
     if isinstance(given, type):
-        name = given.__name__
-        raise TypeError(
-            f"the criterion must be a function, but got the class {name}; give an object of this "
-            f"class: {name}()"
-        )
+        raise TypeError(about_class(given))
     if not callable(given):
         raise TypeError(
             "the criterion must be a function of an output and its target, but got "
             f"{type(given).__name__}; call {call}(criterion, input, target)"
         )
+
+
+def about_class(given: type) -> str:
+    """Return the message of the error for a class that was given as the criterion."""
+    name = given.__name__
+    return (
+        f"the criterion must be a function, but got the class {name}; give an object of this "
+        f"class: {name}()"
+    )
 
 
 def options_of(criterion: Criterion) -> dict[str, Any] | None:

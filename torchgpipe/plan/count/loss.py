@@ -16,7 +16,7 @@ from torch.nn import Module, Sequential
 
 from torchgpipe.caught import shortened
 from torchgpipe.layers.batches import samples
-from torchgpipe.step.request import Criterion, options_of, scalar
+from torchgpipe.step.request import Criterion, about_class, options_of, scalar
 from torchgpipe.step.targets import with_tensors
 from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, TensorOrTensors
 from torchgpipe.trace.layer import Layers
@@ -87,11 +87,7 @@ class Loss:
         self, criterion: Criterion, target: Any, module: Sequential, sample: TensorOrTensors
     ) -> None:
         if isinstance(criterion, type):
-            name = criterion.__name__
-            raise TypeError(
-                f"criterion must be a function, but got the class {name}; give an object of this "
-                f"class: {name}()"
-            )
+            raise TypeError(about_class(criterion))
         if not callable(criterion):
             raise TypeError(
                 "criterion must be a function of an output and its target, as for step(), but got "
