@@ -14,9 +14,10 @@ order, too.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from benchmarks.gates.answer import answer, called
+from benchmarks.gates.base import add_base, found_in
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
@@ -40,40 +41,44 @@ Orders = Mapping[str, list[str]]
 """Maps the name of a configuration to the tasks of each device, in the order in which they run."""
 
 
-def differences(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> list[str]:
-    """Return a line of text for each count that differs from the count in the committed file.
+def differences(
+    before: Mapping[str, Totals], counted: Mapping[str, "Counts"], *, lower: bool = True
+) -> list[str]:
+    """Return a line of text for each count that differs from the count in `before`.
 
-    A configuration that is missing in `file` or in `counted` also gets a line.
+    A configuration that is missing in `before` or in `counted` also gets a line.
 
     Args:
-        file: Maps the name of a configuration to its counts in the file.
+        before: Maps the name of a configuration to its counts in the committed file, or in another
+            version of the library.
         counted: Maps the name of a configuration to what was counted in this run.
+        lower: Whether a count that has become lower also gets a line.
     """
-    lines = _missing(COUNTS, file, counted)
+    lines = _missing(COUNTS, before, counted)
     for name, counts in counted.items():
-        if name not in file:
+        if name not in before:
             continue
         for what, now in counts.totals().items():
-            before = file[name].get(what, 0)
-            if now != before:
-                change = "grew" if now > before else "fell"
-                line = f"{name}: {what} {change} from {before} to {now}"
+            then = before[name].get(what, 0)
+            if now > then or (lower and now < then):
+                change = "grew" if now > then else "fell"
+                line = f"{name}: {what} {change} from {then} to {now}"
                 if what == "operators":
                     line += f"; in all {_listed(counts.operators)}"
                 lines.append(line)
     return lines
 
 
-def other_orders(file: Orders, noted: Orders) -> list[str]:
-    """Return a line of text for each device whose order of tasks differs from the committed order.
+def other_orders(before: Orders, noted: Orders) -> list[str]:
+    """Return a line of text for each device whose order of tasks differs from that in `before`.
 
-    The line says from which task on the order differs. A configuration that is missing in `file`
-    (the committed orders) or in `noted` (the orders of this run) also gets a line.
+    The line says from which task on the order differs. A configuration that is missing in `before`
+    (the orders to compare with) or in `noted` (the orders of this run) also gets a line.
     """
-    lines = _missing(ORDERS, file, noted)
-    for name in noted.keys() & file.keys():
-        for device, (before, now) in enumerate(zip(file[name], noted[name], strict=True)):
-            old, new = before.split(), now.split()
+    lines = _missing(ORDERS, before, noted)
+    for name in noted.keys() & before.keys():
+        for device, (then, now) in enumerate(zip(before[name], noted[name], strict=True)):
+            old, new = then.split(), now.split()
             if old != new:
                 place = 0
                 while old[place : place + 1] == new[place : place + 1]:
@@ -98,63 +103,127 @@ def _listed(operators: Mapping[str, int]) -> str:
     return ", ".join(counts)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Count the operations of all configurations, note the orders of tasks, compare with the files.
+class Before(NamedTuple):
+    """The counts and the orders to compare with.
 
-    With the option --update, write the counts and the orders into the files.
+    Attributes:
+        counts: Maps the name of a configuration to its counts.
+        orders: Maps the name of a configuration to the order of each device's tasks.
+        committed: Whether they are those of the committed files. If not, they are those of another
+            version of the library, the base.
+        remark: Why they are not those of the base, although the user asked for it. Usually empty.
+    """
+
+    counts: Mapping[str, Totals]
+    orders: Orders
+    committed: bool = True
+    remark: str = ""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Count the operations of all configurations, note the orders of tasks, and compare both.
+
+    They are compared with the committed files or, with the option --base, with another version of
+    the library. With the option --update, write the counts and the orders into the files.
     """
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
+    add_base(parser)
     options = parser.parse_args(arguments)
-    counts: dict[str, Totals] = {}
-    orders: dict[str, list[str]] = {}
+    if options.update and options.base is not None:
+        parser.error("--update writes the committed files, and --base ignores them: give only one")
+    before = of_files(optional=options.update) if options.base is None else of_base(options.base)
+    with in_one_line("counts"):
+        counted, noted = count_all()
+
+    other = other_orders(before.orders, noted)
+    changes = differences(before.counts, counted) + other
+    lost: list[str] = []
+    ending = "as committed"
+    if options.update:
+        before = Before({name: each.totals() for name, each in counted.items()}, noted)
+        _write(COUNTS, before.counts)
+        _write(ORDERS, before.orders)
+        if changes:
+            ending = "written"
+    elif before.committed and changes:
+        lost = [*changes, ADVICE]
+    elif not before.committed:
+        lost = differences(before.counts, counted, lower=False) + other
+        ending = "compared with the base"
+    if before.remark and lost:
+        lost.insert(0, before.remark)
+    told = [*filter(None, [before.remark]), *changes]
+    told.append(f"{len(counted)} counts and {len(noted)} orders: {ending}")
+    numbers = [*_numbers(before, counted), *_orders(before.orders, noted)]
+    answer(options.format, numbers, told, lost)
+
+
+def of_files(*, optional: bool = False) -> Before:
+    """Return the counts and the orders of the committed files.
+
+    Args:
+        optional: Whether the files may be missing or broken. Then the result is empty.
+
+    Raises:
+        Error: A file is missing or broken.
+    """
     try:
         counts = decode(dict[str, Totals], read_json(FOLDER / COUNTS), COUNTS)
         orders = decode(dict[str, list[str]], read_json(FOLDER / ORDERS), ORDERS)
     except Error as error:
-        if not options.update:
-            update = "write it by python -m benchmarks.gates.counts --update"
-            raise Error(f"counts: {error}; {update}") from None
-    with in_one_line("counts"):
-        counted, noted = count_all()
-    changes = differences(counts, counted) + other_orders(orders, noted)
-    said = f"{len(counted)} counts and {len(noted)} orders"
-    lost: list[str] = []
-    if options.update:
-        counts = {name: each.totals() for name, each in counted.items()}
-        orders = noted
-        _write(COUNTS, counts)
-        _write(ORDERS, orders)
-    elif changes:
-        lost = [*changes, ADVICE]
-    told = [*changes, f"{said}: {'written' if changes else 'as committed'}"]
-    numbers = [*_numbers(counts, counted), *_orders(orders, noted)]
-    answer(options.format, numbers, told, lost)
+        if optional:
+            return Before({}, {})
+        update = "write it by python -m benchmarks.gates.counts --update"
+        raise Error(f"counts: {error}; {update}") from None
+    return Before(counts, orders)
 
 
-def _numbers(file: Mapping[str, Totals], counted: Mapping[str, "Counts"]) -> Iterator[Number]:
+def of_base(base: Path) -> Before:
+    """Return the counts and the orders of another version of the library, which is in a folder.
+
+    If this version cannot run the configurations, return those of the committed files.
+    """
+    try:
+        numbers = found_in(base, "benchmarks.gates.counts")
+    except Error as error:
+        return of_files()._replace(remark=f"{error}, so the committed files are compared")
+    counts: dict[str, Totals] = {}
+    orders: dict[str, list[str]] = {}
+    for number in numbers:
+        name = str(number["row"])
+        if number["experiment"] == "orders":
+            orders[name] = cast(list[str], number["value"])
+        else:
+            counts.setdefault(name, {})[str(number["metric"])] = cast(int, number["value"])
+    return Before(counts, orders, committed=False)
+
+
+def _numbers(before: Before, counted: Mapping[str, "Counts"]) -> Iterator[Number]:
     """Yield an entry for each count in `counted`, for output in CSV and JSON.
 
-    The entry's verdict is "worse" if the count differs from the committed count in `file`, or if
-    `file` does not have the configuration.
+    The entry's verdict is "worse" if the count is higher than in `before`, or if `before` does not
+    have the configuration. A count that is lower than in the committed files is "worse", too.
     """
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
-        before = file.get(name, {})
+        old = before.counts.get(name, {})
         for what, now in counts.totals().items():
-            verdict = called(name not in file or before.get(what, 0) != now)
-            yield {**about, "metric": what, "unit": "count", "value": now, "verdict": verdict}
+            then = old.get(what, 0)
+            lost = name not in before.counts or now > then or (before.committed and now < then)
+            yield {**about, "metric": what, "unit": "count", "value": now, "verdict": called(lost)}
 
 
-def _orders(file: Orders, noted: Orders) -> Iterator[Number]:
+def _orders(before: Orders, noted: Orders) -> Iterator[Number]:
     """Yield an entry for each configuration, with the order of its tasks, for CSV and JSON.
 
     The order is a list that has, for each device, a text such as "0a 1a B0a B1a". The entry's
-    verdict is "worse" if the order differs from the committed order in `file`.
+    verdict is "worse" if the order differs from that in `before`.
     """
     for name, now in noted.items():
         about: Number = {"experiment": "orders", "row": name, "kind": "measured"}
-        yield {**about, "metric": "order", "value": now, "verdict": called(file.get(name) != now)}
+        verdict = called(before.get(name) != now)
+        yield {**about, "metric": "order", "value": now, "verdict": verdict}
 
 
 def count_all() -> tuple[dict[str, "Counts"], dict[str, list[str]]]:

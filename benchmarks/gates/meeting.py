@@ -1,6 +1,7 @@
 """Check that the tasks of a pipeline overlap, without measuring time.
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks that should overlap do not
+    python -m benchmarks.gates.meeting --base FOLDER    # ... but do in another version of torchgpipe
 
 1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
@@ -20,11 +21,15 @@ and end.
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gates.answer import answer, called
+from benchmarks.gates.base import add_base, found_in
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
+from reproduce.error import Error
+from reproduce.records.places import Json
 from reproduce.tables.output import Number
 
 if TYPE_CHECKING:
@@ -34,20 +39,37 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all training steps on every engine, to find steps whose tasks do not overlap.
 
-    For each engine, print the first such step, if there is one.
+    For each engine, print the first such step, if there is one. With the option --base, what is
+    found in another version of the library, too, does not count as worse.
     """
-    options = command("gates.meeting", __doc__, record=False).parse_args(arguments)
+    parser = command("gates.meeting", __doc__, record=False)
+    add_base(parser)
+    options = parser.parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()
+    lost = [met.lost for met in found if met.lost is not None]
+    known: set[Json] = set()
+    if options.base is not None and lost:
+        known = _found_in(options.base)
+    told = [f"the base has the same fault: {line}" for line in lost if line in known]
+    new = [line for line in lost if line not in known]
     numbers: list[Number] = []
-    lost = []
     for met in found:
         about: Number = {"experiment": "meeting", "row": met.engine, "kind": "measured"}
         cases: Number = {"metric": "cases", "unit": "count", "value": met.cases}
-        numbers.append({**about, **cases, "verdict": called(bool(met.lost)), "reason": met.lost})
-        if met.lost is not None:
-            lost.append(met.lost)
-    answer(options.format, numbers, [said], lost)
+        numbers.append({**about, **cases, "verdict": called(met.lost in new), "reason": met.lost})
+    answer(options.format, numbers, told or [said], new)
+
+
+def _found_in(base: Path) -> set[Json]:
+    """Return the faults that this gate finds in another version of the library, in a folder.
+
+    If the gate cannot judge this version, return an empty set.
+    """
+    try:
+        return {number["reason"] for number in found_in(base, "benchmarks.gates.meeting")}
+    except Error:
+        return set()
 
 
 def meet() -> "tuple[list[Met], str]":

@@ -66,7 +66,6 @@ def init_ci(
     from reproduce.records.record import write_atomically
     from reproduce.run.recorder import prepare_folder
 
-    project = project_of(package, cases, build)
     if WORKFLOW.exists():
         raise Error(f"{WORKFLOW} exists already: change this file by hand, or remove it first")
     if address is not None and (package is None or set_up is not None):
@@ -74,6 +73,7 @@ def init_ci(
             "--from is the address from which CI installs this program: use it only together with "
             "--package, and not with --set-up, which is a command that installs this program"
         )
+    project = project_of(package, cases, build)
     check_place(cases)
     program = None
     if package is not None and set_up is None:

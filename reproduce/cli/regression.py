@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from reproduce.cli.shared import COUNT, FILE, alpha, command, seed, style, threshold
+from reproduce.error import Error
 from reproduce.records.places import need_checkout
 
 OWN = "--package mypackage --cases bench/cases.py"
@@ -24,11 +25,23 @@ built_by = click.option(
 
 
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
-    """Return the package to measure, as the options describe it. By default, it is torchgpipe."""
+    """Return the package to measure, as the options describe it.
+
+    By default, it is torchgpipe, if the current folder is in a checkout of its repository.
+
+    Raises:
+        Error: No package is named, and the current folder is not in torchgpipe's repository.
+        click.UsageError: Only some of the options that a package needs are given.
+    """
     from reproduce.regression.trees import TORCHGPIPE, Project
 
     if package is None and cases is None and build is None:
         need_checkout("regression", f", or name your own project: {OWN}")
+        if not Path.cwd().resolve().is_relative_to(TORCHGPIPE.root.resolve()):
+            raise Error(
+                f"{Path.cwd()} is not in torchgpipe's repository, {TORCHGPIPE.root}: go there to "
+                f"judge torchgpipe, or name the package to judge, as in {OWN}"
+            )
         return TORCHGPIPE
     if cases is not None and not cases.is_file():
         raise click.BadParameter(f"{cases}: there is no such file", param_hint="--cases")

@@ -127,6 +127,75 @@ def test_the_formats(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"- {HERE}: waits grew from 3 to 4\n- {ADVICE}\n"
 
 
+def of_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]) -> Path:
+    """Make a version of `torchgpipe` with which `benchmarks.gates.counts` can be compared.
+
+    The made-up version ends the gate at its first import, with an exit code, after it has printed
+    what the real gate would print: the counts `row` and the orders of the tests' configuration.
+    """
+    numbers: list[dict[str, Any]] = [{"experiment": "orders", "row": HERE, "value": orders}]
+    for metric, value in row.items():
+        numbers.append({"experiment": "counts", "row": HERE, "metric": metric, "value": value})
+    text = json.dumps({"numbers": numbers})
+    module = f"import os\nprint({text!r}, flush=True)\nos.write(2, b'why\\n')\nos._exit({code})\n"
+    (tmp_path / "torchgpipe").mkdir()
+    (tmp_path / "torchgpipe" / "__init__.py").write_text(module)
+    return tmp_path
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_base_is_compared_whatever_is_committed(
+    code: int, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that a count that grew is found even if the files with the counts have grown, too.
+
+    The base's own gate ends with exit code 1 if its counts are not those of the committed files.
+    """
+    main(["--update"])
+    fewer, more = {**ROW, "waits": 3}, {**ROW, "waits": 5}
+    base = of_base(tmp_path, code, fewer, ["0 B0"])
+    capsys.readouterr()
+    with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4$"):
+        main(["--base", str(base)])
+
+    shutil.rmtree(base / "torchgpipe")
+    main(["--base", str(of_base(tmp_path, code, more, ["0 B0"])), "--format", "json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["conclusion"].splitlines() == [
+        f"{HERE}: waits fell from 5 to 4",
+        "1 counts and 1 orders: compared with the base",
+    ]
+    assert {number["verdict"] for number in said["numbers"]} == {"~"}
+
+    shutil.rmtree(base / "torchgpipe")
+    with pytest.raises(Worse, match=f"^{HERE}: device 0 runs B0 after its first 1 tasks"):
+        main(["--base", str(of_base(tmp_path, code, ROW, ["0 1 B0"]))])
+
+
+def test_a_base_that_cannot_be_counted(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--update"])
+    capsys.readouterr()
+    base = of_base(tmp_path, 2, ROW, ["0 B0"])
+    main(["--base", str(base)])
+    remark = "the base cannot be judged (why), so the committed files are compared"
+    assert capsys.readouterr().out.splitlines() == [remark, "1 counts and 1 orders: as committed"]
+    file.write_text(file.read_text().replace('"waits": 4', '"waits": 3'))
+    with pytest.raises(Worse) as worse:
+        main(["--base", str(base)])
+    assert str(worse.value).splitlines() == [remark, f"{HERE}: waits grew from 3 to 4", ADVICE]
+
+
+def test_update_writes_the_files_and_not_the_base(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--update", "--base", str(tmp_path)])
+    assert "--update writes the committed files" in capsys.readouterr().err
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("content", [None, "[1]"])
 def test_a_broken_file_is_refused_in_one_line(content: str | None, file: Path) -> None:
     if content is not None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,27 @@ def test_what_is_lost_is_printed(
     said = [(each["row"], each["value"], each["verdict"]) for each in printed["numbers"]]
     assert said == [("ranks", 2, "~"), ("workers", 3, "worse")]
     assert printed["conclusion"] == "workers, never: x"
+
+
+def test_a_fault_of_the_base_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = [Met("ranks", 2, "ranks: y"), Met("workers", 3, "workers, never: x")]
+    monkeypatch.setattr(overlap, "every", lambda ranks: found)
+    (tmp_path / "torchgpipe").mkdir()
+    printed = {"numbers": [{"reason": "workers, never: x"}, {"reason": None}]}
+    module = f"import os\nprint({json.dumps(printed)!r}, flush=True)\nos._exit(1)\n"
+    (tmp_path / "torchgpipe" / "__init__.py").write_text(module)
+    with pytest.raises(Worse, match=r"^ranks: y$"):
+        main(["--base", str(tmp_path)])
+
+    del found[0]
+    main(["--base", str(tmp_path)])
+    assert capsys.readouterr().out == "the base has the same fault: workers, never: x\n"
+
+    (tmp_path / "torchgpipe" / "__init__.py").write_text("import os\nos._exit(2)\n")
+    with pytest.raises(Worse, match=r"^workers, never: x$"):
+        main(["--base", str(tmp_path)])
 
 
 HANGS = """

@@ -124,6 +124,7 @@ NO_ADDRESS = "no way, so name the git repository from which CI installs this pro
 FOLDER = "a folder of this machine: give an address such as https://HOST/OWNER/REPOSITORY@TAG"
 BOTH = "use it only together with --package, and not with --set-up"
 REFUSED: list[tuple[list[str], str]] = [
+    ([], "is not in torchgpipe's repository"),
     (MINE, NO_ADDRESS),
     ([*MINE, "--from", "a b"], "a b: give https://HOST/OWNER/REPOSITORY@TAG"),
     ([*MINE, "--from", f"{HOST}/nowhere@v1"], f"'git ls-remote {HOST}/nowhere' fails"),

@@ -231,6 +231,19 @@ def test_exit_code_and_verdict(
     assert verdicts == ([verdict] if verdict else [])
 
 
+def test_another_repository_needs_a_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any
+) -> None:
+    """Check that `regression` does not judge torchgpipe where the user means another package."""
+    made_up(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    out, err = command("regression", "--base", "v1", code=2)
+    assert out == ""
+    where = f"{tmp_path} is not in torchgpipe's repository, {ROOT}: go there to judge torchgpipe"
+    asked = "or name the package to judge, as in --package mypackage --cases bench/cases.py"
+    assert err == f"reproduce: {where}, {asked}\n"
+
+
 @pytest.mark.parametrize(
     ("clock", "other"), [("CPU time", "wall clock"), ("wall clock", "CPU time")]
 )
