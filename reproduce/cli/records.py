@@ -318,7 +318,7 @@ def history(
     "--allow-missing",
     is_flag=True,
     help="With --fail-on-regression: name rows that cannot be judged, but exit with 0 if others "
-    "can be, and are not worse.",
+    "of the same metric can be, and are not worse.",
 )
 def compare(
     sides: Sequence[str], fail_on_regression: bool, allow_missing: bool, **options: Any

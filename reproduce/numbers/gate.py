@@ -5,13 +5,13 @@ judged, for example because another side lacks them. Such a row could hide a reg
 check fails or, if the user accepts such rows, names them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from reproduce.error import CLOSEST, MOST_LISTED, Error, Worse
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
-from reproduce.numbers.metrics import read
+from reproduce.numbers.metrics import DEFAULTS, read
 from reproduce.numbers.notes import count, once, problem_of
 from reproduce.numbers.significance import Decision
 from reproduce.numbers.sources import Side
@@ -34,14 +34,16 @@ class Gate:
 
     Attributes:
         worse: The names of the rows that are worse than on the first side, A.
-        judged: Whether at least one row could be judged.
+        judged: The metrics in which at least one row could be judged, such as throughput.
+        asked: The metrics in which rows of A are to be judged.
         unjudged: The rows of A that could not be judged. The keys are the reasons, and the values
             are the names of the rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
     """
 
     worse: list[str]
-    judged: bool
+    judged: Set[str]
+    asked: Set[str]
     unjudged: dict[str, list[str]]
     unfair: list[str]
 
@@ -49,7 +51,8 @@ class Gate:
         """Check that nothing is worse; return a remark for the user, which may be empty.
 
         Args:
-            allow_missing: Whether to accept that some rows could not be judged, if others could.
+            allow_missing: Whether to accept that some rows could not be judged, if other rows could
+                be judged in the same metric.
 
         Raises:
             Worse: A row is worse than on the first side, A.
@@ -65,6 +68,12 @@ class Gate:
             because = "; ".join(["", *said, *reasons]).replace("; ", ": ", 1)
             raise Error(
                 f"no row could be judged, so it is not known whether there is a regression{because}"
+            )
+        unknown = sorted(self.asked - self.judged)
+        if unknown and allow_missing:
+            raise Error(
+                f"no {' and no '.join(unknown)} could be judged, so it is not known whether there "
+                f"is a regression: {'; '.join([*said, *reasons])}"
             )
         if left:
             said.append(f"{count(left)} of A could not be judged: {'; '.join(reasons)}")
@@ -87,6 +96,7 @@ def gate(
     lines: Sequence[Line],
     comparisons: Sequence[Comparison],
     threshold: float,
+    metric: str | None = None,
 ) -> Gate:
     """Return what a comparison shows about regressions.
 
@@ -96,6 +106,7 @@ def gate(
             table.
         comparisons: The tables of the comparison: at most one for each experiment.
         threshold: The smallest relative difference that matters.
+        metric: The metric that the user wants to compare, if there is one.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
     rows = {}
@@ -106,17 +117,21 @@ def gate(
     for pair in unmatched(lines, len(sides)):
         fields[id(pair.line), pair.side] = pair.text
     worse: dict[str, None] = {}
-    judged = False
+    judged: set[str] = set()
+    asked: set[str] = set()
     unjudged: dict[str, list[str]] = {}
     for line in lines:
+        table = tables.get(line.experiment)
+        compared = _metric_of(line, table, metric)
+        if compared is None:
+            continue
         name = f"{line.label} ({line.experiment})"
         for number, side in enumerate(sides[1:], 1):
             found = rows.get(id(line))
             decision = None if found is None else found.decisions[number]
-            table = tables.get(line.experiment)
-            if table is not None and decision is not None and _is_judged(decision, threshold):
-                judged = True
-                if verdict(decision, table.metric) == "worse":
+            if decision is not None and _is_judged(decision, threshold):
+                judged.add(compared)
+                if verdict(decision, compared) == "worse":
                     worse[name] = None
                 continue
             field = fields.get((id(line), number))
@@ -124,9 +139,28 @@ def gate(
             if reason is not None and field is not None:
                 reason = f"A and {side.letter} differ in {field}"
             if reason is not None:
+                asked.add(compared)
                 unjudged.setdefault(reason, []).append(name)
     unfair = [comparison.unfair for comparison in comparisons if comparison.unfair]
-    return Gate(list(worse), judged, unjudged, unfair)
+    return Gate(list(worse), judged, asked, unjudged, unfair)
+
+
+def _metric_of(line: Line, table: Comparison | None, metric: str | None) -> str | None:
+    """Return the metric in which the row of side A is judged, or None if A's row has none.
+
+    Args:
+        line: The line with the matching rows of all sides.
+        table: The table of the line's experiment, if there is one.
+        metric: The metric that the user wants to compare, if there is one.
+    """
+    if table is not None:
+        return table.metric
+    ours = line.entries.get(0)
+    if ours is not None:
+        for name in [metric] if metric else DEFAULTS:
+            if read(ours, name) is not None:
+                return name
+    return None
 
 
 def _is_judged(decision: Decision, threshold: float) -> bool:

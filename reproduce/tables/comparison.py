@@ -86,7 +86,7 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     every = options.every or options.style == "json"
     asked = Asked(sides, rule, options.force, every)
     comparisons, notes = compare(asked, lines, metric, among=matched)
-    found = gate(sides, lines, comparisons, rule.threshold)
+    found = gate(sides, lines, comparisons, rule.threshold, metric)
     first, *others = sides
     alike = [side.letter for side in others if side.records == first.records]
     if alike:
@@ -94,7 +94,7 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
         same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"
         notes.insert(0, same)
         if len(alike) == len(others):
-            found = Gate([], judged=False, unjudged={}, unfair=[same])
+            found = Gate([], judged=set(), asked=set(), unjudged={}, unfair=[same])
     return write_comparisons(comparisons, sides, rule, notes, options.style), found
 
 

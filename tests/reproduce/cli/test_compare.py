@@ -22,6 +22,7 @@ from ..made import STEADY, one_line, record, row
 
 PAPER, SPEED = shlex.quote(str(RESULTS / "paper")), "--filter experiment=amoebanet-speed"
 BETTER = "e: throughput in samples/s; higher is better"
+NO_SPEED = "no throughput could be judged, so it is not known whether there is a regression"
 NONE_JUDGED = "no row could be judged, so it is not known whether there is a regression"
 ACCEPT = "--allow-missing accepts this"
 TOO_FEW = "too few samples (B/A; needs 5)"
@@ -62,6 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new = row("new", 1.0, config={"partitions": 4, "chunks": 1})
     busy = [0.0] * 7 + [0.2]
+    memory = row("bytes", experiment="e-memory", values={"peak_allocated": [1000]})
     n2m1, n10m1, n10m4 = sized(2, 1, 1.0), sized(10, 1, 1.0), sized(10, 4, 1.0)
     sides = {
         "a": [n2m1, sized(2, 4, 1.0), n10m1, n10m4],
@@ -72,6 +74,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "counted": [row("n2m1", values={"peak_allocated": [1000]})],
         "counted-again": [row("n2m1", values={"peak_allocated": [1010]})],
         "counted-more": [row("n2m1", values={"peak_allocated": [1200]})],
+        "mixed": [n2m1, memory],
+        "mixed-few": [sized(2, 1, [1.0]), memory],
         "busy": [sized(2, 1, list(STEADY), others=busy)],
         "fast": published(0.5),
         "slow": published(1.0),
@@ -220,6 +224,10 @@ GATE: list[tuple[str, int, str, str]] = [
         f"{NONE_JUDGED}: A and B hold the same records, of the same runs; {IN_TURN}",
         "A and B hold the same records",
     ),
+    ("mixed mixed-few", 2, f"1 row of A could not be judged: {TOO_FEW}: n2m1 (e)", "needs 5"),
+    (f"mixed mixed-few {ALLOWED}", 2, f"{NO_SPEED}: {TOO_FEW}: n2m1 (e)", "needs 5"),
+    ("mixed b --metric throughput", 0, "", "n2m1"),
+    ("mixed b", 2, "1 row of A could not be judged: missing in B: bytes (e-memory)", "n2m1"),
     ("counted counted-again", 0, "", "no samples"),
     ("counted counted-more", 2, f"{NONE_JUDGED}: no samples (B/A): n2m1 (e)", "no samples"),
     ("a busy", 2, f"{NONE_JUDGED}: disturbed (B/A): n2m1 (e); {MISSING}", " disturbed\n"),

@@ -15,6 +15,6 @@ from reproduce.numbers.gate import Gate
 )
 def test_of_a_long_list_the_first_rows_are_named(count: int, said: str) -> None:
     names = [f"row{k}" for k in range(count)]
-    found = Gate([], judged=False, unjudged={"missing in B": names}, unfair=[])
+    found = Gate([], set(), {"time"}, unjudged={"missing in B": names}, unfair=[])
     with pytest.raises(Error, match=said):
         found.check(allow_missing=False)
