@@ -221,6 +221,18 @@ def test_a_failed_row_is_told_at_the_end(
     assert set(states) == {"running"}, "if it was killed now, the record would say so"
 
 
+@pytest.mark.usefixtures("tiny")
+def test_a_run_without_any_row_fails(command: Any) -> None:
+    options = ["--row", "n8m4", "--no-emulate", "--out", "out"]
+    out, err = command("run", "tiny-speed", *SMALL, *options, code=2)
+
+    assert "needs 8 devices" in one_line(out)
+    *_, last = err.splitlines()
+    assert last == "reproduce: no row was run: needs 8 devices"
+    (result,) = the_record().results
+    assert result.status == "needs devices"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "told"),
