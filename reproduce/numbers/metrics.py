@@ -251,7 +251,8 @@ def read(entry: Entry, metric: str) -> Reading | None:
     if metric in ("throughput", "speedup"):
         return throughput(result, _run_of(entry))
     if metric == "memory":
-        return _memory(result.values.get("peak_allocated"), None)
+        peaks = result.values.get("peak_allocated", result.values.get("allocated"))
+        return _memory(peaks, None)
     if metric == "reserved":
         published = _published_memory(result, entry.record.unit)
         return _memory(result.values.get("peak_reserved"), published)

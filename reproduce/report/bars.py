@@ -114,6 +114,8 @@ def _measured(source: Source, value: str) -> Stacks:
     stacks: Stacks = {}
     for result in source.results:
         peaks = result.values.get(value)
+        if source.kind == "predicted" and value == "peak_allocated":
+            peaks = result.values.get("allocated")
         if isinstance(peaks, list) and peaks:
             stacks[result.row] = {f"device {i}": peak for i, peak in enumerate(peaks)}
     return stacks

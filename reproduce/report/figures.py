@@ -18,7 +18,11 @@ from reproduce.tables.history import Line, name_of
 from reproduce.tables.output import Number
 from torchgpipe.plan.tables import figure as figure_text
 
-IDEAL = "ideal, of equal tasks"
+IDEAL = "the bubble alone, equal tasks"
+ABOUT_IDEAL = (
+    "Dotted: n·m/(n+m-1), over that of the first row, as if only the bubble cost time. Rows differ "
+    "in recomputation and in the size of micro-batches, too, so points can lie above it."
+)
 ROOM = 1.1
 """The height of a chart divided by that of its highest point, so that its marker is not cut."""
 Captioned = tuple[str, str]
@@ -31,10 +35,10 @@ Curves = dict[Source, dict[Place, Reading]]
 
 
 def ideal(n: int, m: int) -> float:
-    """Return the ideal speed-up of a pipeline over training on a single device.
+    """Return the speed-up of a pipeline over a single device if only the bubble cost time.
 
-    The pipeline has n partitions that take equal time, and m micro-batches. The only lost time is
-    the bubble of GPipe's schedule, whose size is given in section 2.3 of the GPipe paper.
+    The pipeline has n partitions that take equal time, and m micro-batches. Section 2.3 of the
+    GPipe paper gives the size of the bubble of its schedule. Recomputation is not included.
     """
     return n * m / (n + m - 1)
 
@@ -75,7 +79,7 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
 
 @styled
 def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: float) -> Captioned:
-    """Draw a figure of speed-ups: a curve for each source of numbers, and the ideal curve.
+    """Draw a figure of speed-ups: a curve for each source of numbers, and the curve of `ideal`.
 
     A source is, for example, a measured run. In each pair (n, m), n is the number of partitions and
     m is the number of micro-batches.
@@ -85,7 +89,7 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
         curves: The speed-ups of each source, by the pair (n, m).
         places: The pairs (n, m) to draw. If all of them have the same m, the x-axis shows n.
             Otherwise, the x-axis lists the pairs.
-        base: The ideal speed-up of the first row. All ideal speed-ups are divided by it, because
+        base: What `ideal` returns for the first row. The curve of `ideal` is divided by it, because
             the first row is the baseline of all speed-ups in the figure.
     """
     ns, ms = zip(*places, strict=True)
@@ -118,7 +122,7 @@ def _speed_ups(subject: Subject, curves: Curves, places: list[Place], base: floa
     axes.plot(list(fine.values()), ideals, ":", color=FAINT, label=IDEAL)
     look_of = looks(subject.sources)
     described = []
-    caption = f"Speed-up over the table's first row{under}. Ideal: n·m/(n+m-1)."
+    caption = f"Speed-up over the table's first row{under}. {ABOUT_IDEAL}"
     for source, readings in drawn.items():
         across = [at[place] for place in readings]
         _draw_curve(axes, across, list(readings.values()), look_of[source], source.label)

@@ -79,9 +79,13 @@ def _fields(subject: Subject) -> dict[str, Texts]:
     """Return a dictionary from headings to columns that show settings, such as the batch size.
 
     A setting that no row has is left out. If only some rows have a setting, the others show a dash.
+    If another source ran the same rows with other values of a setting, the heading names the source
+    whose values are shown.
     """
     fields = {}
     for name, heading in FIELDS.items():
+        if _differs(subject, name):
+            heading += f" ({subject.lead.label})"
         texts = {}
         known = False
         for row, config in subject.rows.items():
@@ -92,6 +96,16 @@ def _fields(subject: Subject) -> dict[str, Texts]:
         if known:
             fields[heading] = texts
     return fields
+
+
+def _differs(subject: Subject, name: str) -> bool:
+    """Return whether a source's row has another value of a setting than the same row of `lead`."""
+    for row, config in subject.rows.items():
+        for source in subject.sources:
+            entry = subject.find(source, row)
+            if entry is not None and entry.result.config.get(name) != config.get(name):
+                return True
+    return False
 
 
 def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:

@@ -89,7 +89,7 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
 # numbers.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
-        "samples/s row | n | m | batch | published | predicted (a<b) | measured (small, CUDA) "
+        "samples/s row | n | m | batch (published) | published | predicted (a<b) | measured (small, CUDA) "
         "| measured (small, CPU) | emulated (small, CUDA) | emulated (small, CPU) |",
         "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | # | # | # | # |",
         "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | # | # | # | # |",
@@ -101,13 +101,13 @@ SAYS: dict[str, list[str]] = {
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, "
         "micro_batch_size, D.",
-        "Speed-up over the table's first row, 1 micro-batch",
+        "Speed-up over the table's first row, 1 micro-batch. Dotted: n·m/(n+m-1), over that of the",
         "Speed-up over the table's first row, 4 micro-batch",
         "Speed-up over the table's first row, 32 micro-batch",
         "Speed-up over n, 32 micro-batches: published n=2 1.77, n=4 2.71, n=8 4.95; "
         "predicted (a<b) n=2 1.70",
         "; emulated (small, CPU) n=2 #, n=4 #, n=8 #",
-        "ideal, of equal tasks published predicted (a<b) measured (small, CUDA) "
+        "the bubble alone, equal tasks published predicted (a<b) measured (small, CUDA) "
         "measured (small, CPU) emulated (small, CUDA)",
     ],
     "unet-speed": [
@@ -122,8 +122,8 @@ SAYS: dict[str, list[str]] = {
         "shows its rows plain, plain BN n2m4.",
     ],
     "amoebanet-memory": [
-        "allocated memory row | n | m | batch | measured (small, CUDA) |",
-        "| pipeline-2 | 2 | 128 | 128 | # MiB | # MiB |",
+        "allocated memory row | n | m (published) | batch (published) | predicted (p40x8) |",
+        "| pipeline-2 | 2 | 128 | 128 | # GiB | # MiB | # MiB |",
         "| pipeline-2 | 9.46 GiB | # MiB |",
         "reserved memory, measured (small, CUDA): baseline device 0 # MiB; ",
         "pipeline-2 device 0 # MiB, device 1 # MiB",
@@ -132,7 +132,11 @@ SAYS: dict[str, list[str]] = {
         "0.91 + ? 4.48 9.46 18.7 31.5",
         "Peak of reserved memory, each device stacked on the one before; measured (small, CUDA).",
     ],
-    "unet-memory": ["parameters row | published | measured (small, CPU) | counted (paper) |"],
+    "unet-memory": [
+        "parameters row | published | measured (small, CPU) | counted (paper) |",
+        "batch (published) | predicted (p40x8) |",
+        "allocated memory, predicted (p40x8): baseline device 0 # GiB; ",
+    ],
     "unet-ablation": [
         "dep-str-ptl | 4 | 8 | 128 | 58.5 | 49.7 | # |",
         "dep-str-ptl | 1.91 | # |",
