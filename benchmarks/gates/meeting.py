@@ -1,7 +1,7 @@
 """Check that the tasks of a pipeline overlap, without measuring time.
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks that should overlap do not
-    python -m benchmarks.gates.meeting --base FOLDER    # ... but do in another version of torchgpipe
+    python -m benchmarks.gates.meeting --base FOLDER    # ... but do in the torchgpipe there
 
 1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs

@@ -163,7 +163,6 @@ def regression(  # noqa: PLR0913 - click passes each option
     cannot tell. A slow-down counts only if it is statistically significant, and larger than the
     threshold. With --bisect, the exit code is 0 if a slower commit was found.
     """
-    project = project_of(package, cases, build)
     if bool(base) == bool(bisect) or (bisect and (head or also or gates or out)):
         raise click.UsageError(
             "give either --base REV, or --bisect GOOD BAD without --head, --also, --gate and --out"
@@ -178,6 +177,7 @@ def regression(  # noqa: PLR0913 - click passes each option
 
     if out is not None:
         prepare_folder(out.absolute().parent, "--out")
+    project = project_of(package, cases, build)
     modules, timed = choose_gates(project, gates, wanted)
     chosen = choose_cases(project, wanted) if timed else {}
     settings = Settings(chosen, project=project, **measured)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from reproduce.tables.output import Number
     from torchgpipe.schedules import Schedule
 
+LARGEST = 1_000_000
+"""How many forwards and pauses of n devices and m micro-batches a schedule may have: n (n + m)."""
+
 
 @command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --out zbh1.svg")
 @click.argument("name", metavar="NAME|FILE")
@@ -61,6 +64,7 @@ def schedule(  # noqa: PLR0913 - click passes each option
         file = Schedule.load(name) if name.endswith(".csv") else None
         n = devices or (len(file.lists) if file else 4)
         m = chunks or (file.micro_batches if file else 8)
+        check_size(n, m)
         found = make(file or name, n, m, stages, checkpoint)
     except (OSError, ValueError) as error:
         raise Error(str(error)) from None
@@ -78,6 +82,15 @@ def schedule(  # noqa: PLR0913 - click passes each option
     kind = out.suffix.removeprefix(".")
     write_atomically(out, gantt(found.replay(), found.name, kind))
     click.echo(f"written: {shown(out)}", err=True)
+
+
+def check_size(n: int, m: int) -> None:
+    """Raise `Error` if the drawing of a schedule of n devices and m micro-batches is too large."""
+    if n * (n + m) > LARGEST:
+        raise Error(
+            f"{n} devices and {m} micro-batches: the drawing would be too large; n * (n + m) may "
+            f"be at most {LARGEST:,}"
+        )
 
 
 def _column(schedule: "Schedule") -> Fraction:

@@ -109,10 +109,7 @@ def gate(
         metric: The metric that the user wants to compare, if there is one.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
-    rows = {}
-    for comparison in comparisons:
-        for row in comparison.rows:
-            rows[id(row.line)] = row
+    rows = _by_line(comparisons)
     fields = {}
     for pair in unmatched(lines, len(sides)):
         fields[id(pair.line), pair.side] = pair.text
@@ -143,6 +140,15 @@ def gate(
                 unjudged.setdefault(reason, []).append(name)
     unfair = [comparison.unfair for comparison in comparisons if comparison.unfair]
     return Gate(list(worse), judged, asked, unjudged, unfair)
+
+
+def _by_line(comparisons: Sequence[Comparison]) -> dict[int, ComparedRow]:
+    """Return a dictionary from the id of each line to its row in the tables of the comparison."""
+    rows = {}
+    for comparison in comparisons:
+        for row in comparison.rows:
+            rows[id(row.line)] = row
+    return rows
 
 
 def _metric_of(line: Line, table: Comparison | None, metric: str | None) -> str | None:

@@ -93,6 +93,9 @@ REFUSED = {
         "also name a folder by --out, because the default folder"
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
+    "schedule GPipe -n 100000": (
+        "100000 devices and 8 micro-batches: the drawing would be too large; n * (n + m) may be"
+    ),
     "schedule missing.csv": "missing.csv",
     "schedule GPipe --out picture": (
         "--out picture: the name of a picture must end in .svg or .png"

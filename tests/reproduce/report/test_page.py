@@ -89,8 +89,9 @@ def test_it_is_whole_and_asks_nothing_of_the_network(text: str, records: list[Re
 # numbers.
 SAYS: dict[str, list[str]] = {
     "amoebanet-speed": [
-        "samples/s row | n | m | batch (published) | published | predicted (a<b) | measured (small, CUDA) "
-        "| measured (small, CPU) | emulated (small, CUDA) | emulated (small, CPU) |",
+        "samples/s row | n | m | batch (published) | published | predicted (a<b) "
+        "| measured (small, CUDA) | measured (small, CPU) | emulated (small, CUDA) "
+        "| emulated (small, CPU) |",
         "| n2m1 | 2 | 1 | 96 | 26.7 | 28.4 | # | # | # | # |",
         "| n2m4 | 2 | 4 | 256 | 41.1 | 44.2 | # | # | # | # |",
         "| n2m32 | 2 | 32 | 1280 | 47.4 | 48.4 | not run | not run | # |",

@@ -54,17 +54,18 @@ def test_what_is_committed_is_as_its_records_say() -> None:
 
 
 def test_a_short_block_says_over_what_a_ratio_is() -> None:
-    """Check that short tables keep the note about the ratio in the column "emul./meas.".
+    """Check that short tables keep the notes that say what each ratio is divided by.
 
-    The command `render` writes these tables into the README. The note says that the ratio is
-    emulated samples/s divided by measured samples/s.
+    The command `render` writes these tables into the README.
     """
     text = render(ROOT)[ROOT / "README.md"]
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]
     assert tables.count("| emul./meas. |") == 2
     assert tables.count("emul./meas. is the emulated divided by the measured samples/s.") == 2
-    assert "over naive: of the same n" not in tables
+    assert tables.count("\n- speed-up: over n2m1, ") == 1
+    assert tables.count("\n- over naive: of the same n (checkpoint-only: over naive n=2), ") == 1
+    assert "compare the shape" not in tables
 
 
 def test_a_block_of_predictions_has_a_column_for_each_gpu(
@@ -146,8 +147,9 @@ def test_a_block_shows_the_newest_whole_run(
         save(replace(run, results=busy), measured / f"{run.name}.json")
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/short"))
     short = render(tmp_path)[page]
-    assert short.count(f"\n- {DISTURBED}") == 1, "the only note of a short block"
-    assert short.count("\n- ") == 1
+    assert short.count(f"\n- {DISTURBED}") == 1
+    assert short.count("\n- speed-up: over ") == 1
+    assert short.count("\n- ") == 2, "a short block has no other notes"
 
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
     _, err = command("render", code=2)
