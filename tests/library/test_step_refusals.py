@@ -72,7 +72,12 @@ STEP_MEANS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (lambda y, t: ce(y, t, WEIGHTS), OTHER, {}, CLASS_WEIGHT.format("class_weights", -100)),
     (lambda y, t: ce(y, t, reduction="sum"), CLASSES, {}, SUM),
     (lambda y, t: nn.functional.mse_loss(y, t, reduction="sum"), X, {}, SUM),
-    (lambda y, t: ce(y, t, reduction="sum") / (t != -100).sum().clamp(1), T, {}, ""),
+    (
+        lambda y, t: ce(y, t, reduction="sum") / (t != -100).sum().clamp(1),
+        T,
+        {},
+        "divides the losses of micro-batches by different numbers",
+    ),
     (lambda y, t: ce(y, t, reduction="sum"), CLASSES, {"reduction": "sum"}, ""),
     (lambda y, t: (y - t).square().sum(), X, {}, SUM),
     (lambda y, t: -y.log_softmax(1).gather(1, t[:, None]).sum(), CLASSES, {}, SUM),
@@ -186,6 +191,81 @@ def test_a_mean_over_masked_outputs_warns_of_different_numbers_of_targets() -> N
     model = pipeline(engine="graph", chunks=3)
     labels[:] = labels[3]
     model.step(of_chosen, x, labels)
+
+
+def each_loss(y: Tensor, labels: Tensor) -> Tensor:
+    return ce(y.transpose(1, 2), labels.clamp(min=0), reduction="none")
+
+
+def divided(y: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).float()
+    return (each_loss(y, labels) * mask).sum() / mask.sum()
+
+
+def divided_by_a_number(y: Tensor, labels: Tensor) -> Tensor:
+    loss = ce(y.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / int((labels != -100).sum()) + 0.1
+
+
+def chosen_losses(y: Tensor, labels: Tensor) -> Tensor:
+    return 2 * each_loss(y, labels)[labels != -100].mean()
+
+
+def masked(y: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return (each_loss(y, target["labels"]) * target["mask"]).sum() / target["mask"].sum()
+
+
+@pytest.mark.parametrize("criterion", [divided, divided_by_a_number, chosen_losses, masked])
+def test_a_mean_that_a_criterion_computes_by_hand_warns(criterion: Any) -> None:
+    """Check that `step` finds means over different numbers of targets that are computed by hand.
+
+    The weight that the warning advises must give the loss of the whole mini-batch.
+    """
+    model = pipeline(engine="graph", chunks=3)
+    x, labels = torch.randn(6, 4, 2), torch.randint(2, (6, 4))
+    labels[0] = -100
+    target: Any = labels
+    if criterion is masked:
+        target = {"labels": labels, "mask": (labels != -100).float()}
+    with pytest.warns(UserWarning, match="divides .* by different numbers") as warned:
+        model.step(criterion, x, target)
+    model.zero_grad()
+    _, advised = str(warned[0].message).split("weight=")
+    loss = model.step(criterion, x, target, weight=eval(advised))
+    torch.testing.assert_close(loss, criterion(nn.Sequential(*model)(x), target).detach())
+
+    labels[:] = labels[3]
+    if criterion is masked:
+        target["mask"][:] = 1
+    pipeline(engine="graph", chunks=3).step(criterion, x, target)  # no warning: an equal number
+    pipeline(engine="graph", chunks=4).step(criterion, x[:5], labels_of(target, 5))
+
+
+def labels_of(target: Any, samples: int) -> Any:
+    """Return the targets of the first samples of a mini-batch."""
+    if isinstance(target, dict):
+        return {name: x[:samples] for name, x in target.items()}
+    return target[:samples]
+
+
+def by_another_number(y: Tensor, labels: Tensor) -> Tensor:
+    return each_loss(y, labels).sum() / 24
+
+
+def over_learned(y: Tensor, labels: Tensor) -> Tensor:
+    losses = each_loss(y, labels)
+    return losses.sum() / losses.exp().sum()
+
+
+def of_every_second(y: Tensor, labels: Tensor) -> Tensor:
+    return each_loss(y, labels)[:, [0, 2]].mean()
+
+
+@pytest.mark.parametrize("criterion", [by_another_number, over_learned, of_every_second])
+def test_a_division_that_is_no_mean_over_masked_targets(criterion: Any) -> None:
+    """Check that `step` does not warn of divisors that are equal, or that have a gradient."""
+    model = pipeline(engine="graph", chunks=4)
+    model.step(criterion, torch.randn(7, 4, 2), torch.randint(2, (7, 4)))
 
 
 @pytest.mark.parametrize("run", ["step", "evaluate"])

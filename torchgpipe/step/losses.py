@@ -51,7 +51,7 @@ class Losses(BatchIO):
     Attributes:
         targets: The target of each micro-batch.
         sizes: The number of samples of each micro-batch, or `UNCOUNTED`.
-        counted: For each micro-batch, the targets over which a cross entropy has averaged (see
+        counted: For each micro-batch, the targets over which the criterion has averaged (see
             `means`), or `None`. It is filled only in the steps 1, 2, 4, 8, ... of a pipeline.
     """
 

@@ -1,7 +1,8 @@
 """Warn if a criterion's loss is not the mean over the samples of a micro-batch.
 
 The loss of a mini-batch is the mean of the micro-batches' losses, weighted by their numbers of
-samples. This is wrong if a criterion sums, ignores some targets, or weights classes.
+samples. This is wrong if a criterion sums, ignores some targets, weights classes, or divides by the
+number of targets that a mask has chosen.
 """
 
 import warnings
@@ -32,12 +33,15 @@ Examples are a mean over samples that is summed over features, and weights whose
 
 _MOST_TERMS = 20
 
+_CHOSEN = ("IndexBackward0", "MaskedSelectBackward0")
+"""The nodes of losses that a mask has chosen, as in `losses[mask]`."""
+
 _SUM = 2
 """The number by which an autograd node means `reduction="sum"`."""
 
 
 class Counted(NamedTuple):
-    """The targets over which a cross entropy has averaged, in one micro-batch.
+    """The targets over which a criterion has averaged, in one micro-batch.
 
     If the loss is a sum, only `is_sum` has a meaning.
 
@@ -48,6 +52,9 @@ class Counted(NamedTuple):
         ignored: The class index that is ignored.
         classes: Whether the cross entropy has class weights.
         is_sum: Whether the loss is a sum, and not a mean.
+        by_hand: Whether the criterion has computed a mean itself, as in `losses.sum() / n` or
+            `losses[mask].mean()`. Then `total` is the number by which it has divided, and `number`
+            and `ignored` are unknown (0).
     """
 
     total: Tensor
@@ -55,15 +62,17 @@ class Counted(NamedTuple):
     ignored: int
     classes: bool
     is_sum: bool
+    by_hand: bool = False
 
 
 def counted(loss: Tensor) -> Counted | None:
-    """Find a cross entropy in the graph of a loss; return the targets over which it has averaged.
+    """Find a mean in the graph of a loss; return the targets over which it was computed.
 
+    The mean is a cross entropy, or the criterion has computed it by hand, from a mask for example.
     If the loss is a sum of any kind, only the field `is_sum` of the result has a meaning. The
-    result is `None` if the loss has no graph, or is neither a sum nor a cross entropy. It is also
-    `None` for a cross entropy on device `meta`, which has no value, and for a cross entropy that
-    sums and is then multiplied or divided, because this can make it a mean.
+    result is `None` if the loss has no graph, or is none of these. It is also `None` on device
+    `meta`, which has no values, and for a cross entropy that sums and is then multiplied, because
+    this can make it a mean.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -72,20 +81,55 @@ def counted(loss: Tensor) -> Counted | None:
     node: Any = loss.grad_fn
     if _is_sum(node):
         return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
+    if loss.is_meta:
+        return None
     for _ in _AROUND:  # a limit, because a sum can have many terms
-        if node is None or node.name() not in _AROUND:
+        if node is None:
+            return None
+        divisor = _divisor(node)
+        if divisor is not None:
+            return Counted(divisor, 0, 0, classes=False, is_sum=False, by_hand=True)
+        if node.name() not in _AROUND:
             break
         node = node.next_functions[0][0]
-    if node is None or node.name() not in _CROSS_ENTROPY or loss.is_meta:
+    return _of_cross_entropy(node)
+
+
+def _of_cross_entropy(node: Any) -> Counted | None:
+    """Return the targets over which a node has averaged, if it is the node of a cross entropy."""
+    if node is None or node.name() not in _CROSS_ENTROPY:
         return None
     if node._saved_reduction == _SUM:
-        return None  # a sum that is divided can be a mean
+        return None  # a sum that is multiplied can be a mean
     ignored = node._saved_ignore_index
     if ignored >= 2**63:  # the node keeps a negative number without its sign
         ignored -= 2**64
     has_classes = node._saved_weight is not None
     total = node._saved_total_weight.detach()
     return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum=False)
+
+
+def _divisor(node: Any) -> Tensor | None:
+    """Return the number by which a node divides to compute a mean, as a scalar tensor.
+
+    The node divides a sum, or it averages losses that a mask has chosen. The result is `None` if
+    the node does something else, or if the number requires grad.
+    """
+    if node.name() == "MeanBackward0" and _follows(node, _CHOSEN):
+        return torch.tensor(float(node._saved_self_sym_numel))
+    if node.name() != "DivBackward0" or not _follows(node, ("SumBackward0", *_CROSS_ENTROPY)):
+        return None
+    (above, _), (below, _) = node.next_functions
+    if below is not None or getattr(above, "_saved_reduction", _SUM) != _SUM:
+        return None
+    divisor: Tensor = node._saved_other.detach()
+    return divisor if divisor.dim() == 0 else None
+
+
+def _follows(node: Any, names: Sequence[str]) -> bool:
+    """Return whether a node with one of the names computed a node's first input."""
+    above, _ = node.next_functions[0]
+    return above is not None and above.name() in names
 
 
 def _is_sum(node: Any) -> bool:
@@ -125,16 +169,15 @@ def warn_of_other_means(
     """Warn if the criterion's loss is not the mean over the samples of a micro-batch.
 
     The loss can be a sum, a mean over fewer targets (`ignore_index`, or a mask), or a mean with
-    class weights.
-    In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show the kind of the loss.
-    In other steps and in `evaluate`, the options of a PyTorch criterion show it.
+    class weights. In the steps 1, 2, 4, 8, ... of a pipeline, the graphs of the losses show the
+    kind of the loss. In other steps and in `evaluate`, the options of a PyTorch criterion show it.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
         sizes: The number of samples of each micro-batch.
-        found: The targets over which a cross entropy has averaged, for each micro-batch. An entry
-            is `None` if they are not known.
+        found: The targets over which the criterion has averaged, for each micro-batch. An entry is
+            `None` if they are not known.
     """
     if request.reduction != "mean" or len(targets) < 2:
         return
@@ -149,6 +192,24 @@ def warn_of_other_means(
         return
     if request.weight is not None:
         return
+    if any(each.by_hand for each in known):
+        _warn_of_divisors(request, targets, sizes, known)
+    else:
+        _warn_of_cross_entropies(request, targets, sizes, known)
+
+
+def _warn_of_cross_entropies(
+    request: StepRequest, targets: Sequence[Any], sizes: Sequence[int], known: Sequence[Counted]
+) -> None:
+    """Warn if the micro-batches' cross entropies are means over different shares of the targets.
+
+    Args:
+        request: The arguments of `step` or `evaluate`.
+        targets: The target of each micro-batch.
+        sizes: The number of samples of each micro-batch.
+        known: The targets over which the cross entropies have averaged, where they are known.
+    """
+    options = options_of(request.criterion) or {}
     index: int = options.get("ignore_index", 0)
     classes = options.get("weight")
     weighted = classes is not None
@@ -187,6 +248,34 @@ def warn_of_other_means(
     )
 
 
+def _warn_of_divisors(
+    request: StepRequest, targets: Sequence[Any], sizes: Sequence[int], found: Sequence[Counted]
+) -> None:
+    """Warn if the criterion divides the losses of micro-batches by numbers that differ.
+
+    Args:
+        request: The arguments of `step`.
+        targets: The target of each micro-batch.
+        sizes: The number of samples of each micro-batch.
+        found: The means that the criterion has computed by hand.
+    """
+    if len(found) < len(targets) or not all(each.by_hand for each in found):
+        return
+    totals = [float(each.total) for each in found]
+    # Micro-batches of the user's own need not have the same number of targets for each sample.
+    if isinstance(request.target, MicroBatches) or len(set(totals)) == 1:
+        return
+    means = [total / size for total, size in zip(totals, sizes, strict=True)]
+    if max(means) - min(means) <= 1e-6 * max(means):
+        return
+    warnings.warn(
+        "the criterion divides the losses of micro-batches by different numbers (such as numbers "
+        "of targets), but each micro-batch counts by its samples, so the loss is not the mean over "
+        f"all targets; give step() and evaluate() weight={_count(targets, totals)}",
+        stacklevel=2,
+    )
+
+
 def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
     """Return for each micro-batch the sum of the class weights of its targets.
 
@@ -217,7 +306,7 @@ def _is_index(target: object) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str:
+def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int | None = None) -> str:
     """Return code for the argument `weight`: a function that counts the targets of a micro-batch.
 
     The function must count only targets that the criterion does not ignore. The code is text for a
@@ -229,7 +318,8 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
     Args:
         targets: The target of each micro-batch: all tensors, all tuples or all mappings.
         totals: How many targets the criterion has counted in each micro-batch.
-        ignored: The class index that the criterion ignores.
+        ignored: The class index that the criterion ignores. `None` if it is not known. Then -100
+            is tried, which PyTorch's losses ignore, and 0, which is the value of masks.
     """
     first = targets[0]
     columns: dict[str, list[Any]] = {"target": [*targets]}
@@ -240,14 +330,33 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int) -> str
         for k, parts in enumerate(zip(*targets, strict=False)):
             columns[f"target[{k}]"] = [*parts]
     for name, column in columns.items():
-        if not all(map(_is_index, column)):
-            continue
-        if totals == [float((x != ignored).sum()) for x in column]:
-            return f"lambda target: ({name} != {ignored}).sum()"
-        rows = all(x.dim() > 1 for x in column)
-        if rows and totals == [float((x[:, 1:] != ignored).sum()) for x in column]:
-            return f"lambda target: ({name}[:, 1:] != {ignored}).sum()"
-    return f"count, where count(target) is the number of targets that are not {ignored}"
+        for index in (-100, 0) if ignored is None else (ignored,):
+            part = _counting(column, totals, index)
+            if part is not None:
+                return f"lambda target: ({name}{part} != {index}).sum()"
+    what = "that count" if ignored is None else f"that are not {ignored}"
+    return f"count, where count(target) is the number of targets {what}"
+
+
+def _counting(column: Sequence[Any], totals: Sequence[float], ignored: int) -> str | None:
+    """Return which part of tensors has as many entries other than `ignored` as `totals` says.
+
+    The result is "" for all of a tensor, and "[:, 1:]" for all but its first column. It is `None`
+    if no part has these numbers of entries.
+
+    Args:
+        column: The tensor of each micro-batch.
+        totals: The number of entries of each micro-batch.
+        ignored: The value that does not count.
+    """
+    if not all(isinstance(x, Tensor) for x in column):
+        return None
+    if totals == [float((x != ignored).sum()) for x in column]:
+        return ""
+    rows = all(x.dim() > 1 for x in column)
+    if rows and totals == [float((x[:, 1:] != ignored).sum()) for x in column]:
+        return "[:, 1:]"
+    return None
 
 
 def _sum_of_weights(criterion: Criterion, ignored: int) -> str:
