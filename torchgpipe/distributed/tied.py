@@ -33,14 +33,12 @@ from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
-COMPARED_FIRST = 2
-"""The number of first backwards in which the ranks compare their copies of a shared parameter.
-
-Usually, the optimizers take their first step between the first and the second backward. So the
-second comparison shows at once if their steps differ.
-"""
 COMPARED_EVERY = 100
-"""After how many further backwards the copies of a shared parameter are compared again."""
+"""In every hundredth backward, the ranks compare their copies of a shared parameter.
+
+They also compare them in the backwards 1, 2, 4, 8, ..., because most mistakes show soon: optimizers
+whose first steps differ show in the second backward.
+"""
 
 
 class TiedParameter(NamedTuple):
@@ -160,9 +158,9 @@ class TiedParameters:
         for peer in self.peers:
             connections.wire(Sender, "tied gradients", peer).begin()
             connections.wire(Receiver, "tied gradients", peer).begin()
-        first = self._backwards < COMPARED_FIRST
-        compares = first or self._backwards % COMPARED_EVERY == 0
         self._backwards += 1
+        is_power_of_two = self._backwards.bit_count() == 1
+        compares = is_power_of_two or self._backwards % COMPARED_EVERY == 0
         own = []
         for tied in self._tied:
             told = self._told(tied, guards, io, compares=compares)
@@ -295,8 +293,9 @@ def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
         if not (other - first).abs().max() <= most:
             raise RuntimeError(
                 f"the copies {tied} are one parameter, but their values differ; load the same "
-                "state on all ranks, and give the optimizers of these ranks the same options, such "
-                "as the learning rate and the weight decay"
+                "state on these ranks, zero the gradients on all of them, clip by "
+                "model.clip_grad_norm_, and give the optimizers of these ranks the same options, "
+                "such as the learning rate and the weight decay"
             )
     return first
 

@@ -220,13 +220,9 @@ class Signature:
             taken = slots.taken(value)
             given = self._given[name]
             if taken != given and not same(taken, given):
-                or_else = ""
-                if isinstance(given, tuple) and isinstance(taken, Slot):
-                    or_else = f"; or, if all of the tuple is {name}, give it as ((…),)"
                 raise ValueError(
                     f"argument {name} is {shortened(taken)}, but was {shortened(given)} in the "
-                    "sample that sequential got; call sequential again with a sample like this"
-                    + or_else
+                    f"sample that sequential got; {_advice(name, taken, given)}"
                 )
         tensors = slots.tensors
         expected = zip(self.names, tensors, self.batched, self.places, self._like, strict=True)
@@ -348,3 +344,20 @@ def arguments(sample: Any) -> Arguments:
     if isinstance(sample, tuple):
         return sample, {}
     return (sample,), {}
+
+
+def _advice(name: str, taken: Any, given: Any) -> str:
+    """Return what to do about an argument of another structure than in the sample.
+
+    Args:
+        name: The name of the argument.
+        taken: The argument, with a slot in place of each tensor.
+        given: The same for the sample's argument.
+    """
+    if isinstance(given, Slot) and isinstance(taken, list) and taken:
+        of = "stack" if all(isinstance(each, Slot) for each in taken) else "tensor"
+        return f"if it is a list of samples, give torch.{of}({name})"
+    advice = "call sequential again with a sample like this"
+    if isinstance(given, tuple) and isinstance(taken, Slot):
+        advice += f"; or, if all of the tuple is {name}, give it as ((…),)"
+    return advice

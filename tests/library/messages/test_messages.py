@@ -124,6 +124,11 @@ def of_pair(input: Any) -> object:
     return GPipe(layers, [len(layers)], devices=["cpu"]).predict(input)
 
 
+def of_list(input: Any) -> object:
+    layers: Any = traced(lambda net, x: net.a(x))
+    return GPipe(layers, [len(layers)], devices=["cpu"])(input)
+
+
 class OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -188,6 +193,14 @@ TRACED: dict[str, Mistake] = {
     "a tuple that is one argument": (
         lambda: of_pair((X, X)),
         ["pair is Tensor, but was (Tensor, Tensor)", "if all of the tuple is pair", "((…),)"],
+    ),
+    "a list of samples as input": (
+        lambda: of_list([*X]),
+        ["but was Tensor in the sample", "if it is a list of samples, give torch.stack(x)"],
+    ),
+    "a list of numbers as input": (
+        lambda: of_list(X.tolist()),
+        ["but was Tensor in the sample", "if it is a list of samples, give torch.tensor(x)"],
     ),
     "a sample of one row": (one_row, ["words has 4 samples", "places has 1", "shared=['places']"]),
     "the state of an RNN": (
