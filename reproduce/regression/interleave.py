@@ -102,7 +102,6 @@ def interleave(
     draw = random.Random(f"{seed} {first}")
     running = {case: dict(ways) for case, ways in cases.items()}
     load = Load()
-    load.begin()
     for restart in range(first, first + restarts):
         busy: dict[str, bool] = {}
         samples: dict[str, dict[str, list[Any]]] = {}
@@ -111,6 +110,9 @@ def interleave(
             used = sorted(_sides_of(running))
             for i in draw.sample(used, len(used)):
                 sides[i] = stack.enter_context(start(i))
+            # The processes of the restart before have ended, and their children with them, whose CPU
+            # time would count as that of other programs. So the load is measured anew.
+            load.begin()
             for case, ways in list(running.items()):
                 unable = _warm_up(ways, sides, draw)
                 if unable and restart:  # the case ran before, so this is an error
@@ -121,6 +123,7 @@ def interleave(
                     running[case] = {way: ways[way] for way in ways if way not in unable}
                     if len(running[case]) < least:
                         del running[case]
+            load.round()  # of the warm-up
             for case, ways in running.items():
                 steps = {}
                 for way, (side, asked) in ways.items():

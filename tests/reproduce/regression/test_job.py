@@ -123,6 +123,34 @@ def test_other_programs_on_the_cores_are_noted(monkeypatch: pytest.MonkeyPatch) 
     assert [(line["case"], line["busy"]) for line in lines] == [("a", True), ("b", False)]
 
 
+def test_the_load_is_measured_without_the_ends_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that the load is measured from the start of new processes on, and after the warm-up.
+
+    If the measurement included the end of the processes before, the CPU time of their children
+    would count as that of other programs.
+    """
+    log: list[str] = []
+
+    class Noted:
+        def begin(self) -> None:
+            log.append("begin")
+
+        def round(self) -> dict[str, float]:
+            log.append("round")
+            return {}
+
+    monkeypatch.setattr(interleave_module, "Load", Noted)
+    assert not any(line["busy"] for line in run(log, restarts=2, rounds=1))
+    of_load = [line for line in log if not line.startswith(("ask", "answer"))]
+    starts, ends = ["start", "start"], ["end", "end"]
+    of_restart = [*starts, "begin", "round", "round", "round", *ends]
+    assert [line.split()[0] for line in of_load] == of_restart * 2
+    warm_up = log[log.index("begin") + 1 : log.index("round")]
+    assert len(warm_up) == 8, "a request and an answer of each side, for each of two cases"
+
+
 def test_a_job_that_breaks_off_says_why(stand_in: Callable[[str], None]) -> None:
     stand_in("print(json.dumps({'case': 'a'}), flush=True)\nsys.exit('too bad\\nit broke')")
     lines = interleaved(Trees(HERE, HERE), Settings({"a": "cpu"}))
