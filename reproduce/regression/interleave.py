@@ -110,8 +110,8 @@ def interleave(
             used = sorted(_sides_of(running))
             for i in draw.sample(used, len(used)):
                 sides[i] = stack.enter_context(start(i))
-            # The processes of the restart before have ended, and their children with them, whose CPU
-            # time would count as that of other programs. So the load is measured anew.
+            # The processes of the last restart have ended. The CPU time of their children would
+            # count as that of other programs, so the load is measured anew.
             load.begin()
             for case, ways in list(running.items()):
                 unable = _warm_up(ways, sides, draw)
