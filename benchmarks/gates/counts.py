@@ -2,6 +2,7 @@
 
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
+    python -m benchmarks.gates.counts --base main # exit with 1 if a count is higher than in `main`
 
 Unlike times, counts are the same in each run. `benchmarks.gates.counted` says what is counted, and
 `benchmarks.gates.tally` says how. A count that has become lower also has to be written to the file.
@@ -9,6 +10,10 @@ Otherwise, nobody would notice if the count later rose to its old value.
 
 The file `orders.json` has the order in which each device runs its tasks. The program compares this
 order, too.
+
+With `--base`, which names a git revision or a folder with another torchgpipe, the files do not
+matter. The program counts the operations of this other version, too. A count may be lower than
+there, but not higher, and the order of tasks must be the same.
 """
 
 import json
@@ -17,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from benchmarks.gates.answer import answer, called
-from benchmarks.gates.base import add_base, found_in
+from benchmarks.gates.base import Base, add_base, found_in
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 COUNTS = "counts.json"
 ORDERS = "orders.json"
+BASE = "the base"
 ADVICE = (
     "If this is meant, run python -m benchmarks.gates.counts --update, "
     f"and commit benchmarks/gates/{COUNTS} and {ORDERS}."
@@ -42,7 +48,11 @@ Orders = Mapping[str, list[str]]
 
 
 def differences(
-    before: Mapping[str, Totals], counted: Mapping[str, "Counts"], *, lower: bool = True
+    before: Mapping[str, Totals],
+    counted: Mapping[str, "Counts"],
+    file: str = COUNTS,
+    *,
+    lower: bool = True,
 ) -> list[str]:
     """Return a line of text for each count that differs from the count in `before`.
 
@@ -52,9 +62,10 @@ def differences(
         before: Maps the name of a configuration to its counts in the committed file, or in another
             version of the library.
         counted: Maps the name of a configuration to what was counted in this run.
+        file: What `before` is called in the lines.
         lower: Whether a count that has become lower also gets a line.
     """
-    lines = _missing(COUNTS, before, counted)
+    lines = _missing(file, before, counted)
     for name, counts in counted.items():
         if name not in before:
             continue
@@ -69,13 +80,14 @@ def differences(
     return lines
 
 
-def other_orders(before: Orders, noted: Orders) -> list[str]:
+def other_orders(before: Orders, noted: Orders, file: str = ORDERS) -> list[str]:
     """Return a line of text for each device whose order of tasks differs from that in `before`.
 
     The line says from which task on the order differs. A configuration that is missing in `before`
-    (the orders to compare with) or in `noted` (the orders of this run) also gets a line.
+    (the orders to compare with) or in `noted` (the orders of this run) also gets a line. `file` is
+    what `before` is called in the lines.
     """
-    lines = _missing(ORDERS, before, noted)
+    lines = _missing(file, before, noted)
     for name in noted.keys() & before.keys():
         for device, (then, now) in enumerate(zip(before[name], noted[name], strict=True)):
             old, new = then.split(), now.split()
@@ -91,11 +103,11 @@ def other_orders(before: Orders, noted: Orders) -> list[str]:
     return sorted(lines)
 
 
-def _missing(file_name: str, file: Iterable[str], now: Iterable[str]) -> list[str]:
-    gone = [name for name in file if name not in now]
-    new = [name for name in now if name not in file]
-    lines = [f"{name}: in {file_name}, but no longer counted" for name in gone]
-    return lines + [f"{name}: counted, but not in {file_name}" for name in new]
+def _missing(file: str, before: Iterable[str], now: Iterable[str]) -> list[str]:
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
+    lines = [f"{name}: in {file}, but no longer counted" for name in gone]
+    return lines + [f"{name}: counted, but not in {file}" for name in new]
 
 
 def _listed(operators: Mapping[str, int]) -> str:
@@ -128,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
-    add_base(parser)
+    add_base(parser, "compare with this torchgpipe, not with the files")
     options = parser.parse_args(arguments)
     if options.update and options.base is not None:
         parser.error("--update writes the committed files, and --base ignores them: give only one")
@@ -136,27 +148,36 @@ def main(arguments: list[str] | None = None) -> None:
     with in_one_line("counts"):
         counted, noted = count_all()
 
-    other = other_orders(before.orders, noted)
-    changes = differences(before.counts, counted) + other
-    lost: list[str] = []
-    ending = "as committed"
+    changes = _changes(before, counted, noted)
+    said = f"{len(counted)} counts and {len(noted)} orders"
     if options.update:
-        before = Before({name: each.totals() for name, each in counted.items()}, noted)
-        _write(COUNTS, before.counts)
-        _write(ORDERS, before.orders)
-        if changes:
-            ending = "written"
-    elif before.committed and changes:
-        lost = [*changes, ADVICE]
-    elif not before.committed:
-        lost = differences(before.counts, counted, lower=False) + other
-        ending = "compared with the base"
-    if before.remark and lost:
-        lost.insert(0, before.remark)
-    told = [*filter(None, [before.remark]), *changes]
-    told.append(f"{len(counted)} counts and {len(noted)} orders: {ending}")
-    numbers = [*_numbers(before, counted), *_orders(before.orders, noted)]
-    answer(options.format, numbers, told, lost)
+        now = Before({name: each.totals() for name, each in counted.items()}, noted)
+        _write(COUNTS, now.counts)
+        _write(ORDERS, now.orders)
+        told = [*changes, f"{said}: {'written' if changes else 'as committed'}"]
+        answer(options.format, _numbers(now, counted, noted), told, [])
+        return
+    remarks = [before.remark] if before.remark else []
+    ending = "as committed" if before.committed else "compared with the base"
+    told = [*remarks, *changes, f"{said}: {ending}"]
+    lost: list[str] = []
+    if before.committed and changes:
+        lost = [*remarks, *changes, ADVICE]
+    elif not before.committed and _changes(before, counted, noted, lower=False):
+        lost = changes
+    answer(options.format, _numbers(before, counted, noted), told, lost)
+
+
+def _changes(
+    before: Before, counted: Mapping[str, "Counts"], noted: Orders, *, lower: bool = True
+) -> list[str]:
+    """Return a line for each count and each order of tasks that differs from that in `before`.
+
+    `lower` says whether counts that have become lower also get a line.
+    """
+    counts, orders = (COUNTS, ORDERS) if before.committed else (BASE, BASE)
+    lines = differences(before.counts, counted, counts, lower=lower)
+    return lines + other_orders(before.orders, noted, orders)
 
 
 def of_files(*, optional: bool = False) -> Before:
@@ -179,8 +200,8 @@ def of_files(*, optional: bool = False) -> Before:
     return Before(counts, orders)
 
 
-def of_base(base: Path) -> Before:
-    """Return the counts and the orders of another version of the library, which is in a folder.
+def of_base(base: Base) -> Before:
+    """Return the counts and the orders of another version of the library.
 
     If this version cannot run the configurations, return those of the committed files.
     """
@@ -199,11 +220,11 @@ def of_base(base: Path) -> Before:
     return Before(counts, orders, committed=False)
 
 
-def _numbers(before: Before, counted: Mapping[str, "Counts"]) -> Iterator[Number]:
-    """Yield an entry for each count in `counted`, for output in CSV and JSON.
+def _numbers(before: Before, counted: Mapping[str, "Counts"], noted: Orders) -> Iterator[Number]:
+    """Yield an entry for each count in `counted` and each order in `noted`, for CSV and JSON.
 
-    The entry's verdict is "worse" if the count is higher than in `before`, or if `before` does not
-    have the configuration. A count that is lower than in the committed files is "worse", too.
+    The verdict on a count is "worse" if the count is higher than in `before`, or if `before` does
+    not have the configuration. A count that is lower than in the committed files is "worse", too.
     """
     for name, counts in counted.items():
         about: Number = {"experiment": "counts", "row": name, "kind": "measured"}
@@ -212,6 +233,7 @@ def _numbers(before: Before, counted: Mapping[str, "Counts"]) -> Iterator[Number
             then = old.get(what, 0)
             lost = name not in before.counts or now > then or (before.committed and now < then)
             yield {**about, "metric": what, "unit": "count", "value": now, "verdict": called(lost)}
+    yield from _orders(before.orders, noted)
 
 
 def _orders(before: Orders, noted: Orders) -> Iterator[Number]:

@@ -12,30 +12,26 @@ total time of this engine.) On CUDA, all partitions are on one GPU.
 """
 
 import runpy
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.gates.base import VERSION, add_base, folder_of
 from benchmarks.gates.machinery_child import MODELS, MODES
 from benchmarks.harness import Found, by_case, collect, command, in_format, positive, start
 from benchmarks.pipelines import ENGINES
-from reproduce.error import Error
 from reproduce.machine.description import ROOT
-from reproduce.machine.git import commit_of
 from reproduce.records.record import Record, Result
 from reproduce.regression.job import in_turn
-from reproduce.regression.trees import TORCHGPIPE, committed
 from reproduce.tables.layout import grid
 
 DIRECTIONS = ("forward", "backward")
 BOTH = "both"
-VERSION = "torchgpipe/__version__.py"
 OTHER = "other"
 WAYS = ["plain", OTHER]
 for engine in ENGINES:
@@ -73,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = command("gates.machinery", __doc__, rounds=5, steps=20, seed=0)
     add = parser.add_argument
-    add("--base", type=other_torchgpipe, metavar="REV|DIR", help="another torchgpipe")
+    add_base(parser, "another torchgpipe")
     add("--model", nargs="+", choices=MODELS, default=["linear"])
     add("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
     add("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
@@ -94,32 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     collect(record, options.out, found, len(cases), shown)
 
 
-def other_torchgpipe(text: str) -> Path | str:
-    """Parse the argument --base, which names another torchgpipe version to measure.
-
-    The argument is a folder that contains this version, or a git revision of this repository.
-    """
-    if (Path(text) / VERSION).is_file():
-        return Path(text).absolute()
-    try:
-        commit_of(ROOT, text)
-    except Error as error:
-        install = f"pip install --no-deps --target {text} torchgpipe==0.0.7"
-        advice = f"or a folder with a torchgpipe in it ({install})"
-        raise ArgumentTypeError(f"{error}, {advice}") from None
-    return text
-
-
 def measure(options: Namespace, cases: Sequence[Case]) -> Found:
     """Yield the results of each case."""
-    with TemporaryDirectory() as temporary:
+    with ExitStack() as stack:
         sides = [Side(ROOT, version(ROOT))]
-        other = options.base
-        if isinstance(other, Path):
-            sides.append(Side(other, version(other)))
-        elif other is not None:
-            tree = committed(TORCHGPIPE, other, Path(temporary) / "other")
-            sides.append(Side(tree.folder, f"torchgpipe {other}"))
+        if options.base is not None:
+            other = stack.enter_context(folder_of(options.base))
+            name = f"torchgpipe {options.base}"
+            if isinstance(options.base, Path):  # and not the name of a git revision
+                name = version(other)
+            sides.append(Side(other, name))
         for number, case in enumerate(cases):
             yield _measured(options, sides, case, options.seed + number)
 

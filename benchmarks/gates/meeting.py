@@ -1,7 +1,7 @@
 """Check that the tasks of a pipeline overlap, without measuring time.
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks that should overlap do not
-    python -m benchmarks.gates.meeting --base FOLDER    # ... but do in the torchgpipe there
+    python -m benchmarks.gates.meeting --base main # ... only if they do in the git revision `main`
 
 1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
@@ -21,11 +21,10 @@ and end.
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gates.answer import answer, called
-from benchmarks.gates.base import add_base, found_in
+from benchmarks.gates.base import Base, add_base, found_in
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found in another version of the library, too, does not count as worse.
     """
     parser = command("gates.meeting", __doc__, record=False)
-    add_base(parser)
+    add_base(parser, "do not name faults that this torchgpipe has, too")
     options = parser.parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()
@@ -61,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answer(options.format, numbers, told or [said], new)
 
 
-def _found_in(base: Path) -> set[Json]:
-    """Return the faults that this gate finds in another version of the library, in a folder.
+def _found_in(base: Base) -> set[Json]:
+    """Return the faults that this gate finds in another version of the library.
 
     If the gate cannot judge this version, return an empty set.
     """

@@ -175,9 +175,9 @@ def regression(  # noqa: PLR0913 - click passes each option
     from reproduce.run.progress import Progress
     from reproduce.run.recorder import prepare_folder
 
+    project = project_of(package, cases, build)
     if out is not None:
         prepare_folder(out.absolute().parent, "--out")
-    project = project_of(package, cases, build)
     modules, timed = choose_gates(project, gates, wanted)
     chosen = choose_cases(project, wanted) if timed else {}
     settings = Settings(chosen, project=project, **measured)

@@ -275,7 +275,7 @@ def show(job: Job, recorder: Recorder, progress: Progress, interrupted: Interrup
     If the output style is not text, also print the results in this style.
 
     Raises:
-        Error: A row failed, no row was run, or a timeline could not be written.
+        Error: A row failed, no row has a number, or a timeline could not be written.
         click.exceptions.Exit: The run was interrupted.
     """
     from reproduce.tables.all import document, written_records
@@ -300,7 +300,7 @@ def show(job: Job, recorder: Recorder, progress: Progress, interrupted: Interrup
         first = f"{failed[0].row}: {failed[0].reason}"
         raise Error(f"{many(len(failed), 'row')} failed, the first being {first}")
     if not any(result.status in SUCCESS for result in record.results):
-        reasons = {str(result.reason) for result in record.results}
-        raise Error(f"no row was run: {', '.join(sorted(reasons))}")
+        reasons = {result.reason or result.status for result in record.results}
+        raise Error(f"no row has a number: {', '.join(sorted(reasons))}")
     if job.tracer is not None and job.tracer.problems:
         raise Error(f"--trace: {job.tracer.problems[0]}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchgpipe.schedules import Schedule
 
 LARGEST = 1_000_000
-"""How many forwards and pauses of n devices and m micro-batches a schedule may have: n (n + m)."""
+"""The largest n * v * (n + m) of a schedule: about as many forwards and pauses are drawn."""
 
 
 @command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --out zbh1.svg")
@@ -64,7 +64,7 @@ def schedule(  # noqa: PLR0913 - click passes each option
         file = Schedule.load(name) if name.endswith(".csv") else None
         n = devices or (len(file.lists) if file else 4)
         m = chunks or (file.micro_batches if file else 8)
-        check_size(n, m)
+        check_size(n, m, stages or 1)
         found = make(file or name, n, m, stages, checkpoint)
     except (OSError, ValueError) as error:
         raise Error(str(error)) from None
@@ -84,12 +84,18 @@ def schedule(  # noqa: PLR0913 - click passes each option
     click.echo(f"written: {shown(out)}", err=True)
 
 
-def check_size(n: int, m: int) -> None:
-    """Raise `Error` if the drawing of a schedule of n devices and m micro-batches is too large."""
-    if n * (n + m) > LARGEST:
+def check_size(n: int, m: int, v: int) -> None:
+    """Raise `Error` if the drawing of a schedule would be too large.
+
+    Args:
+        n: The number of devices.
+        m: The number of micro-batches.
+        v: The number of stages on each device.
+    """
+    if n * v * (n + m) > LARGEST:
         raise Error(
-            f"{n} devices and {m} micro-batches: the drawing would be too large; n * (n + m) may "
-            f"be at most {LARGEST:,}"
+            f"-n {n} -m {m} -v {v}: the drawing would be too large; n * v * (n + m) may be at most "
+            f"{LARGEST:,}"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from reproduce.error import CLOSEST, MOST_LISTED, Error, Worse
 from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
-from reproduce.numbers.metrics import DEFAULTS, read
+from reproduce.numbers.metrics import available, read
 from reproduce.numbers.notes import count, once, problem_of
 from reproduce.numbers.significance import Decision
 from reproduce.numbers.sources import Side
@@ -35,7 +35,7 @@ class Gate:
     Attributes:
         worse: The names of the rows that are worse than on the first side, A.
         judged: The metrics in which at least one row could be judged, such as throughput.
-        asked: The metrics in which rows of A are to be judged.
+        asked: The metrics of the rows of A that could not be judged.
         unjudged: The rows of A that could not be judged. The keys are the reasons, and the values
             are the names of the rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
@@ -56,7 +56,8 @@ class Gate:
 
         Raises:
             Worse: A row is worse than on the first side, A.
-            Error: A row of the first side could not be judged.
+            Error: A row of the first side could not be judged or, with `allow_missing`, no row of
+                a metric could be judged.
         """
         left = set().union(*self.unjudged.values())
         reasons = [f"{reason}: {_first(names)}" for reason, names in self.unjudged.items()]
@@ -73,7 +74,8 @@ class Gate:
         if unknown and allow_missing:
             raise Error(
                 f"no {' and no '.join(unknown)} could be judged, so it is not known whether there "
-                f"is a regression: {'; '.join([*said, *reasons])}"
+                f"is a regression: {'; '.join([*said, *reasons])}; --metric NAME judges only one "
+                "metric"
             )
         if left:
             said.append(f"{count(left)} of A could not be judged: {'; '.join(reasons)}")
@@ -162,11 +164,11 @@ def _metric_of(line: Line, table: Comparison | None, metric: str | None) -> str 
     if table is not None:
         return table.metric
     ours = line.entries.get(0)
-    if ours is not None:
-        for name in [metric] if metric else DEFAULTS:
-            if read(ours, name) is not None:
-                return name
-    return None
+    if ours is None:
+        return None
+    if metric is not None:
+        return None if read(ours, metric) is None else metric
+    return next(iter(available([ours])), None)
 
 
 def _is_judged(decision: Decision, threshold: float) -> bool:

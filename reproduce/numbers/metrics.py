@@ -251,8 +251,8 @@ def read(entry: Entry, metric: str) -> Reading | None:
     if metric in ("throughput", "speedup"):
         return throughput(result, _run_of(entry))
     if metric == "memory":
-        peaks = result.values.get("peak_allocated", result.values.get("allocated"))
-        return _memory(peaks, None)
+        name = "allocated" if entry.record.kind == "predicted" else "peak_allocated"
+        return _memory(result.values.get(name), None)
     if metric == "reserved":
         published = _published_memory(result, entry.record.unit)
         return _memory(result.values.get("peak_reserved"), published)
@@ -285,7 +285,8 @@ def _run_of(entry: Entry) -> str:
 
 def _memory(peaks: Json, published: float | None) -> Reading | None:
     """Return the sum of the devices' memory peaks or, if there are none, the published number."""
-    return _exact(sum(peaks) if peaks else published, "bytes")
+    has_peaks = isinstance(peaks, list) and peaks
+    return _exact(sum(peaks) if has_peaks else published, "bytes")
 
 
 def _sampled(entry: Entry, metric: str) -> Reading | None:

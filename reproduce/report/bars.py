@@ -117,7 +117,7 @@ def _measured(source: Source, value: str) -> Stacks:
         if source.kind == "predicted" and value == "peak_allocated":
             peaks = result.values.get("allocated")
         if isinstance(peaks, list) and peaks:
-            stacks[result.row] = {f"device {i}": peak for i, peak in enumerate(peaks)}
+            stacks.setdefault(result.row, {f"device {i}": x for i, x in enumerate(peaks)})
     return stacks
 
 

@@ -20,8 +20,9 @@ from torchgpipe.plan.tables import figure as figure_text
 
 IDEAL = "the bubble alone, equal tasks"
 ABOUT_IDEAL = (
-    "Dotted: n·m/(n+m-1), over that of the first row, as if only the bubble cost time. Rows differ "
-    "in recomputation and in the size of micro-batches, too, so points can lie above it."
+    "Dotted: the speed-up if only the bubble cost time, n·m/(n+m-1), divided by its value in the "
+    "first row. Rows also differ in recomputation and in the size of micro-batches, so points can "
+    "lie above it."
 )
 ROOM = 1.1
 """The height of a chart divided by that of its highest point, so that its marker is not cut."""
@@ -164,7 +165,7 @@ def _draw_curve(
 
 
 def _highest(ideals: Iterable[float], curves: Iterable[dict[Place, Reading]]) -> float:
-    """Return the largest speed-up in a chart, including the ideal speed-ups."""
+    """Return the largest speed-up in a chart, including the dotted curve."""
     found = list(ideals)
     for readings in curves:
         found += [reading.middle for reading in readings.values()]

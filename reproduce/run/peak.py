@@ -17,6 +17,7 @@ import torch
 from reproduce.experiments.row import Row
 from reproduce.machine.devices import Devices
 from reproduce.records.places import Json
+from reproduce.records.record import SUCCESS
 from reproduce.run.engines.failure import explain
 from reproduce.run.live_bytes import LiveBytes, LiveBytesMode
 from reproduce.run.session import GroupDone, Session
@@ -102,10 +103,22 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 def plan_memory(session: Session) -> None:
     """Record which rows (configurations) will run; tell the progress display how many steps."""
-    scale = session.scale
-    for row in scale.rows:
+    for row in _remaining(session):
         session.plan(row)
-        plan_peak(session, row, scale.steps, row.name)
+        plan_peak(session, row, session.scale.steps, row.name)
+
+
+def _remaining(session: Session) -> list[Row]:
+    """Return the rows (configurations) that have no numbers yet.
+
+    An interrupted run that is continued has numbers of some rows already.
+    """
+    rows = []
+    for row in session.scale.rows:
+        found = session.found(row)
+        if found is None or found.status not in SUCCESS:
+            rows.append(row)
+    return rows
 
 
 def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
@@ -119,6 +132,8 @@ def plan_peak(session: Session, row: Row, steps: int, job: str) -> None:
 
 def run_memory(session: Session) -> Iterator[GroupDone]:
     """Record the model size and peak memory of every row (configuration), even if some rows fail.
+
+    If an interrupted run is continued, rows that have numbers already are not run again.
 
     At the end, yield ("", True), which means that the table of all rows can be shown. The first
     item is the name of a group of rows, and is empty because there is only one group.
@@ -134,7 +149,7 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
             result = session.result(row, scale="paper", device="meta", values=values)
             session.recorder.put(result)
 
-    rows = session.scale.rows
+    rows = _remaining(session)
     for number, row in enumerate(rows, 1):
         which = f"row {number} of {len(rows)}: {row.name}"
         try:

@@ -19,7 +19,10 @@ from torchgpipe.tensors.microbatch import MicroBatches
 _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
 """The autograd nodes of `cross_entropy` and `nll_loss`, if the targets are class indices."""
 
-_AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", "ToCopyBackward0")
+_SAME = ("NegBackward0", "ToCopyBackward0")
+"""The nodes that change a sum only in its sign or its type."""
+
+_AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", *_SAME)
 """The nodes of a loss that is computed from a cross entropy, as with `label_smoothing`."""
 
 _TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0")
@@ -115,21 +118,25 @@ def _divisor(node: Any) -> Tensor | None:
     The node divides a sum, or it averages losses that a mask has chosen. The result is `None` if
     the node does something else, or if the number requires grad.
     """
-    if node.name() == "MeanBackward0" and _follows(node, _CHOSEN):
-        return torch.tensor(float(node._saved_self_sym_numel))
-    if node.name() != "DivBackward0" or not _follows(node, ("SumBackward0", *_CROSS_ENTROPY)):
+    above, _ = node.next_functions[0] if node.next_functions else (None, 0)
+    if node.name() == "MeanBackward0" and above is not None and above.name() in _CHOSEN:
+        return torch.tensor(int(node._saved_self_sym_numel), device="cpu")
+    if node.name() != "DivBackward0":
         return None
-    (above, _), (below, _) = node.next_functions
-    if below is not None or getattr(above, "_saved_reduction", _SUM) != _SUM:
+    while above is not None and above.name() in _SAME:
+        above, _ = above.next_functions[0]
+    if not _adds_up(above):
         return None
+    _, (below, _) = node.next_functions
     divisor: Tensor = node._saved_other.detach()
-    return divisor if divisor.dim() == 0 else None
+    return divisor if below is None and divisor.dim() == 0 else None
 
 
-def _follows(node: Any, names: Sequence[str]) -> bool:
-    """Return whether a node with one of the names computed a node's first input."""
-    above, _ = node.next_functions[0]
-    return above is not None and above.name() in names
+def _adds_up(node: Any) -> bool:
+    """Return whether an autograd node sums all entries of a tensor, or all losses."""
+    if node is None:
+        return False
+    return node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
 
 
 def _is_sum(node: Any) -> bool:
@@ -218,7 +225,7 @@ def _warn_of_cross_entropies(
     numbers: list[int] = []
     if len(known) == len(targets):
         index, weighted = known[0].ignored, known[0].classes
-        rounding = 8 * torch.finfo(known[0].total.dtype).eps
+        rounding = _rounding(known[0].total)
         totals = [float(each.total) for each in known]
         numbers = [each.number for each in known]
         if not isinstance(request.target, MicroBatches):  # whose lengths may differ on purpose
@@ -259,14 +266,16 @@ def _warn_of_divisors(
         sizes: The number of samples of each micro-batch.
         found: The means that the criterion has computed by hand.
     """
+    # Micro-batches of the user's own need not have the same number of targets for each sample.
+    if isinstance(request.target, MicroBatches):
+        return
     if len(found) < len(targets) or not all(each.by_hand for each in found):
         return
     totals = [float(each.total) for each in found]
-    # Micro-batches of the user's own need not have the same number of targets for each sample.
-    if isinstance(request.target, MicroBatches) or len(set(totals)) == 1:
-        return
     means = [total / size for total, size in zip(totals, sizes, strict=True)]
-    if max(means) - min(means) <= 1e-6 * max(means):
+    largest = max(map(abs, means))
+    rounding = max(_rounding(each.total) for each in found) * largest
+    if len(set(totals)) == 1 or max(means) - min(means) <= rounding:
         return
     warnings.warn(
         "the criterion divides the losses of micro-batches by different numbers (such as numbers "
@@ -274,6 +283,11 @@ def _warn_of_divisors(
         f"all targets; give step() and evaluate() weight={_count(targets, totals)}",
         stacklevel=2,
     )
+
+
+def _rounding(total: Tensor) -> float:
+    """Return the relative error that a sum of numbers can have in the type of `total`."""
+    return 8 * torch.finfo(total.dtype).eps if total.is_floating_point() else 0.0
 
 
 def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
@@ -334,8 +348,9 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int | None 
             part = _counting(column, totals, index)
             if part is not None:
                 return f"lambda target: ({name}{part} != {index}).sum()"
-    what = "that count" if ignored is None else f"that are not {ignored}"
-    return f"count, where count(target) is the number of targets {what}"
+    if ignored is None:
+        return "divisor, where divisor(target) is the number by which the criterion divides"
+    return f"count, where count(target) is the number of targets that are not {ignored}"
 
 
 def _counting(column: Sequence[Any], totals: Sequence[float], ignored: int) -> str | None:

@@ -354,10 +354,12 @@ def _advice(name: str, taken: Any, given: Any) -> str:
         taken: The argument, with a slot in place of each tensor.
         given: The same for the sample's argument.
     """
-    if isinstance(given, Slot) and isinstance(taken, list) and taken:
-        of = "stack" if all(isinstance(each, Slot) for each in taken) else "tensor"
-        return f"if it is a list of samples, give torch.{of}({name})"
     advice = "call sequential again with a sample like this"
     if isinstance(given, tuple) and isinstance(taken, Slot):
         advice += f"; or, if all of the tuple is {name}, give it as ((…),)"
+    if isinstance(given, Slot) and isinstance(taken, list) and taken:
+        if all(isinstance(each, Slot) for each in taken):
+            advice = f"if it is a list of samples, give torch.stack({name})"
+        elif all(isinstance(each, (int, float, list)) for each in taken):
+            advice = f"if it is a list of samples, give torch.tensor({name})"
     return advice

@@ -140,6 +140,7 @@ def of_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]) -
     module = f"import os\nprint({text!r}, flush=True)\nos.write(2, b'why\\n')\nos._exit({code})\n"
     (tmp_path / "torchgpipe").mkdir()
     (tmp_path / "torchgpipe" / "__init__.py").write_text(module)
+    (tmp_path / "torchgpipe" / "__version__.py").touch()
     return tmp_path
 
 
@@ -157,6 +158,14 @@ def test_a_base_is_compared_whatever_is_committed(
     capsys.readouterr()
     with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4$"):
         main(["--base", str(base)])
+
+    shutil.rmtree(base / "torchgpipe")
+    with pytest.raises(Worse) as worse:
+        main(["--base", str(of_base(tmp_path, code, {**fewer, "nodes": 9}, ["0 B0"]))])
+    assert str(worse.value).splitlines() == [
+        f"{HERE}: nodes fell from 9 to 8",
+        f"{HERE}: waits grew from 3 to 4",
+    ], "what fell is said, too"
 
     shutil.rmtree(base / "torchgpipe")
     main(["--base", str(of_base(tmp_path, code, more, ["0 B0"])), "--format", "json"])
@@ -187,11 +196,33 @@ def test_a_base_that_cannot_be_counted(
     assert str(worse.value).splitlines() == [remark, f"{HERE}: waits grew from 3 to 4", ADVICE]
 
 
+def test_only_the_library_of_a_base_is_taken(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that a checkout as the base is judged by the gate here, and not by its own gate."""
+    main(["--update"])
+    base = of_base(tmp_path, 0, {**ROW, "waits": 3}, ["0 B0"])
+    (base / "benchmarks").mkdir()
+    (base / "benchmarks" / "__init__.py").write_text("raise SystemExit(2)\n")
+    with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4$"):
+        main(["--base", str(base)])
+
+    (base / "torchgpipe" / "__init__.py").write_text("print('hello')\n")
+    capsys.readouterr()
+    main(["--base", str(base)])
+    assert "the base cannot be judged (" in capsys.readouterr().out
+    for nothing in ("nowhere", str(base / "benchmarks")):
+        with pytest.raises(SystemExit):
+            main(["--base", nothing])
+        assert "or a folder with a torchgpipe in it" in capsys.readouterr().err
+
+
 def test_update_writes_the_files_and_not_the_base(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    base = of_base(tmp_path, 0, ROW, ["0 B0"])
     with pytest.raises(SystemExit):
-        main(["--update", "--base", str(tmp_path)])
+        main(["--update", "--base", str(base)])
     assert "--update writes the committed files" in capsys.readouterr().err
     assert not file.exists()
 

@@ -213,6 +213,7 @@ def test_a_fault_of_the_base_is_no_loss(
     found = [Met("ranks", 2, "ranks: y"), Met("workers", 3, "workers, never: x")]
     monkeypatch.setattr(overlap, "every", lambda ranks: found)
     (tmp_path / "torchgpipe").mkdir()
+    (tmp_path / "torchgpipe" / "__version__.py").touch()
     printed = {"numbers": [{"reason": "workers, never: x"}, {"reason": None}]}
     module = f"import os\nprint({json.dumps(printed)!r}, flush=True)\nos._exit(1)\n"
     (tmp_path / "torchgpipe" / "__init__.py").write_text(module)

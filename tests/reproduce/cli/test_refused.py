@@ -94,8 +94,9 @@ REFUSED = {
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule GPipe -n 100000": (
-        "100000 devices and 8 micro-batches: the drawing would be too large; n * (n + m) may be"
+        "-n 100000 -m 8 -v 1: the drawing would be too large; n * v * (n + m) may be at most"
     ),
+    "schedule Interleaved1F1B -v 100000": "-n 4 -m 8 -v 100000: the drawing would be too large",
     "schedule missing.csv": "missing.csv",
     "schedule GPipe --out picture": (
         "--out picture: the name of a picture must end in .svg or .png"
@@ -131,7 +132,9 @@ REFUSED = {
         "--results empty: no record (*.json) in its folders paper, predicted, measured"
     ),
     f"{REPORT} --out no/r.html": "no/r.html: cannot be written (No such file or directory)",
-    "regression --base HEAD --out /dev/null/x": "--out /dev/null: cannot be written",
+    "regression --base v --package mine --cases text --out /dev/null/x": (
+        "--out /dev/null: cannot be written"
+    ),
 }
 """For each command line, the error message."""
 

@@ -228,7 +228,7 @@ def test_a_run_without_any_row_fails(command: Any) -> None:
 
     assert "needs 8 devices" in one_line(out)
     *_, last = err.splitlines()
-    assert last == "reproduce: no row was run: needs 8 devices"
+    assert last == "reproduce: no row has a number: needs 8 devices"
     (result,) = the_record().results
     assert result.status == "needs devices"
 

@@ -102,7 +102,7 @@ SAYS: dict[str, list[str]] = {
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, "
         "micro_batch_size, D.",
-        "Speed-up over the table's first row, 1 micro-batch. Dotted: n·m/(n+m-1), over that of the",
+        "Speed-up over the table's first row, 1 micro-batch. Dotted: the speed-up if only the",
         "Speed-up over the table's first row, 4 micro-batch",
         "Speed-up over the table's first row, 32 micro-batch",
         "Speed-up over n, 32 micro-batches: published n=2 1.77, n=4 2.71, n=8 4.95; "

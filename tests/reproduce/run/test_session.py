@@ -270,6 +270,27 @@ def test_memory_rows_run_alone_and_for_any_n(
     assert steps == expected
 
 
+def test_memory_that_was_measured_is_kept(fake: type[Fake], run: Any) -> None:
+    """Check that a run that is continued measures only the rows that have no numbers yet."""
+
+    def interrupt(_: int) -> Exception | None:
+        raise KeyboardInterrupt
+
+    fake.raises["pipeline-2"] = interrupt
+    found = run("tiny-memory", status=130)
+    kept = [name for name, each in found.items() if each.status == "measured"]
+    ran = [name for name in kept if not name.endswith("paper")]
+    assert ran == ["baseline", "pipeline-1"]
+
+    fake.raises.clear()
+    fake.order.clear()
+    again = run("tiny-memory", "--resume")
+    assert not set(ran) & set(fake.order)
+    assert all(again[name] == found[name] for name in kept)
+    assert {each.status for each in again.values()} == {"measured"}
+    assert run.record.run.state == "finished"
+
+
 def test_a_changed_row_is_another_row(fake: type[Fake], run: Any) -> None:
     """Check the results of a row (configuration) that the option `--set` has changed.
 
