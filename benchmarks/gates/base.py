@@ -7,6 +7,7 @@ version) and the benchmark of the pipeline's machinery.
 import argparse
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,3 +95,9 @@ def found_in(base: Base, module: str) -> list[Number]:
     except ValueError:
         raise Error("the base cannot be judged (it prints something of its own)") from None
     return numbers
+
+
+def version(folder: Path) -> str:
+    """Return the version of the torchgpipe in a folder, such as "torchgpipe 0.0.7"."""
+    names = runpy.run_path(str(folder / VERSION))
+    return f"torchgpipe {names['__version__']}"

@@ -11,7 +11,6 @@ same engine in the other version. (If the other version has only one engine, the
 total time of this engine.) On CUDA, all partitions are on one GPU.
 """
 
-import runpy
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gates.base import VERSION, add_base, folder_of
+from benchmarks.gates.base import add_base, folder_of, version
 from benchmarks.gates.machinery_child import MODELS, MODES
 from benchmarks.harness import Found, by_case, collect, command, in_format, positive, start
 from benchmarks.pipelines import ENGINES
@@ -151,12 +150,6 @@ def _measured(options: Namespace, sides: Sequence[Side], case: Case, seed: int) 
             result = Result(str(case), way, "failed", reason=reason, config=config)
         results.append(result)
     return results
-
-
-def version(folder: Path) -> str:
-    """Return the version of the torchgpipe in a folder, such as "torchgpipe 0.0.7"."""
-    names = runpy.run_path(str(folder / VERSION))
-    return f"torchgpipe {names['__version__']}"
 
 
 def _microseconds(turns: Turns) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from itertools import chain, product
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.gates.machinery import version
+from benchmarks.gates.base import version
 from benchmarks.gpu.part import Context, Fields
 from reproduce.machine.description import ROOT
 from reproduce.records.record import Result

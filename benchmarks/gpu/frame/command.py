@@ -29,7 +29,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.gates.machinery import VERSION, version
+from benchmarks.gates.base import VERSION, version
 from benchmarks.gpu.frame.page import ABOUT, OUTCOME, page
 from benchmarks.gpu.frame.processes import Outcome, count_gpus, run_part
 from benchmarks.gpu.part import PARTS, RECORDS, Context, Part, Size, load_parts
