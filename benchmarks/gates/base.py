@@ -1,7 +1,7 @@
-"""Find another version of torchgpipe, the base, with which a program compares the version here.
+"""Find the base: another version of torchgpipe, with which a program compares the current one.
 
-The user names the base by the option `--base`. The programs are gates (programs that judge a
-version) and the benchmark of the pipeline's machinery.
+The option `--base` names the base. These programs have the option: the gates `counts` and
+`meeting`, which judge a version, and the benchmark `benchmarks.gates.machinery`.
 """
 
 import argparse
@@ -26,18 +26,20 @@ Base = Path | str
 """A folder with a torchgpipe in it, or a git revision of this repository."""
 
 
-def add_base(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option `--base` to a command line.
+def add_base(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the option `--base` to a command line. Without the option, its value is None.
 
     Args:
         parser: The parser of the command line.
-        what: The help text: what is done with the base.
+        text: The help text, which says what is done with the base.
     """
-    parser.add_argument("--base", type=other_torchgpipe, metavar="REV|DIR", help=what)
+    parser.add_argument("--base", type=parse_base, metavar="REV|DIR", help=text)
 
 
-def other_torchgpipe(text: str) -> Base:
+def parse_base(text: str) -> Base:
     """Parse the argument of `--base`, which names another version of torchgpipe.
+
+    Return the absolute path of a folder, or the name of a git revision.
 
     Raises:
         argparse.ArgumentTypeError: If the argument is neither a folder with a torchgpipe in it nor
@@ -55,10 +57,14 @@ def other_torchgpipe(text: str) -> Base:
 
 
 @contextmanager
-def folder_of(base: Base) -> Iterator[Path]:
+def package_folder(base: Base) -> Iterator[Path]:
     """Yield a folder that has only the base's package torchgpipe.
 
-    It must have nothing else, because a checkout also has its own gates, which would judge it.
+    If the folder were a whole checkout, Python would import the checkout's own gates, and not the
+    gates of this program.
+
+    Raises:
+        Error: The git revision does not contain torchgpipe.
     """
     with TemporaryDirectory(prefix="base-") as name:
         if isinstance(base, str):
@@ -68,8 +74,10 @@ def folder_of(base: Base) -> Iterator[Path]:
         yield Path(name)
 
 
-def found_in(base: Base, module: str) -> list[Number]:
-    """Run a gate (a program that judges a version of the library) on the base; return its findings.
+def numbers_of(base: Base, module: str) -> list[Number]:
+    """Run a gate (a program that judges a version of the library) on the base.
+
+    Return the numbers that the gate prints as JSON.
 
     Args:
         base: The other version of the library.
@@ -77,9 +85,9 @@ def found_in(base: Base, module: str) -> list[Number]:
 
     Raises:
         Error: The gate cannot judge the base, for example because an old version of the library
-            cannot run what the gate runs today.
+            cannot run what the gate runs today; or its output is not JSON.
     """
-    with folder_of(base) as folder:
+    with package_folder(base) as folder:
         ended = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", module, "--format", "json"],
             cwd=folder,
@@ -93,7 +101,7 @@ def found_in(base: Base, module: str) -> list[Number]:
     try:
         numbers: list[Number] = json.loads(ended.stdout)["numbers"]
     except ValueError:
-        raise Error("the base cannot be judged (it prints something of its own)") from None
+        raise Error("the base cannot be judged (it prints text of its own)") from None
     return numbers
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gates.counts             # exit with 1 if a count differs from the file's
     python -m benchmarks.gates.counts --update    # write the file, if the change is intended
-    python -m benchmarks.gates.counts --base main # exit with 1 if a count is higher than in `main`
+    python -m benchmarks.gates.counts --base main # compare with the git revision `main`
 
 Unlike times, counts are the same in each run. `benchmarks.gates.counted` says what is counted, and
 `benchmarks.gates.tally` says how. A count that has become lower also has to be written to the file.
@@ -11,9 +11,10 @@ Otherwise, nobody would notice if the count later rose to its old value.
 The file `orders.json` has the order in which each device runs its tasks. The program compares this
 order, too.
 
-With `--base`, which names a git revision or a folder with another torchgpipe, the files do not
-matter. The program counts the operations of this other version, too. A count may be lower than
-there, but not higher, and the order of tasks must be the same.
+The option `--base` names a git revision, or a folder with another torchgpipe. The program then also
+counts the operations of this other version, the base, and compares with it in place of the files. A
+count may be lower than in the base, but not higher. The order of tasks must be the same. If the
+base cannot be counted, the program says so, and compares with the files.
 """
 
 import json
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from benchmarks.gates.answer import answer, called
-from benchmarks.gates.base import Base, add_base, found_in
+from benchmarks.gates.base import Base, add_base, numbers_of
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
@@ -50,7 +51,7 @@ Orders = Mapping[str, list[str]]
 def differences(
     before: Mapping[str, Totals],
     counted: Mapping[str, "Counts"],
-    file: str = COUNTS,
+    reference: str = COUNTS,
     *,
     lower: bool = True,
 ) -> list[str]:
@@ -62,10 +63,10 @@ def differences(
         before: Maps the name of a configuration to its counts in the committed file, or in another
             version of the library.
         counted: Maps the name of a configuration to what was counted in this run.
-        file: What `before` is called in the lines.
+        reference: The name of `before` in the lines, such as "the base".
         lower: Whether a count that has become lower also gets a line.
     """
-    lines = _missing(file, before, counted)
+    lines = _missing(reference, before, counted)
     for name, counts in counted.items():
         if name not in before:
             continue
@@ -80,14 +81,18 @@ def differences(
     return lines
 
 
-def other_orders(before: Orders, noted: Orders, file: str = ORDERS) -> list[str]:
+def other_orders(before: Orders, noted: Orders, reference: str = ORDERS) -> list[str]:
     """Return a line of text for each device whose order of tasks differs from that in `before`.
 
     The line says from which task on the order differs. A configuration that is missing in `before`
-    (the orders to compare with) or in `noted` (the orders of this run) also gets a line. `file` is
-    what `before` is called in the lines.
+    or in `noted` also gets a line.
+
+    Args:
+        before: The orders to compare with.
+        noted: The orders of this run.
+        reference: The name of `before` in the lines, such as "the base".
     """
-    lines = _missing(file, before, noted)
+    lines = _missing(reference, before, noted)
     for name in noted.keys() & before.keys():
         for device, (then, now) in enumerate(zip(before[name], noted[name], strict=True)):
             old, new = then.split(), now.split()
@@ -103,11 +108,11 @@ def other_orders(before: Orders, noted: Orders, file: str = ORDERS) -> list[str]
     return sorted(lines)
 
 
-def _missing(file: str, before: Iterable[str], now: Iterable[str]) -> list[str]:
+def _missing(reference: str, before: Iterable[str], now: Iterable[str]) -> list[str]:
     gone = [name for name in before if name not in now]
     new = [name for name in now if name not in before]
-    lines = [f"{name}: in {file}, but no longer counted" for name in gone]
-    return lines + [f"{name}: counted, but not in {file}" for name in new]
+    lines = [f"{name}: in {reference}, but no longer counted" for name in gone]
+    return lines + [f"{name}: counted, but not in {reference}" for name in new]
 
 
 def _listed(operators: Mapping[str, int]) -> str:
@@ -121,9 +126,10 @@ class Before(NamedTuple):
     Attributes:
         counts: Maps the name of a configuration to its counts.
         orders: Maps the name of a configuration to the order of each device's tasks.
-        committed: Whether they are those of the committed files. If not, they are those of another
-            version of the library, the base.
-        remark: Why they are not those of the base, although the user asked for it. Usually empty.
+        committed: Whether the counts and orders are from the committed files. Otherwise, they are
+            from the base, another version of the library.
+        remark: If the user has named a base that cannot be counted, a text that says so. Otherwise
+            empty.
     """
 
     counts: Mapping[str, Totals]
@@ -133,14 +139,18 @@ class Before(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count the operations of all configurations, note the orders of tasks, and compare both.
+    """Count the operations of all configurations, note the orders of tasks, and judge them.
 
     They are compared with the committed files or, with the option --base, with another version of
-    the library. With the option --update, write the counts and the orders into the files.
+    the library. With the option --update, they are written into the files, and not judged.
+
+    Raises:
+        Worse: A count or an order is worse.
+        Error: The pipeline does not run, or a committed file is missing or broken.
     """
     parser = command("gates.counts", __doc__, record=False)
     parser.add_argument("--update", action="store_true", help="write what is counted now")
-    add_base(parser, "compare with this torchgpipe, not with the files")
+    add_base(parser, "another version of torchgpipe to compare with, in place of the files")
     options = parser.parse_args(arguments)
     if options.update and options.base is not None:
         parser.error("--update writes the committed files, and --base ignores them: give only one")
@@ -158,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         answer(options.format, _numbers(now, counted, noted), told, [])
         return
     remarks = [before.remark] if before.remark else []
-    ending = "as committed" if before.committed else "compared with the base"
+    ending = "as committed" if before.committed else "none is worse than in the base"
     told = [*remarks, *changes, f"{said}: {ending}"]
     lost: list[str] = []
     if before.committed and changes:
@@ -184,7 +194,8 @@ def of_files(*, optional: bool = False) -> Before:
     """Return the counts and the orders of the committed files.
 
     Args:
-        optional: Whether the files may be missing or broken. Then the result is empty.
+        optional: Whether to return an empty result, and not to raise an error, if a file is
+            missing or broken.
 
     Raises:
         Error: A file is missing or broken.
@@ -201,14 +212,19 @@ def of_files(*, optional: bool = False) -> Before:
 
 
 def of_base(base: Base) -> Before:
-    """Return the counts and the orders of another version of the library.
+    """Return the counts and the orders of the base, another version of the library.
 
-    If this version cannot run the configurations, return those of the committed files.
+    If the base cannot run the configurations, return those of the committed files, with a remark.
+
+    Raises:
+        Error: The base cannot run the configurations, and a committed file is missing or broken.
     """
     try:
-        numbers = found_in(base, "benchmarks.gates.counts")
+        numbers = numbers_of(base, "benchmarks.gates.counts")
     except Error as error:
-        return of_files()._replace(remark=f"{error}, so the committed files are compared")
+        return of_files()._replace(
+            remark=f"{error}, so the counts and orders are compared with the committed files"
+        )
     counts: dict[str, Totals] = {}
     orders: dict[str, list[str]] = {}
     for number in numbers:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gates.base import add_base, folder_of, version
+from benchmarks.gates.base import add_base, package_folder, version
 from benchmarks.gates.machinery_child import MODELS, MODES
 from benchmarks.harness import Found, by_case, collect, command, in_format, positive, start
 from benchmarks.pipelines import ENGINES
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = command("gates.machinery", __doc__, rounds=5, steps=20, seed=0)
     add = parser.add_argument
-    add_base(parser, "another torchgpipe")
+    add_base(parser, "another version of torchgpipe to measure, too")
     add("--model", nargs="+", choices=MODELS, default=["linear"])
     add("--checkpoint", nargs="+", choices=MODES, default=["never", "always"])
     add("--partitions", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="n")
@@ -94,7 +94,7 @@ def measure(options: Namespace, cases: Sequence[Case]) -> Found:
     with ExitStack() as stack:
         sides = [Side(ROOT, version(ROOT))]
         if options.base is not None:
-            other = stack.enter_context(folder_of(options.base))
+            other = stack.enter_context(package_folder(options.base))
             name = f"torchgpipe {options.base}"
             if isinstance(options.base, Path):  # and not the name of a git revision
                 name = version(other)

@@ -1,7 +1,7 @@
 """Check that the tasks of a pipeline overlap, without measuring time.
 
     python -m benchmarks.gates.meeting    # exit with 1 if tasks that should overlap do not
-    python -m benchmarks.gates.meeting --base main # ... only if they do in the git revision `main`
+    python -m benchmarks.gates.meeting --base main    # ... only for faults that `main` lacks
 
 1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
 2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
@@ -24,7 +24,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from benchmarks.gates.answer import answer, called
-from benchmarks.gates.base import Base, add_base, found_in
+from benchmarks.gates.base import Base, add_base, numbers_of
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
@@ -38,18 +38,22 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all training steps on every engine, to find steps whose tasks do not overlap.
 
-    For each engine, print the first such step, if there is one. With the option --base, what is
-    found in another version of the library, too, does not count as worse.
+    For each engine, print the first such step, if there is one. With the option --base, a step
+    whose tasks do not overlap in the base either does not count as worse.
+
+    Raises:
+        Worse: Tasks do not overlap.
+        Error: The pipeline does not run.
     """
     parser = command("gates.meeting", __doc__, record=False)
-    add_base(parser, "do not name faults that this torchgpipe has, too")
+    add_base(parser, "faults that this version of torchgpipe has, too, are no loss")
     options = parser.parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()
     lost = [met.lost for met in found if met.lost is not None]
     known: set[Json] = set()
     if options.base is not None and lost:
-        known = _found_in(options.base)
+        known = _faults_of(options.base)
     told = [f"the base has the same fault: {line}" for line in lost if line in known]
     new = [line for line in lost if line not in known]
     numbers: list[Number] = []
@@ -60,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answer(options.format, numbers, told or [said], new)
 
 
-def _found_in(base: Base) -> set[Json]:
-    """Return the faults that this gate finds in another version of the library.
+def _faults_of(base: Base) -> set[Json]:
+    """Return the faults that this gate finds in the base, another version of the library.
 
-    If the gate cannot judge this version, return an empty set.
+    If the gate cannot judge the base, return an empty set. Then every fault counts as new.
     """
     try:
-        return {number["reason"] for number in found_in(base, "benchmarks.gates.meeting")}
+        return {number["reason"] for number in numbers_of(base, "benchmarks.gates.meeting")}
     except Error:
         return set()
 

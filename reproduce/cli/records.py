@@ -317,8 +317,8 @@ def history(
 @click.option(
     "--allow-missing",
     is_flag=True,
-    help="With --fail-on-regression: name rows that cannot be judged, but exit with 0 if others "
-    "of the same metric can be, and are not worse.",
+    help="With --fail-on-regression: name rows that cannot be judged. Exit with 0 if other rows of "
+    "the same metric can be judged, and are not worse.",
 )
 def compare(
     sides: Sequence[str], fail_on_regression: bool, allow_missing: bool, **options: Any

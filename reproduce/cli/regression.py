@@ -14,7 +14,10 @@ OWN = "--package mypackage --cases bench/cases.py"
 
 
 of_package = click.option(
-    "--package", metavar="NAME", help="Measure this package of the current repository."
+    "--package",
+    metavar="NAME",
+    help="Measure this package of the current repository. Required in other repositories than "
+    "torchgpipe's.",
 )
 by_cases = click.option(
     "--cases", metavar="FILE", type=FILE, help="The Python file with the package's cases."
@@ -27,11 +30,14 @@ built_by = click.option(
 def project_of(package: str | None, cases: Path | None, build: str | None) -> Any:
     """Return the package to measure, as the options describe it.
 
-    By default, it is torchgpipe, if the current folder is in a checkout of its repository.
+    By default, it is torchgpipe. Then the current folder must be in the checkout from which this
+    program runs.
 
     Raises:
-        Error: No package is named, and the current folder is not in torchgpipe's repository.
-        click.UsageError: Only some of the options that a package needs are given.
+        Error: No package is named, and this program is installed as a package, or the current
+            folder is outside of its checkout.
+        click.UsageError: Only some of the options that a package needs are given, or the file of
+            cases does not exist.
     """
     from reproduce.regression.trees import TORCHGPIPE, Project
 
@@ -154,9 +160,9 @@ def regression(  # noqa: PLR0913 - click passes each option
 ) -> None:
     """Say whether a change made the code worse.
 
-    There are three checks, called gates. "counts" counts the operations of a training step.
-    "meeting" checks whether tasks run at the same time. "times" times several cases (such as a
-    training step of U-Net) with the code of two git revisions, alternately. A package other than
+    There are three checks, called gates. "counts" compares how many operations a training step
+    does. "meeting" checks whether tasks run at the same time. "times" times several cases (such as
+    a training step of U-Net) with the code of two git revisions, alternately. A package other than
     torchgpipe has only "times".
 
     The exit code is 0 if no gate finds anything worse, 1 if a gate does, and 2 if the measurements

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from reproduce.tables.output import Number
     from torchgpipe.schedules import Schedule
 
-LARGEST = 1_000_000
-"""The largest n * v * (n + m) of a schedule: about as many forwards and pauses are drawn."""
+LARGEST_DRAWING = 1_000_000
+"""The largest n * v * (n + m): about the number of forwards and waits that a drawing shows."""
 
 
 @command("schedule 1F1B -n 4 -m 8", "schedule ZBH1 --out zbh1.svg")
@@ -92,10 +92,10 @@ def check_size(n: int, m: int, v: int) -> None:
         m: The number of micro-batches.
         v: The number of stages on each device.
     """
-    if n * v * (n + m) > LARGEST:
+    if n * v * (n + m) > LARGEST_DRAWING:
         raise Error(
-            f"-n {n} -m {m} -v {v}: the drawing would be too large; n * v * (n + m) may be at most "
-            f"{LARGEST:,}"
+            f"the drawing of n = {n} devices, m = {m} micro-batches and v = {v} stages on each "
+            f"device would be too large: n * v * (n + m) may be at most {LARGEST_DRAWING:,}"
         )
 
 

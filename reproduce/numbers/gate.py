@@ -34,16 +34,16 @@ class Gate:
 
     Attributes:
         worse: The names of the rows that are worse than on the first side, A.
-        judged: The metrics in which at least one row could be judged, such as throughput.
-        asked: The metrics of the rows of A that could not be judged.
+        judged_metrics: The metrics in which at least one row could be judged, such as throughput.
+        unjudged_metrics: The metrics in which at least one row of A could not be judged.
         unjudged: The rows of A that could not be judged. The keys are the reasons, and the values
             are the names of the rows.
         unfair: Why absolute numbers were not compared: at most one reason for each experiment.
     """
 
     worse: list[str]
-    judged: Set[str]
-    asked: Set[str]
+    judged_metrics: Set[str]
+    unjudged_metrics: Set[str]
     unjudged: dict[str, list[str]]
     unfair: list[str]
 
@@ -56,8 +56,8 @@ class Gate:
 
         Raises:
             Worse: A row is worse than on the first side, A.
-            Error: A row of the first side could not be judged or, with `allow_missing`, no row of
-                a metric could be judged.
+            Error: No row could be judged; or, without `allow_missing`, a row of the first side
+                could not be judged; or, with `allow_missing`, no row of a metric could be judged.
         """
         left = set().union(*self.unjudged.values())
         reasons = [f"{reason}: {_first(names)}" for reason, names in self.unjudged.items()]
@@ -65,17 +65,17 @@ class Gate:
         if self.worse:
             more = f"; {count(left)} of A could not be judged" if left else ""
             raise Worse(f"{count(self.worse)} worse than in A: {once(self.worse)}{more}")
-        if not self.judged:
+        if not self.judged_metrics:
             because = "; ".join(["", *said, *reasons]).replace("; ", ": ", 1)
             raise Error(
                 f"no row could be judged, so it is not known whether there is a regression{because}"
             )
-        unknown = sorted(self.asked - self.judged)
+        unknown = sorted(self.unjudged_metrics - self.judged_metrics)
         if unknown and allow_missing:
             raise Error(
                 f"no {' and no '.join(unknown)} could be judged, so it is not known whether there "
-                f"is a regression: {'; '.join([*said, *reasons])}; --metric NAME judges only one "
-                "metric"
+                f"is a regression: {'; '.join([*said, *reasons])}; to judge only one metric, give "
+                "--metric NAME"
             )
         if left:
             said.append(f"{count(left)} of A could not be judged: {'; '.join(reasons)}")
@@ -108,29 +108,30 @@ def gate(
             table.
         comparisons: The tables of the comparison: at most one for each experiment.
         threshold: The smallest relative difference that matters.
-        metric: The metric that the user wants to compare, if there is one.
+        metric: The metric that the user has chosen, or None. Then each experiment has the first
+            metric that its rows have.
     """
     tables = {comparison.experiment: comparison for comparison in comparisons}
-    rows = _by_line(comparisons)
+    rows = _rows_by_line(comparisons)
     fields = {}
     for pair in unmatched(lines, len(sides)):
         fields[id(pair.line), pair.side] = pair.text
     worse: dict[str, None] = {}
-    judged: set[str] = set()
-    asked: set[str] = set()
+    judged_metrics: set[str] = set()
+    unjudged_metrics: set[str] = set()
     unjudged: dict[str, list[str]] = {}
     for line in lines:
         table = tables.get(line.experiment)
-        compared = _metric_of(line, table, metric)
-        if compared is None:
+        row_metric = _metric_of(line, table, metric)
+        if row_metric is None:
             continue
         name = f"{line.label} ({line.experiment})"
         for number, side in enumerate(sides[1:], 1):
             found = rows.get(id(line))
             decision = None if found is None else found.decisions[number]
             if decision is not None and _is_judged(decision, threshold):
-                judged.add(compared)
-                if verdict(decision, compared) == "worse":
+                judged_metrics.add(row_metric)
+                if verdict(decision, row_metric) == "worse":
                     worse[name] = None
                 continue
             field = fields.get((id(line), number))
@@ -138,13 +139,13 @@ def gate(
             if reason is not None and field is not None:
                 reason = f"A and {side.letter} differ in {field}"
             if reason is not None:
-                asked.add(compared)
+                unjudged_metrics.add(row_metric)
                 unjudged.setdefault(reason, []).append(name)
     unfair = [comparison.unfair for comparison in comparisons if comparison.unfair]
-    return Gate(list(worse), judged, asked, unjudged, unfair)
+    return Gate(list(worse), judged_metrics, unjudged_metrics, unjudged, unfair)
 
 
-def _by_line(comparisons: Sequence[Comparison]) -> dict[int, ComparedRow]:
+def _rows_by_line(comparisons: Sequence[Comparison]) -> dict[int, ComparedRow]:
     """Return a dictionary from the id of each line to its row in the tables of the comparison."""
     rows = {}
     for comparison in comparisons:

@@ -1,9 +1,9 @@
-"""Run gates: programs that judge one version of the package without measuring times.
+"""Run gates: programs that judge a version of the package, without measuring times.
 
 A gate is a Python module that is run as a program. The program imports the package from the first
-folder on Python's path, which has the version to judge. Its option `--base` names the folder of an
-older version, with which it compares. Its exit code is the judgement (`reproduce.error` lists the
-codes), and its output explains the judgement.
+folder on Python's path, which has the version to judge. The gate's option `--base` names the folder
+of an older version, and the gate compares the two versions. Its exit code is the judgement
+(`reproduce.error` lists the codes), and its output explains the judgement.
 """
 
 import os
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 def judged_by(module: str, base: Tree, head: Tree) -> Found:
     """Run a gate (a program that judges one version of the package) on the new version, `head`.
 
-    The gate compares the new version with the old version, `base`.
+    A fault that the old version, `base`, has, too, does not count.
 
     Args:
         module: The name of the gate's module.

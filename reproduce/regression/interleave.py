@@ -110,8 +110,8 @@ def interleave(
             used = sorted(_sides_of(running))
             for i in draw.sample(used, len(used)):
                 sides[i] = stack.enter_context(start(i))
-            # The processes of the last restart have ended. The CPU time of their children would
-            # count as that of other programs, so the load is measured anew.
+            # The processes of the previous restart have ended. The CPU time of their children would
+            # count as that of other programs. So measure the load from here.
             load.begin()
             for case, ways in list(running.items()):
                 unable = _warm_up(ways, sides, draw)
@@ -123,7 +123,7 @@ def interleave(
                     running[case] = {way: ways[way] for way in ways if way not in unable}
                     if len(running[case]) < least:
                         del running[case]
-            load.round()  # of the warm-up
+            load.round()  # the load of the warm-up is not used
             for case, ways in running.items():
                 steps = {}
                 for way, (side, asked) in ways.items():

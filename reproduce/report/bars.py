@@ -114,6 +114,7 @@ def _measured(source: Source, value: str) -> Stacks:
     stacks: Stacks = {}
     for result in source.results:
         peaks = result.values.get(value)
+        # Predictions call it "allocated".
         if source.kind == "predicted" and value == "peak_allocated":
             peaks = result.values.get("allocated")
         if isinstance(peaks, list) and peaks:

@@ -18,11 +18,11 @@ from reproduce.tables.history import Line, name_of
 from reproduce.tables.output import Number
 from torchgpipe.plan.tables import figure as figure_text
 
-IDEAL = "the bubble alone, equal tasks"
+IDEAL = "if only the bubble cost time"
 ABOUT_IDEAL = (
-    "Dotted: the speed-up if only the bubble cost time, n·m/(n+m-1), divided by its value in the "
-    "first row. Rows also differ in recomputation and in the size of micro-batches, so points can "
-    "lie above it."
+    "The dotted line is n·m/(n+m-1), the speed-up over one device if only the bubble cost time, "
+    "divided by this number for the first row. Rows also differ in recomputation and in the size "
+    "of micro-batches, so points can lie above the line."
 )
 ROOM = 1.1
 """The height of a chart divided by that of its highest point, so that its marker is not cut."""
@@ -36,7 +36,7 @@ Curves = dict[Source, dict[Place, Reading]]
 
 
 def ideal(n: int, m: int) -> float:
-    """Return the speed-up of a pipeline over a single device if only the bubble cost time.
+    """Return the speed-up over one device that a pipeline would have if only its bubble cost time.
 
     The pipeline has n partitions that take equal time, and m micro-batches. Section 2.3 of the
     GPipe paper gives the size of the bubble of its schedule. Recomputation is not included.

@@ -84,7 +84,7 @@ def _fields(subject: Subject) -> dict[str, Texts]:
     """
     fields = {}
     for name, heading in FIELDS.items():
-        if _differs(subject, name):
+        if _sources_differ(subject, name):
             heading += f" ({subject.lead.label})"
         texts = {}
         known = False
@@ -98,8 +98,8 @@ def _fields(subject: Subject) -> dict[str, Texts]:
     return fields
 
 
-def _differs(subject: Subject, name: str) -> bool:
-    """Return whether a source's row has another value of a setting than the same row of `lead`."""
+def _sources_differ(subject: Subject, name: str) -> bool:
+    """Return whether a source has, in a row, another value of a setting than the table shows."""
     for row, config in subject.rows.items():
         for source in subject.sources:
             entry = subject.find(source, row)

@@ -103,12 +103,12 @@ def _measure_live(training: Training, run: Callable[[], None]) -> Peak:
 
 def plan_memory(session: Session) -> None:
     """Record which rows (configurations) will run; tell the progress display how many steps."""
-    for row in _remaining(session):
+    for row in _rows_without_numbers(session):
         session.plan(row)
         plan_peak(session, row, session.scale.steps, row.name)
 
 
-def _remaining(session: Session) -> list[Row]:
+def _rows_without_numbers(session: Session) -> list[Row]:
     """Return the rows (configurations) that have no numbers yet.
 
     An interrupted run that is continued has numbers of some rows already.
@@ -149,7 +149,7 @@ def run_memory(session: Session) -> Iterator[GroupDone]:
             result = session.result(row, scale="paper", device="meta", values=values)
             session.recorder.put(result)
 
-    rows = _remaining(session)
+    rows = _rows_without_numbers(session)
     for number, row in enumerate(rows, 1):
         which = f"row {number} of {len(rows)}: {row.name}"
         try:

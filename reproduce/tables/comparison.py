@@ -94,7 +94,7 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
         same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"
         notes.insert(0, same)
         if len(alike) == len(others):
-            found = Gate([], judged=set(), asked=set(), unjudged={}, unfair=[same])
+            found = Gate([], set(), set(), unjudged={}, unfair=[same])
     return write_comparisons(comparisons, sides, rule, notes, options.style), found
 
 

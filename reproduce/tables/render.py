@@ -40,9 +40,7 @@ FOLDERS = ("measured", "predicted")
 SHORT = (LIKE_PUBLISHED, "batch")
 """The groups of rows that the README shows, in short blocks."""
 # Of the notes below its tables, a short block keeps those that have one of these texts.
-KEPT = re.compile(
-    "|".join(map(re.escape, (DISTURBED, "emul./meas.", "speed-up: ", "over naive: ")))
-)
+KEPT = re.compile("|".join(map(re.escape, (DISTURBED, "emul./meas.", "Speed-ups are over "))))
 NOTHING = "Nothing measured is committed yet.\n"
 MARK = re.compile(
     r"(?P<begin><!-- from (?:records|docstrings): (?P<name>.*?) -->\n).*?(?P<end><!-- end -->)",

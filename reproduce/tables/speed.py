@@ -23,6 +23,7 @@ from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published, speed
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
+OF_ROUNDS = "A speed-up is computed for each round, and the table has the median."
 UNORDERED = (
     "without the dependency nothing asks for a recomputation before its gradient is there; without "
     "streams of their own, copies run among the tasks of both sides; without portals, skips go "
@@ -104,8 +105,8 @@ def ablation_tables(experiment: Experiment, results: Results) -> list[Table]:
     ]
     notes = [
         rows.circumstances(),
-        "dsp: dependency, streams, portals; x where it is on. Speed-up: over the first row, taken "
-        "round by round",
+        f"dsp: dependency, streams, portals; x where it is on. Speed-ups are over the first row. "
+        f"{OF_ROUNDS}",
     ]
     if any(map(rows.paper, rows)):
         notes.append(f"published on {rows.published_on}: U-Net (5, 64), reserved memory")
@@ -131,8 +132,8 @@ def _ours(equal: str, rows: Rows) -> Table:
     notes = [
         rows.circumstances(),
         "nobody has published these rows: they are ours, to tell pipelining from larger batches",
-        f"over naive: of the same n (checkpoint-only: over naive n={smallest}), taken round by "
-        "round",
+        f"Speed-ups are over the naive row of the same n (checkpoint-only: of n={smallest}). "
+        f"{OF_ROUNDS}",
     ]
     if equal == "micro-batch":
         size = rows.span("micro_batch_size")
@@ -177,7 +178,7 @@ def _as_published(rows: Rows) -> Table:
     notes = [rows.circumstances()]
     if "like" in rows.published_title:
         notes.append(SMALLER)
-    notes.append(f"speed-up: over {', '.join(baselines)}, taken round by round")
+    notes.append(f"Speed-ups are over {', '.join(baselines)}. {OF_ROUNDS}")
     notes += rows.about_emulation()
     notes.append(rows.about_publication())
     notes += rows.problems()
@@ -208,7 +209,7 @@ def _changed(rows: Rows) -> Table:
     ]
     baselines = {result.over for result in rows if result.over}
     if baselines:
-        notes.append(f"speed-up: over {', '.join(sorted(baselines))}, taken round by round")
+        notes.append(f"Speed-ups are over {', '.join(sorted(baselines))}. {OF_ROUNDS}")
     notes += rows.about_emulation()
     notes += rows.problems()
     return rows.table(", changed rows", columns, notes)

@@ -254,10 +254,10 @@ def test_a_mean_that_a_criterion_computes_by_hand_warns(criterion: Any) -> None:
     if criterion is masked:
         target["mask"][:] = 1
     step_without_warnings(3, criterion, x, target)  # all divide by the same number
-    step_without_warnings(4, criterion, x[:5], labels_of(target, 5))  # in proportion to samples
+    step_without_warnings(4, criterion, x[:5], first_targets(target, 5))  # in proportion to samples
 
 
-def labels_of(target: Any, samples: int) -> Any:
+def first_targets(target: Any, samples: int) -> Any:
     """Return the targets of the first samples of a mini-batch."""
     if isinstance(target, dict):
         return {name: x[:samples] for name, x in target.items()}
@@ -281,12 +281,12 @@ def of_every_second(y: Tensor, labels: Tensor) -> Tensor:
     return each_loss(y, labels)[:, [0, 2]].mean()
 
 
-NO_MEANS = [by_another_number, by_minus_its_samples, over_learned, of_every_second]
+WITHOUT_WARNING = [by_another_number, by_minus_its_samples, over_learned, of_every_second]
 
 
-@pytest.mark.parametrize("criterion", NO_MEANS)
-def test_a_division_that_is_no_mean_over_masked_targets(criterion: Any) -> None:
-    """Check that `step` does not warn of divisors that are equal, or that have a gradient."""
+@pytest.mark.parametrize("criterion", WITHOUT_WARNING)
+def test_a_division_without_a_warning(criterion: Any) -> None:
+    """Check that `step` does not warn of divisors in proportion to samples, or with a gradient."""
     step_without_warnings(4, criterion, torch.randn(7, 4, 2), torch.randint(2, (7, 4)))
 
 

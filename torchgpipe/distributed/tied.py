@@ -34,10 +34,11 @@ from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
 COMPARED_EVERY = 100
-"""In every hundredth backward, the ranks compare their copies of a shared parameter.
+"""In every hundredth mini-batch, the ranks compare their copies of a shared parameter.
 
-They also compare them in the backwards 1, 2, 4, 8, ..., because most mistakes show soon: optimizers
-whose first steps differ show in the second backward.
+They also compare them in the mini-batches 1, 2, 4, 8, ..., because most mistakes make the copies
+differ soon. For example, if the optimizers' first steps differ, the copies differ in the second
+mini-batch.
 """
 
 
@@ -98,7 +99,7 @@ class TiedParameters:
 
     def __init__(self, partitions: Iterable[nn.Module], placement: Iterable[int], own: int) -> None:
         self._own = own
-        self._backwards = 0
+        self._mini_batches = 0
         self._tied = [*_found(partitions, placement, own)]
         self.peers: set[int] = set()
         for each in self._tied:
@@ -158,9 +159,9 @@ class TiedParameters:
         for peer in self.peers:
             connections.wire(Sender, "tied gradients", peer).begin()
             connections.wire(Receiver, "tied gradients", peer).begin()
-        self._backwards += 1
-        is_power_of_two = self._backwards.bit_count() == 1
-        compares = is_power_of_two or self._backwards % COMPARED_EVERY == 0
+        self._mini_batches += 1
+        is_power_of_two = self._mini_batches.bit_count() == 1
+        compares = is_power_of_two or self._mini_batches % COMPARED_EVERY == 0
         own = []
         for tied in self._tied:
             told = self._told(tied, guards, io, compares=compares)

@@ -19,11 +19,11 @@ from torchgpipe.tensors.microbatch import MicroBatches
 _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
 """The autograd nodes of `cross_entropy` and `nll_loss`, if the targets are class indices."""
 
-_SAME = ("NegBackward0", "ToCopyBackward0")
+_SIGN_OR_TYPE = ("NegBackward0", "ToCopyBackward0")
 """The nodes that change a sum only in its sign or its type."""
 
-_AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", *_SAME)
-"""The nodes of a loss that is computed from a cross entropy, as with `label_smoothing`."""
+_AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", *_SIGN_OR_TYPE)
+"""The nodes that can come after a mean in the computation of a loss, as with `label_smoothing`."""
 
 _TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0")
 """The nodes that add terms, or that leave a sum a sum."""
@@ -36,7 +36,7 @@ Examples are a mean over samples that is summed over features, and weights whose
 
 _MOST_TERMS = 20
 
-_CHOSEN = ("IndexBackward0", "MaskedSelectBackward0")
+_INDEXED = ("IndexBackward0", "MaskedSelectBackward0")
 """The nodes of losses that a mask has chosen, as in `losses[mask]`."""
 
 _SUM = 2
@@ -49,15 +49,15 @@ class Counted(NamedTuple):
     If the loss is a sum, only `is_sum` has a meaning.
 
     Attributes:
-        total: The sum of the class weights of all targets that are not ignored, as a scalar tensor.
-            Without class weights, this is the number of these targets.
-        number: The number of all targets.
-        ignored: The class index that is ignored.
+        total: The number by which the mean divides, as a scalar tensor. For a cross entropy, it is
+            the sum of the class weights of all targets that are not ignored. Without class weights,
+            this is the number of these targets.
+        number: The number of all targets, or 0 if it is not known.
+        ignored: The class index that is ignored, or 0 if it is not known.
         classes: Whether the cross entropy has class weights.
         is_sum: Whether the loss is a sum, and not a mean.
-        by_hand: Whether the criterion has computed a mean itself, as in `losses.sum() / n` or
-            `losses[mask].mean()`. Then `total` is the number by which it has divided, and `number`
-            and `ignored` are unknown (0).
+        by_hand: Whether the criterion has computed the mean itself, as in `losses.sum() / n` or
+            `losses[mask].mean()`. Then `number` and `ignored` are not known.
     """
 
     total: Tensor
@@ -69,13 +69,13 @@ class Counted(NamedTuple):
 
 
 def counted(loss: Tensor) -> Counted | None:
-    """Find a mean in the graph of a loss; return the targets over which it was computed.
+    """Look for a mean in the autograd graph of a loss; return over which targets it was computed.
 
-    The mean is a cross entropy, or the criterion has computed it by hand, from a mask for example.
-    If the loss is a sum of any kind, only the field `is_sum` of the result has a meaning. The
-    result is `None` if the loss has no graph, or is none of these. It is also `None` on device
-    `meta`, which has no values, and for a cross entropy that sums and is then multiplied, because
-    this can make it a mean.
+    The mean is that of a cross entropy, or the criterion has computed it by hand, for example with
+    a mask. If the loss is a sum, only the field `is_sum` of the result has a meaning. The result is
+    `None` if the loss has no graph, or is neither such a mean nor a sum. It is also `None` for a
+    mean on device `meta`, which has no values. A cross entropy that sums and is then multiplied
+    gives `None`, too, because it can be a mean.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -115,24 +115,25 @@ def _of_cross_entropy(node: Any) -> Counted | None:
 def _divisor(node: Any) -> Tensor | None:
     """Return the number by which a node divides to compute a mean, as a scalar tensor.
 
-    The node divides a sum, or it averages losses that a mask has chosen. The result is `None` if
-    the node does something else, or if the number requires grad.
+    The node divides a sum by this number. Or it computes the mean of losses that a mask has chosen.
+    Then the number is how many losses these are. The result is `None` if the node does something
+    else, if it divides by a tensor that is not a scalar, or if the divisor requires grad.
     """
-    above, _ = node.next_functions[0] if node.next_functions else (None, 0)
-    if node.name() == "MeanBackward0" and above is not None and above.name() in _CHOSEN:
+    first, _ = node.next_functions[0] if node.next_functions else (None, 0)
+    if node.name() == "MeanBackward0" and first is not None and first.name() in _INDEXED:
         return torch.tensor(int(node._saved_self_sym_numel), device="cpu")
     if node.name() != "DivBackward0":
         return None
-    while above is not None and above.name() in _SAME:
-        above, _ = above.next_functions[0]
-    if not _adds_up(above):
+    while first is not None and first.name() in _SIGN_OR_TYPE:
+        first, _ = first.next_functions[0]
+    if not _is_full_sum(first):
         return None
-    _, (below, _) = node.next_functions
+    _, (of_divisor, _) = node.next_functions  # None if the divisor does not require grad
     divisor: Tensor = node._saved_other.detach()
-    return divisor if below is None and divisor.dim() == 0 else None
+    return divisor if of_divisor is None and divisor.dim() == 0 else None
 
 
-def _adds_up(node: Any) -> bool:
+def _is_full_sum(node: Any) -> bool:
     """Return whether an autograd node sums all entries of a tensor, or all losses."""
     if node is None:
         return False
@@ -208,13 +209,13 @@ def warn_of_other_means(
 def _warn_of_cross_entropies(
     request: StepRequest, targets: Sequence[Any], sizes: Sequence[int], known: Sequence[Counted]
 ) -> None:
-    """Warn if the micro-batches' cross entropies are means over different shares of the targets.
+    """Warn if cross entropies are means over different shares of targets or other class weights.
 
     Args:
         request: The arguments of `step` or `evaluate`.
         targets: The target of each micro-batch.
         sizes: The number of samples of each micro-batch.
-        known: The targets over which the cross entropies have averaged, where they are known.
+        known: The targets over which each cross entropy has averaged, where they are known.
     """
     options = options_of(request.criterion) or {}
     index: int = options.get("ignore_index", 0)
@@ -256,31 +257,31 @@ def _warn_of_cross_entropies(
 
 
 def _warn_of_divisors(
-    request: StepRequest, targets: Sequence[Any], sizes: Sequence[int], found: Sequence[Counted]
+    request: StepRequest, targets: Sequence[Any], sizes: Sequence[int], known: Sequence[Counted]
 ) -> None:
-    """Warn if the criterion divides the losses of micro-batches by numbers that differ.
+    """Warn of means computed by hand whose divisors are not in proportion to the samples.
 
     Args:
         request: The arguments of `step`.
         targets: The target of each micro-batch.
         sizes: The number of samples of each micro-batch.
-        found: The means that the criterion has computed by hand.
+        known: The means that the criterion has computed, where they are known.
     """
-    # Micro-batches of the user's own need not have the same number of targets for each sample.
+    # In `MicroBatches`, the number of targets for each sample may differ on purpose.
     if isinstance(request.target, MicroBatches):
         return
-    if len(found) < len(targets) or not all(each.by_hand for each in found):
+    if len(known) < len(targets) or not all(each.by_hand for each in known):
         return
-    totals = [float(each.total) for each in found]
-    means = [total / size for total, size in zip(totals, sizes, strict=True)]
-    largest = max(map(abs, means))
-    rounding = max(_rounding(each.total) for each in found) * largest
-    if len(set(totals)) == 1 or max(means) - min(means) <= rounding:
+    divisors = [float(each.total) for each in known]
+    for_each = [divisor / size for divisor, size in zip(divisors, sizes, strict=True)]
+    rounding = max(_rounding(each.total) for each in known) * max(map(abs, for_each))
+    if len(set(divisors)) == 1 or max(for_each) - min(for_each) <= rounding:
         return
     warnings.warn(
-        "the criterion divides the losses of micro-batches by different numbers (such as numbers "
-        "of targets), but each micro-batch counts by its samples, so the loss is not the mean over "
-        f"all targets; give step() and evaluate() weight={_count(targets, totals)}",
+        "the criterion divides the losses of micro-batches by different numbers (such as their "
+        "numbers of targets), but step() weights micro-batches by their numbers of samples, so the "
+        "loss is not the mean over all targets; give step() and evaluate() "
+        f"weight={_count(targets, divisors)}",
         stacklevel=2,
     )
 
@@ -332,8 +333,9 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int | None 
     Args:
         targets: The target of each micro-batch: all tensors, all tuples or all mappings.
         totals: How many targets the criterion has counted in each micro-batch.
-        ignored: The class index that the criterion ignores. `None` if it is not known. Then -100
-            is tried, which PyTorch's losses ignore, and 0, which is the value of masks.
+        ignored: The class index that the criterion ignores. If it is not known (`None`), two values
+            are tried: -100, which PyTorch's losses ignore by default, and 0, which a mask has for
+            targets that do not count.
     """
     first = targets[0]
     columns: dict[str, list[Any]] = {"target": [*targets]}
@@ -354,14 +356,14 @@ def _count(targets: Sequence[Any], totals: Sequence[float], ignored: int | None 
 
 
 def _counting(column: Sequence[Any], totals: Sequence[float], ignored: int) -> str | None:
-    """Return which part of tensors has as many entries other than `ignored` as `totals` says.
+    """Find the part of tensors in which `totals` entries are not `ignored`; return it as code.
 
     The result is "" for all of a tensor, and "[:, 1:]" for all but its first column. It is `None`
     if no part has these numbers of entries.
 
     Args:
         column: The tensor of each micro-batch.
-        totals: The number of entries of each micro-batch.
+        totals: For each micro-batch, the expected number of entries that are not `ignored`.
         ignored: The value that does not count.
     """
     if not all(isinstance(x, Tensor) for x in column):

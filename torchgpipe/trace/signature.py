@@ -347,19 +347,19 @@ def arguments(sample: Any) -> Arguments:
 
 
 def _advice(name: str, taken: Any, given: Any) -> str:
-    """Return what to do about an argument of another structure than in the sample.
+    """Return what to do about an argument whose structure differs from that in the sample.
 
     Args:
         name: The name of the argument.
-        taken: The argument, with a slot in place of each tensor.
-        given: The same for the sample's argument.
+        taken: The argument of this call, with a slot in place of each tensor.
+        given: The argument in the sample, with a slot in place of each tensor.
     """
     advice = "call sequential again with a sample like this"
     if isinstance(given, tuple) and isinstance(taken, Slot):
         advice += f"; or, if all of the tuple is {name}, give it as ((…),)"
     if isinstance(given, Slot) and isinstance(taken, list) and taken:
         if all(isinstance(each, Slot) for each in taken):
-            advice = f"if it is a list of samples, give torch.stack({name})"
+            advice = f"if {name} is a list of samples, give torch.stack({name})"
         elif all(isinstance(each, (int, float, list)) for each in taken):
-            advice = f"if it is a list of samples, give torch.tensor({name})"
+            advice = f"if {name} is a list of samples, give torch.tensor({name})"
     return advice

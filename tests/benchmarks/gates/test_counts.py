@@ -127,11 +127,11 @@ def test_the_formats(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"- {HERE}: waits grew from 3 to 4\n- {ADVICE}\n"
 
 
-def of_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]) -> Path:
-    """Make a version of `torchgpipe` with which `benchmarks.gates.counts` can be compared.
+def false_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]) -> Path:
+    """Make a folder with a false torchgpipe, which serves as the base.
 
-    The made-up version ends the gate at its first import, with an exit code, after it has printed
-    what the real gate would print: the counts `row` and the orders of the tests' configuration.
+    When the gate imports it, it prints what the gate would print for a base with the counts `row`
+    and the orders of tasks `orders`, and ends the process with the exit code `code`.
     """
     numbers: list[dict[str, Any]] = [{"experiment": "orders", "row": HERE, "value": orders}]
     for metric, value in row.items():
@@ -148,37 +148,38 @@ def of_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]) -
 def test_a_base_is_compared_whatever_is_committed(
     code: int, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check that a count that grew is found even if the files with the counts have grown, too.
+    """Check that a higher count is found even if the committed files have the higher count, too.
 
-    The base's own gate ends with exit code 1 if its counts are not those of the committed files.
+    The gate, run on the base, ends with exit code 1 if the base's counts differ from the committed
+    files.
     """
     main(["--update"])
     fewer, more = {**ROW, "waits": 3}, {**ROW, "waits": 5}
-    base = of_base(tmp_path, code, fewer, ["0 B0"])
+    base = false_base(tmp_path, code, fewer, ["0 B0"])
     capsys.readouterr()
     with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4$"):
         main(["--base", str(base)])
 
     shutil.rmtree(base / "torchgpipe")
     with pytest.raises(Worse) as worse:
-        main(["--base", str(of_base(tmp_path, code, {**fewer, "nodes": 9}, ["0 B0"]))])
+        main(["--base", str(false_base(tmp_path, code, {**fewer, "nodes": 9}, ["0 B0"]))])
     assert str(worse.value).splitlines() == [
         f"{HERE}: nodes fell from 9 to 8",
         f"{HERE}: waits grew from 3 to 4",
     ], "what fell is said, too"
 
     shutil.rmtree(base / "torchgpipe")
-    main(["--base", str(of_base(tmp_path, code, more, ["0 B0"])), "--format", "json"])
+    main(["--base", str(false_base(tmp_path, code, more, ["0 B0"])), "--format", "json"])
     said = json.loads(capsys.readouterr().out)
     assert said["conclusion"].splitlines() == [
         f"{HERE}: waits fell from 5 to 4",
-        "1 counts and 1 orders: compared with the base",
+        "1 counts and 1 orders: none is worse than in the base",
     ]
     assert {number["verdict"] for number in said["numbers"]} == {"~"}
 
     shutil.rmtree(base / "torchgpipe")
     with pytest.raises(Worse, match=f"^{HERE}: device 0 runs B0 after its first 1 tasks"):
-        main(["--base", str(of_base(tmp_path, code, ROW, ["0 1 B0"]))])
+        main(["--base", str(false_base(tmp_path, code, ROW, ["0 1 B0"]))])
 
 
 def test_a_base_that_cannot_be_counted(
@@ -186,9 +187,10 @@ def test_a_base_that_cannot_be_counted(
 ) -> None:
     main(["--update"])
     capsys.readouterr()
-    base = of_base(tmp_path, 2, ROW, ["0 B0"])
+    base = false_base(tmp_path, 2, ROW, ["0 B0"])
     main(["--base", str(base)])
-    remark = "the base cannot be judged (why), so the committed files are compared"
+    files = "the counts and orders are compared with the committed files"
+    remark = f"the base cannot be judged (why), so {files}"
     assert capsys.readouterr().out.splitlines() == [remark, "1 counts and 1 orders: as committed"]
     file.write_text(file.read_text().replace('"waits": 4', '"waits": 3'))
     with pytest.raises(Worse) as worse:
@@ -199,9 +201,9 @@ def test_a_base_that_cannot_be_counted(
 def test_only_the_library_of_a_base_is_taken(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check that a checkout as the base is judged by the gate here, and not by its own gate."""
+    """Check that only torchgpipe is taken from a base that is a checkout, and not its gates."""
     main(["--update"])
-    base = of_base(tmp_path, 0, {**ROW, "waits": 3}, ["0 B0"])
+    base = false_base(tmp_path, 0, {**ROW, "waits": 3}, ["0 B0"])
     (base / "benchmarks").mkdir()
     (base / "benchmarks" / "__init__.py").write_text("raise SystemExit(2)\n")
     with pytest.raises(Worse, match=f"^{HERE}: waits grew from 3 to 4$"):
@@ -220,7 +222,7 @@ def test_only_the_library_of_a_base_is_taken(
 def test_update_writes_the_files_and_not_the_base(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = of_base(tmp_path, 0, ROW, ["0 B0"])
+    base = false_base(tmp_path, 0, ROW, ["0 B0"])
     with pytest.raises(SystemExit):
         main(["--update", "--base", str(base)])
     assert "--update writes the committed files" in capsys.readouterr().err

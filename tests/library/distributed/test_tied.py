@@ -232,8 +232,8 @@ def test_copies_that_differ_are_refused(
 def test_copies_are_compared_again_later(alike: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a later step notices copies that differ because learning rates differ.
 
-    The optimizers do the same in the first `alike` steps. Copies are compared in the backwards 1,
-    2, 4 and so on, and here in every sixth.
+    The learning rates are equal in the first `alike` steps. Copies are compared in the mini-batches
+    1, 2, 4 and so on and, in this test, in every sixth.
     """
     monkeypatch.setattr(tied, "COMPARED_EVERY", 6)
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=2)

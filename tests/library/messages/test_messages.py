@@ -196,11 +196,11 @@ TRACED: dict[str, Mistake] = {
     ),
     "a list of samples as input": (
         lambda: of_list([*X]),
-        ["but was Tensor in the sample", "if it is a list of samples, give torch.stack(x)"],
+        ["but was Tensor in the sample", "if x is a list of samples, give torch.stack(x)"],
     ),
     "a list of numbers as input": (
         lambda: of_list(X.tolist()),
-        ["but was Tensor in the sample", "if it is a list of samples, give torch.tensor(x)"],
+        ["but was Tensor in the sample", "if x is a list of samples, give torch.tensor(x)"],
     ),
     "a sample of one row": (one_row, ["words has 4 samples", "places has 1", "shared=['places']"]),
     "the state of an RNN": (

@@ -94,9 +94,9 @@ REFUSED = {
     ),
     "schedule LoopedBFS": "no schedule is called 'LoopedBFS': use one of GPipe, 1F1B,",
     "schedule GPipe -n 100000": (
-        "-n 100000 -m 8 -v 1: the drawing would be too large; n * v * (n + m) may be at most"
+        "n = 100000 devices, m = 8 micro-batches and v = 1 stages on each device would be too large"
     ),
-    "schedule Interleaved1F1B -v 100000": "-n 4 -m 8 -v 100000: the drawing would be too large",
+    "schedule Interleaved1F1B -v 100000": "v = 100000 stages on each device would be too large",
     "schedule missing.csv": "missing.csv",
     "schedule GPipe --out picture": (
         "--out picture: the name of a picture must end in .svg or .png"

@@ -126,10 +126,10 @@ def test_other_programs_on_the_cores_are_noted(monkeypatch: pytest.MonkeyPatch) 
 def test_the_load_is_measured_without_the_ends_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that the load is measured from the start of new processes on, and after the warm-up.
+    """Check that the load of a restart is measured only after its processes have started.
 
-    If the measurement included the end of the processes before, the CPU time of their children
-    would count as that of other programs.
+    The load of the warm-up is measured apart. If the measurement included the end of the previous
+    processes, the CPU time of their children would count as that of other programs.
     """
     log: list[str] = []
 

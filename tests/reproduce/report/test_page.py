@@ -102,13 +102,13 @@ SAYS: dict[str, list[str]] = {
         "over that of the first row, n2m1",
         "Measured (small, CUDA) did other work than published, with other batch_size, "
         "micro_batch_size, D.",
-        "Speed-up over the table's first row, 1 micro-batch. Dotted: the speed-up if only the",
+        "Speed-up over the table's first row, 1 micro-batch. The dotted line is n·m/(n+m-1), the ",
         "Speed-up over the table's first row, 4 micro-batch",
         "Speed-up over the table's first row, 32 micro-batch",
         "Speed-up over n, 32 micro-batches: published n=2 1.77, n=4 2.71, n=8 4.95; "
         "predicted (a<b) n=2 1.70",
         "; emulated (small, CPU) n=2 #, n=4 #, n=8 #",
-        "the bubble alone, equal tasks published predicted (a<b) measured (small, CUDA) "
+        "if only the bubble cost time published predicted (a<b) measured (small, CUDA) "
         "measured (small, CPU) emulated (small, CUDA)",
     ],
     "unet-speed": [
@@ -195,7 +195,7 @@ def test_figures_fit_a_page(text: str) -> None:
         ids = set(re.findall(r' id="([^"]+)"', svg))
         links = re.findall(r'href="#([^"]+)"', svg) + re.findall(r"url\(#([^)]+)\)", svg)
         assert set(links) <= ids
-    # The ideal speed-up is the same as in the papers.
+    # The speed-up if only the bubble cost time is the same as in the papers.
     assert ideal(1, 1) == ideal(8, 1) == 1
     assert ideal(8, 32) == 256 / 39
 

@@ -63,8 +63,8 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     tables = tables.partition("<!-- end -->")[0]
     assert tables.count("| emul./meas. |") == 2
     assert tables.count("emul./meas. is the emulated divided by the measured samples/s.") == 2
-    assert tables.count("\n- speed-up: over n2m1, ") == 1
-    assert tables.count("\n- over naive: of the same n (checkpoint-only: over naive n=2), ") == 1
+    assert tables.count("\n- Speed-ups are over n2m1. ") == 1
+    assert tables.count("\n- Speed-ups are over the naive row of the same n (checkpoint-only: ") == 1
     assert "compare the shape" not in tables
 
 
@@ -148,7 +148,7 @@ def test_a_block_shows_the_newest_whole_run(
     page.write_text(PAGE.replace("amoebanet-speed", "amoebanet-speed/short"))
     short = render(tmp_path)[page]
     assert short.count(f"\n- {DISTURBED}") == 1
-    assert short.count("\n- speed-up: over ") == 1
+    assert short.count("\n- Speed-ups are over ") == 1
     assert short.count("\n- ") == 2, "a short block has no other notes"
 
     page.write_text(PAGE.replace("amoebanet-speed", "x/y"))
