@@ -14,6 +14,7 @@ from benchmarks.names import pages
 from benchmarks.others.processes import PATIENCE
 from reproduce.cli.main import COMMANDS
 from reproduce.machine.description import ROOT
+from reproduce.machine.load import LIMITS
 from reproduce.regression.judge import WALL
 from reproduce.run.groups import LARGEST_SHARE
 from reproduce.run.timed import SAMPLING_SECONDS
@@ -59,7 +60,11 @@ SETTINGS: dict[str, list[tuple[str, float | None]]] = {
         ("2 %", HARDLY),
     ],
     "regression.md": [
+        ("2 %", default("regression", "threshold")),
+        ("5 %", default("regression", "threshold") * WALL),
         ("10 %", default("regression", "also_threshold")),
+        ("10 %", LIMITS["others"]),
+        ("2 %", LIMITS["stolen"]),
         ("2.5 times", WALL),
         ("3 %", None),  # of the example `--slow-down 0.03`
     ],
