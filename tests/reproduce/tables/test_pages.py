@@ -198,8 +198,8 @@ PAGES: list[tuple[Record, list[str]]] = [
             "NOT emulated",
             "scale paper: AmoebaNet-D (18, 256), input 3 x 224 x 224; batch size 64; "
             "3 steps per row",
-            "Speed-ups are over the naive row of the same n (checkpoint-only: of n=2). A speed-up is "
-            "computed for each round, and the table has the median.",
+            "Speed-ups are over the naive row of the same n (checkpoint-only: of n=2). "
+            "A speed-up is computed for each round, and the table has the median.",
             "# Title",
             "on 8 CUDA devices",
             "a CPU, 4 cores, 64 GiB of memory, Tesla P40 (22 GiB)",

@@ -64,7 +64,9 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     assert tables.count("| emul./meas. |") == 2
     assert tables.count("emul./meas. is the emulated divided by the measured samples/s.") == 2
     assert tables.count("\n- Speed-ups are over n2m1. ") == 1
-    assert tables.count("\n- Speed-ups are over the naive row of the same n (checkpoint-only: ") == 1
+    assert (
+        tables.count("\n- Speed-ups are over the naive row of the same n (checkpoint-only: ") == 1
+    )
     assert "compare the shape" not in tables
 
 

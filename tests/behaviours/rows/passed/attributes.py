@@ -111,8 +111,8 @@ ROWS = [
     Row(
         "attributes of tensors (`y.scale = 3.0`)",
         of(linear, marked, same, scaled),
-        note="Ranks (processes) can send only attributes that are numbers, strings, or tuples, "
-        "lists and dictionaries of these.",
+        note="Ranks (processes) can send only attributes that are `None`, numbers, strings, bytes, "
+        "or tuples, lists, sets and dictionaries of these.",
     ),
     Row("attributes of a skip", with_a_marked_skip),
     Row(

@@ -116,7 +116,8 @@ ROWS = [
     changed(
         "`spectral_norm`",
         spectral_norm_of_first,
-        "Each micro-batch runs one step of the power iteration. A recomputation runs none.",
+        "Each micro-batch runs one step of the power iteration. A recomputation repeats this step "
+        "on copies of the buffers.",
         tolerance=REORDERED,
     ),
     changed(

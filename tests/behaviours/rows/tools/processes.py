@@ -61,7 +61,8 @@ ROWS = [
     changed(
         "from `meta` by `load_state_dict(assign=True)`",
         assign,
-        "Load the weights before or after you wrap the layers in a pipeline. Create the "
+        "Load the weights before you wrap the layers, because a pipeline refuses layers on `meta` "
+        "without `init`. You can load other weights into the pipeline afterwards. Create the "
         "optimizer last, because `assign=True` replaces the parameters by other objects.",
         use=then(assign_others),
         **ALONE,

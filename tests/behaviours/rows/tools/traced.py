@@ -64,7 +64,8 @@ ROWS = [
     tool(
         "lengths that change, and `model.compile()`",
         compile_and_train,
-        "The same compiled code runs for all lengths.",
+        "PyTorch compiles a layer for the first length, and once more when the length changes. "
+        "This second code runs for all other lengths.",
         tolerance=REORDERED,
         **LENGTHS,
     ),

@@ -74,8 +74,8 @@ ROWS = [
     tool(
         "`autocast`, `GradScaler` and clipping",
         mixed_precision,
-        "Autocast keeps no cast copies of weights from one micro-batch to the next. So the "
-        "gradients of micro-batches are summed in full precision.",
+        "Under autocast, each micro-batch has an autograd graph of its own. So the gradients of "
+        "micro-batches are summed in full precision.",
     ),
     tool(
         "hooks of parameters",
@@ -93,7 +93,9 @@ ROWS = [
         "hooks of layers and of the model",
         hooks_of_layers,
         "Hooks of a layer run once for each micro-batch. Hooks of the whole model run once for "
-        "each step. If a layer is recomputed, its forward hooks run again.",
+        "each call `model(x)`. In `model.step`, forward hooks of the whole model run once for each "
+        "micro-batch, and its full backward hooks are refused. If a layer is recomputed, its "
+        "forward hooks run again.",
         **ALONE,
     ),
     tool(
@@ -142,13 +144,15 @@ ROWS = [
     tool(
         "`torch.jit.trace(model, x)` in training",
         traced,
-        "Call `model.eval()` first, or trace only the layers (`model[:]`).",
+        "If all partitions are on one device, call `model.eval()` first, or trace only the layers "
+        "(`model[:]`). If `sequential` made the layers, trace the module itself.",
         refused={"": TRACED},
     ),
     tool(
         "`torch.export.export(model, (x,))` in training",
         exported,
-        "Call `model.eval()` first, or export only the layers (`model[:]`).",
+        "If all partitions are on one device, call `model.eval()` first, or export only the layers "
+        "(`model[:]`). If `sequential` made the layers, export the module itself.",
         refused={"": EXPORTED},
         **ALONE,
     ),
