@@ -258,9 +258,9 @@ class DistributedGPipe(Partitioned):
     def close(self) -> None:
         """Close the connections to other ranks, and reset the number of mini-batches to zero.
 
-        All ranks have to call this method at the end of the training. They also have to call it
-        after a failure, because some ranks may have begun one more mini-batch than other ranks. The
-        next call of the pipeline connects again.
+        When a process ends, its connections are closed without this call. After a failure, all
+        ranks have to call this method, because some ranks may have begun one more mini-batch than
+        other ranks. The next call of the pipeline connects again.
         """
         if self._connections is not None:
             self._connections.close()
