@@ -252,7 +252,7 @@ def _here(experiment: Experiment, scale: Scale, devices: Devices) -> str:
                 measured += 1
             if engines.why_not("ranks", row, devices) is None:
                 by_ranks += 1
-    here = f"can run; measures {measured} and emulates all of {count} rows"
+    here = f"can run; measures up to {measured} and emulates all of {count} rows"
     if by_ranks:
         here += f"; --engine ranks measures {by_ranks}"
     return here

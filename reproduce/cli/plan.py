@@ -104,10 +104,10 @@ def _shape(text: str) -> tuple[int, ...]:
     "shape",
     callback=parsed(_shape),
     metavar="3x224x224",
-    help="A sample's, for other models.",
+    help="Shape of a sample, without the batch size; not for the papers' models.",
 )
 @devices_by_default("as many as the hardware has.")
-@click.option("--memory", metavar="24GiB", help="Of each device. Default: the hardware's.")
+@click.option("--memory", metavar="24GiB", help="Memory of each device. Default: the hardware's.")
 @click.option(
     "--headroom",
     type=click.FloatRange(min=0),
@@ -134,8 +134,8 @@ def _shape(text: str) -> tuple[int, ...]:
     "profiled",
     type=click.IntRange(min=2),
     metavar="N",
-    help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples; more take "
-    f"longer and say more. Default: {PROFILED}.",
+    help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples (or of 4, if N "
+    f"is smaller); more take longer and say more. Default: {PROFILED}.",
 )
 @style
 @click.option(

@@ -28,7 +28,7 @@ from reproduce.tables.layout import Table, many
 ALL = "all"
 
 
-# The first example must not write into results/predicted, the folder of the committed records.
+# The second example must not write into results/predicted, the folder of the committed records.
 @command("predict all", "predict unet-speed --hardware h100x8 --out predicted")
 @click.argument(
     "experiments",
@@ -60,7 +60,7 @@ def predict(  # noqa: PLR0913 - click passes each option
     style: str,
     out: Path | None,
 ) -> None:
-    """Predict published tables without running anything.
+    """Predict published tables, or the emulated rows of a run.
 
     EXPERIMENTS are names of experiments, or "all". Their rows are predicted with the published
     sizes of models and batches. No GPU is needed.

@@ -295,8 +295,8 @@ def history(
 @click.option(
     "--metric",
     metavar="NAME",
-    help="throughput, speedup, time, memory, reserved or another value. Default: "
-    "the first of these that two sides have.",
+    help="throughput, time, memory, reserved, speedup or another value. Default: the first of the "
+    "table's metrics that two sides have, never speedup.",
 )
 @click.option(
     "--filter",

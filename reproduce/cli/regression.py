@@ -161,9 +161,9 @@ def regression(  # noqa: PLR0913 - click passes each option
     """Say whether a change made the code worse.
 
     There are three checks, called gates. "counts" compares how many operations a training step
-    does. "meeting" checks whether tasks run at the same time. "times" times several cases (such as
-    a training step of U-Net) with the code of two git revisions, alternately. A package other than
-    torchgpipe has only "times".
+    does, and the order of its tasks. "meeting" checks whether tasks run at the same time. "times"
+    times several cases (such as a training step of U-Net) with the code of two git revisions,
+    alternately. A package other than torchgpipe has only "times".
 
     The exit code is 0 if no gate finds anything worse, 1 if a gate does, and 2 if the measurements
     cannot tell. A slow-down counts only if it is statistically significant, and larger than the

@@ -70,7 +70,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
 @click.option(
     "--scale",
     type=click.Choice(["paper", "small"]),
-    help="Default: the largest that this machine holds.",
+    help="Default: the largest that this machine holds; for accuracy, small without --data.",
 )
 @click.option(
     "--row", "rows", multiple=True, metavar="NAME", help="Run only this row; may be repeated."
@@ -80,7 +80,7 @@ def with_each_set(words: Sequence[str]) -> list[str]:
     "changes",
     multiple=True,
     metavar="FIELD=VALUE ...",
-    help="Change --row: n, m, batch_size, balance, checkpoint.",
+    help="Change --row: n, m, batch_size, balance, checkpoint, or a size of the model.",
 )
 @click.option("--all", "extra", is_flag=True, help="Speed: run the rows .../mb and .../pb, too.")
 @on
@@ -114,7 +114,8 @@ def with_each_set(words: Sequence[str]) -> list[str]:
     "--link",
     metavar="NAME|FILE",
     callback=described,
-    help=f"Speed: emulate copies as on this hardware: {', '.join(HARDWARE)}, or a file (.json). "
+    help=f"Speed: emulate copies as on this hardware: {', '.join(HARDWARE)}, or a file (.json); at "
+    "scale small, in proportion to the tasks. "
     "Default: the GPUs here, if they are among these; else "
     f"{PUBLISHED_NODE} for rows like the published ones.",
 )

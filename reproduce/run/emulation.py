@@ -15,7 +15,7 @@ So the schedule is replayed for two cases:
 
 The emulation leaves out that devices of one machine slow each other down, because they share memory
 bandwidth and the GIL. Without a `Link`, it also leaves out the time to pass a tensor to the next
-device. `docs/prediction.md` says how large these effects are.
+device. The column emul./meas. of tables shows how large these effects are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -157,7 +157,7 @@ def test_the_list_is_a_screen_or_has_every_row(
             for each in scale.rows:
                 if each.devices <= devices.count and not each.name.endswith("/pb"):
                     fitting += 1
-            some = f"measures {fitting} and emulates all of {count} rows"
+            some = f"measures up to {fitting} and emulates all of {count} rows"
             can_run = f"- on {devices}: can run; "
             assert f"{can_run}{some}" in flat or f"{can_run}all {count} rows" in flat
     assert sorted(first_cells(lines, every_name)) == sorted(every_name)
