@@ -134,8 +134,8 @@ def _shape(text: str) -> tuple[int, ...]:
     "profiled",
     type=click.IntRange(min=2),
     metavar="N",
-    help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples (or of 4, if N "
-    f"is smaller); more take longer and say more. Default: {PROFILED}.",
+    help=f"With --hardware {HERE}: time layers with micro-batches of at most N samples (at least "
+    f"4); more take longer and say more. Default: {PROFILED}.",
 )
 @style
 @click.option(

@@ -16,8 +16,7 @@ OWN = "--package mypackage --cases bench/cases.py"
 of_package = click.option(
     "--package",
     metavar="NAME",
-    help="Measure this package of the current repository. Required in other repositories than "
-    "torchgpipe's.",
+    help="Measure this package; needed in other repositories.",
 )
 by_cases = click.option(
     "--cases", metavar="FILE", type=FILE, help="The Python file with the package's cases."
