@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from reproduce.error import WORSE, Error
 from reproduce.machine.description import ROOT
 from reproduce.machine.git import commit_of
+from reproduce.regression.gates import first_on_path
 from reproduce.regression.trees import TORCHGPIPE, committed
 from reproduce.tables.output import Number
 
@@ -91,7 +92,7 @@ def numbers_of(base: Base, module: str) -> list[Number]:
         ended = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", module, "--format", "json"],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+            env={**os.environ, "PYTHONPATH": first_on_path(folder)},
             capture_output=True,
             text=True,
         )

@@ -19,7 +19,7 @@ from reproduce.cli.shared import (
     style,
 )
 from reproduce.experiments import predictable
-from reproduce.machine.devices import find_devices
+from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import OUT, find_record
 from reproduce.records.record import Record, load, save
 from reproduce.run.recorder import prepare_folder
@@ -131,6 +131,10 @@ def show_run(run: str, hardware: Any, style: str) -> None:
     if not any(result.status == "emulated" for result in emulated.results):
         raise click.UsageError(f"--run {run}: it has no emulated rows")
     found = find_devices(None, None)
+    if hardware is None and emulated.run is not None:
+        found = find_devices(emulated.run.device, None)
+        if found.kind == "cpu":
+            found = Devices("cpu", 1, threads=1)  # as an emulated CPU device
     with found.in_use():
         predicted = predict_run(emulated, hardware or found.first(1)[0])
     show_records([emulated, predicted], style, beside_emulated(emulated, predicted))

@@ -37,8 +37,9 @@ def bisected(
         say: A function that is called with a line of text that has the result of a timed commit.
 
     Raises:
-        Error: `bad` is not slower than `good`, a commit cannot run a case, the timed processes are
-            restarted too few times, or `between`, `trees` or `measure` raises an error.
+        Error: `bad` is not slower than `good`, a commit cannot run a case, other programs disturbed
+            the cases of a commit, the timed processes are restarted too few times, or `between`,
+            `trees` or `measure` raises an error.
     """
     good, bad = ends
     check_restarts(settings, limits)
@@ -51,6 +52,12 @@ def bisected(
         for case, samples in judged.samples.items():
             if "head" in samples.unable:
                 raise Error(f"{case} cannot run in {name}: {samples.unable['head']}")
+        disturbed = judged.called("disturbed", "base")
+        if disturbed and not judged.worse:
+            raise Error(
+                f"cannot tell whether {name} is slower: other programs used the cores while "
+                f"{', '.join(disturbed)} ran; run it again on a quiet machine"
+            )
         found = "not slower"
         if judged.worse:
             found = f"slower: {', '.join(judged.worse)}"

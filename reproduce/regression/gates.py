@@ -9,6 +9,7 @@ of an older version, and the gate compares the two versions. Its exit code is th
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from reproduce.error import WORSE, Error
@@ -30,6 +31,16 @@ class Found(NamedTuple):
     lines: list[str]
 
 
+def first_on_path(folder: Path) -> str:
+    """Return a PYTHONPATH with which Python imports the package from `folder`.
+
+    After this folder come this checkout, which has the gates, and the folders of PYTHONPATH, which
+    may have other packages.
+    """
+    folders = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.pathsep.join(folders)
+
+
 def judged_by(module: str, base: Tree, head: Tree) -> Found:
     """Run a gate (a program that judges one version of the package) on the new version, `head`.
 
@@ -44,7 +55,7 @@ def judged_by(module: str, base: Tree, head: Tree) -> Found:
         Error: The gate cannot judge `head`, for example because the package does not run.
     """
     *_, name = module.split(".")
-    path = os.pathsep.join([str(head.folder), str(ROOT)])
+    path = first_on_path(head.folder)
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, "--base", str(base.folder)],
         cwd=head.folder,
@@ -54,6 +65,7 @@ def judged_by(module: str, base: Tree, head: Tree) -> Found:
         text=True,
     )
     lines = ended.stdout.splitlines()
-    if ended.returncode not in (0, WORSE):
+    crashed = any(line.startswith("Traceback ") for line in lines)
+    if crashed or ended.returncode not in (0, WORSE):
         raise Error(lines[-1] if lines else f"{name} ended with exit code {ended.returncode}")
     return Found(name, "worse" if ended.returncode else "~", lines)

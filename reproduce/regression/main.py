@@ -84,7 +84,8 @@ def check_restarts(settings: Settings, limits: Limits, olds: int = 1) -> None:
         limits: What counts as slower.
         olds: The number of old versions with which the new version is compared.
     """
-    least = least_restarts(limits, settings.cases, olds)
+    clocks = {case: settings.clock or clock for case, clock in settings.cases.items()}
+    least = least_restarts(limits, clocks, olds)
     if settings.cases and settings.restarts < least:
         cases = many(len(settings.cases), "case")
         raise Error(

@@ -21,7 +21,8 @@ from reproduce.error import Error
 from reproduce.experiments.datasets import AccuracyNeeds, Batch
 from reproduce.experiments.recipe import AccuracyRow
 from reproduce.machine.devices import Devices
-from reproduce.records.record import write_atomically
+from reproduce.numbers.accuracy import final_errors
+from reproduce.records.record import SUCCESS, write_atomically
 from reproduce.run.engines.failure import explain
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
@@ -35,10 +36,13 @@ def plan_accuracy(session: Session) -> None:
     """Plan an accuracy experiment: the rows (configurations) that will run, and their steps.
 
     The record gets the rows, and the progress display gets the number of training steps of each
-    row. Evaluation is not counted, because it takes little time in comparison.
+    row. Evaluation is not counted, because it takes little time in comparison. If an interrupted
+    run is continued, rows whose trainings have ended are left out.
     """
     seeds = len(_needs(session).seeds)
     for row in _rows(session):
+        if _is_trained(session, row):
+            continue
         session.plan(row)
         steps = seeds * row.recipe.epochs * _steps_per_epoch(session, row)
         guess = session.guess(row, row.work())
@@ -58,7 +62,7 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     for seed in _needs(session).seeds:
         for row in _rows(session):
             number += 1
-            if row.name in failures:
+            if row.name in failures or _is_trained(session, row):
                 continue
             path = _checkpoint(session, row, seed)
             paths.append(path)
@@ -75,6 +79,14 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     if "failed" not in failures.values():  # else the next run resumes the trainings
         _put_away(session, paths)
     yield "", True
+
+
+def _is_trained(session: Session, row: AccuracyRow) -> bool:
+    """Return whether the record has the result of the last epoch for every seed of a row."""
+    found = session.found(row)
+    if found is None or found.status not in SUCCESS:
+        return False
+    return len(final_errors(found)) == len(_needs(session).seeds)
 
 
 def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: int) -> None:

@@ -190,7 +190,8 @@ def plan_speed(session: Session) -> None:
         for task in group.tasks:
             if session.found(task.row, **task.kind) is None:
                 session.plan(task.row, **task.kind)
-        _plan_steps(session, group, remaining(session, group))
+        tasks = remaining(session, group)
+        _plan_steps(session, group, [*tasks, *without_memory(session, group, tasks)])
 
 
 def _plan_measured(session: Session, row: Row, engine: Engine) -> None:
@@ -308,19 +309,38 @@ def remaining(session: Session, group: Group) -> list[PlannedTask]:
             return group.tasks
         if found.samples:
             timed[task] = found
-    if all(_is_done(task, found) for task, found in timed.items()):
+    if all(_is_done(session, task, found) for task, found in timed.items()):
         return []
     return [task.continued(found) for task, found in timed.items()]
 
 
-def _is_done(task: PlannedTask, found: Result) -> bool:
+def without_memory(
+    session: Session, group: Group, tasks: Sequence[PlannedTask]
+) -> list[PlannedTask]:
+    """Return the tasks of a group that ran out of memory before an interrupted run is continued.
+
+    They may fit if they run alone. The tasks that will run anyway, `tasks`, are left out.
+    """
+    if len(group.tasks) == 1:
+        return []
+    found = []
+    for task in group.tasks:
+        result = session.found(task.row, **task.kind)
+        if result is not None and result.status == "out of memory" and task not in tasks:
+            found.append(task)
+    return found
+
+
+def _is_done(session: Session, task: PlannedTask, found: Result) -> bool:
     """Return whether a timed row is finished.
 
     A row is finished if its utilization has been measured, or if this measurement has failed. The
-    utilization is measured last.
+    utilization is measured last. PyTorch's own schedules have no utilization, so their rows are
+    finished if they have run as many rounds as any group runs.
     """
     if task.engine in TORCH_ENGINES:
-        return True  # PyTorch's own schedules have no utilization
+        least = session.steps or session.scale.least_steps
+        return len(found.samples.get("step_time", ())) >= least
     return "bubble" in found.values or "utilization_problem" in found.values
 
 

@@ -85,7 +85,9 @@ def closed(record: Record, state: Literal["finished", "interrupted"]) -> Record:
 
 
 def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Recorder:
-    """Return a recorder for a new run. It writes a file with a name that no other file has.
+    """Return a recorder for a new run, which writes a file with a name that no other file has.
+
+    The file is written at once, so that another run that starts now takes another name.
 
     Args:
         out: The folder of the file.
@@ -97,10 +99,21 @@ def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Record
     name = f"{'_'.join(experiments)}-{empty.scale}-{started}"
     path = out / f"{name}.json"
     k = 1
-    while path.exists():
+    while not _reserved(path):
         k += 1
         path = out / f"{name}-{k}.json"
-    return Recorder(path, replace(empty, name=path.stem))
+    recorder = Recorder(path, replace(empty, name=path.stem))
+    recorder.save()
+    return recorder
+
+
+def _reserved(path: Path) -> bool:
+    """Create a file, and return True; or return False if the file exists already."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def resumed(out: Path, run: Run) -> Recorder:
@@ -152,7 +165,8 @@ def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
     """
     states = {"interrupted"}
     words = _without_resume(run.command)
-    if " ".join(words[2:]) not in other_runs().values():
+    others = [_without_resume(other.split(" ")) for other in other_runs().values()]
+    if words[2:] not in others:
         states.add("running")
     found = []
     for record in readable(out):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.datasets import AccuracyNeeds
 from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import MOST_DEVICES, Devices
@@ -127,8 +128,10 @@ class Session:
             hardware = self.hardware or load_hardware(name)
             papers = None
             if self.scale.name != "paper" and name != own:
+                # `self.experiment` may have only the rows that the user has chosen.
                 papers = {}
-                for scale in self.experiment.scales:
+                whole = EXPERIMENTS.get(self.experiment.name, self.experiment)
+                for scale in whole.scales:
                     if scale.name == "paper":
                         papers = {paper.name: paper for paper in scale.rows}
             self.links[name] = Link(hardware, papers)

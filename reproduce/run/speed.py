@@ -35,6 +35,7 @@ from reproduce.run.groups import (
     takes_too_long,
     time_is_over,
     warmup_steps,
+    without_memory,
 )
 from reproduce.run.progress import duration
 from reproduce.run.rounds import Rounds, Steps
@@ -64,8 +65,12 @@ def run_speed(session: Session) -> Iterator[GroupDone]:
     session.rounds = _next_round(session)
     for group in groups_of(session):
         tasks = remaining(session, group)
+        alone = without_memory(session, group, tasks)
         if tasks:
             yield from _run_tasks(session, group, tasks)
+        for task in alone:
+            session.free()
+            yield from _run_in_turn(session, group, [task], paired=False)
         session.finish(group.name)
         yield group.name, True
 
@@ -197,7 +202,9 @@ class _GroupRun:
             if task.emulated:
                 continue
             seconds = self.emulated_seconds.get(task.row.name)
-            if seconds is not None and takes_too_long(self.session, self.group, seconds):
+            if task.before:  # the interrupted run has measured it
+                worth.append(task)
+            elif seconds is not None and takes_too_long(self.session, self.group, seconds):
                 self._skip(task, seconds)
             else:
                 worth.append(task)

@@ -303,7 +303,8 @@ class Rows:
         devices = set()
         for result in self:
             if utilization(result) is not None:
-                devices.add(result.device)
+                # An emulation simulates when devices are busy, whatever the device is.
+                devices.add("cpu" if result.emulated else result.device)
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:

@@ -196,7 +196,9 @@ def found_by(tree: Path, gates: Sequence[str], arguments: Sequence[str]) -> set[
     if len(gates) < len(GATES):  # all gates are the default
         for gate in gates:
             program += ["--gate", gate]
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    folders = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(folders)
+    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [*program, *arguments], cwd=tree, env=env, stdout=pipe, stderr=pipe, text=True

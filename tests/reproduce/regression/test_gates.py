@@ -42,6 +42,19 @@ def test_a_gate_that_cannot_judge(tmp_path: Path, monkeypatch: Any) -> None:
         gates.judged_by("a.gate", *made)
 
 
+def test_a_gate_that_crashes_has_found_nothing_worse(tmp_path: Path, monkeypatch: Any) -> None:
+    """Check that an exception is no verdict, though Python's exit code is that of "worse", too."""
+    crash = ["Traceback (most recent call last):", "ModuleNotFoundError: No module named 'torch'"]
+    made = versions((0, []), (1, crash), tmp_path, monkeypatch)
+    with pytest.raises(Error, match=r"^ModuleNotFoundError: No module named 'torch'$"):
+        gates.judged_by("a.gate", *made)
+
+
+def test_the_folders_of_pythonpath_are_kept(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/more")
+    assert gates.first_on_path(Path("/new")).split(":") == ["/new", str(gates.ROOT), "/more"]
+
+
 def versions(base: Any, head: Any, folder: Path, monkeypatch: Any) -> tuple[Tree, Tree]:
     """Make two versions of a package, and a fake gate (a program that checks a version).
 

@@ -3,6 +3,7 @@
 The bisection, which finds the first commit that is slower, is tested, too.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ class History:
         self.culprit = culprit
         self.slower = slower
         self.broken: list[int] = []
+        self.disturbed: list[int] = []
         self.asked: list[tuple[int, list[str]]] = []
         self.said: list[str] = []
         package = root / "torchgpipe"
@@ -164,6 +166,8 @@ class History:
         for case in decisions:
             if case in self.slower:
                 decisions[case] = outcome
+                if number in self.disturbed:
+                    decisions[case] = replace(SAME, outcome="disturbed")
         return Judgement(samples, {"base": decisions, "also": {}}, limits.alpha)
 
     def search(self, good: str = "v0", bad: str = "HEAD", restarts: int = 20) -> str:
@@ -194,6 +198,13 @@ def test_the_first_slower_commit(
     assert first == (9, ["a", "b"])
     for _, cases in others:
         assert cases == measured_later
+
+
+def test_a_disturbed_commit_is_not_called_innocent(tmp_path: Path, monkeypatch: Any) -> None:
+    history = History(tmp_path, monkeypatch, 10, 5, ["b"])
+    history.disturbed = [5]
+    with pytest.raises(Error, match=r"cannot tell whether .* is slower: other programs used"):
+        history.search()
 
 
 @pytest.mark.parametrize(

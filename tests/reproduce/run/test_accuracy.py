@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from reproduce.machine.devices import Devices
-from reproduce.records.record import Result
+from reproduce.records.record import Result, save
 from reproduce.run import accuracy
 from reproduce.run.accuracy import SERIES, AccuracyTraining
 from reproduce.run.session import UNITS
@@ -136,6 +137,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_results_to_the_bit(
     assert not list(run.folder.glob("checkpoints/*")), "checkpoints of a finished run are deleted"
     tables, _, _ = run.out.partition("written:")
     assert max(map(len, tables.splitlines())) <= WIDTH
+
+
+def test_what_was_trained_to_the_end_is_not_trained_again(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that `--resume` keeps finished trainings, whose checkpoints have been deleted.
+
+    The run can have been interrupted later, in another experiment.
+    """
+    finished = run(NAME)
+    record = structs.replace(run.record, run=structs.replace(run.record.run, state="interrupted"))
+    (path,) = run.folder.glob("*.json")
+    save(record, path)
+    monkeypatch.setattr(accuracy, "_train", lambda *_: pytest.fail("it was trained again"))
+    again = run(NAME, "--resume")
+    assert again == finished
+    assert run.record.run.state == "finished"
 
 
 def test_rows_and_seeds_may_be_chosen(run: Any, uninterrupted: dict[str, Result]) -> None:

@@ -7,16 +7,20 @@ import contextlib
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from reproduce.experiments.row import PUBLISHED_BALANCE
+from reproduce.predict.link import Link
 from reproduce.records.record import Result
 from reproduce.run.engines.engines import ONLY_EMULATED
+from reproduce.run.groups import PlannedTask, _is_done
 from torchgpipe.plan.predict.replay import Event, Timeline
 
+from ..made import row as made_row
 from ..tiny import TINY
 from .conftest import EVERY, ROWS, SECONDS, Fake
 
@@ -139,7 +143,7 @@ def test_a_row_that_fails_is_a_result(
 def test_a_row_with_a_published_balance_is_not_measured(fake: type[Fake], run: Any) -> None:
     rows = [replace(row, configuration=PUBLISHED_BALANCE) for row in ROWS if row.name == "n2m4"]
 
-    found = run("tiny-speed", "--no-emulate", rows=tuple(rows))
+    found = run("tiny-speed", "--no-emulate", rows=tuple(rows), status=2)
 
     assert found["n2m4"].status == "not run"
     assert found["n2m4"].reason == ONLY_EMULATED
@@ -213,6 +217,72 @@ def test_an_interruption_keeps_every_step(
     for name, result in again.items():
         rounds = result.samples.get("round", [])
         assert len(set(rounds)) == steps[name], "each round has its own number"
+
+
+def test_a_row_without_memory_is_run_alone_when_a_run_is_continued(
+    fake: type[Fake], run: Any
+) -> None:
+    def alone(_: int) -> Exception | None:
+        return None if fake.alive == {"GPipe n2m4"} else NONE
+
+    def interrupt(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    fake.raises["GPipe n2m4"] = alone
+    fake.raises["naive n2"] = interrupt
+    found = run("tiny-speed", "--steps=5", "--no-emulate", status=130)
+    assert found["GPipe n2m4"].status == "out of memory"
+
+    del fake.raises["naive n2"]
+    again = run("tiny-speed", "--steps=5", "--no-emulate", "--resume")
+    assert again["GPipe n2m4"].status == "measured"
+    assert len(again["naive n2"].samples["step_time"]) >= 5
+
+
+def test_what_was_measured_is_kept_even_if_it_takes_too_long_now(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(done: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    fake.raises["naive n2"] = interrupt
+    found = run("tiny-speed", "--steps=5", status=130)
+    assert found["naive n2"].samples["step_time"]
+
+    fake.raises.clear()
+    monkeypatch.setattr("reproduce.run.speed.takes_too_long", lambda *_: True)
+    again = run("tiny-speed", "--steps=5", "--resume")
+    assert again["naive n2"].status == "measured"
+    assert len(again["naive n2"].samples["step_time"]) >= 5
+
+
+def test_copies_are_those_of_the_published_rows_whatever_rows_are_chosen(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a row's emulated copies do not depend on which other rows are run."""
+    papers: list[list[str]] = []
+
+    class Noted(Link):
+        def __init__(self, hardware: Any, rows: Any = None) -> None:
+            super().__init__(hardware, rows)
+            papers.append([*rows])
+
+    monkeypatch.setattr("reproduce.run.session.Link", Noted)
+    run("tiny-speed", "--steps=1", "--link=p40x8")
+    run("tiny-speed", "--steps=1", "--link=p40x8", "--row", "GPipe n2m4")
+    whole, chosen = papers
+    assert whole == chosen
+    assert "n2m4" in whole
+
+
+@pytest.mark.parametrize(("steps", "done"), [(2, False), (3, True)])
+def test_rows_of_other_schedules_are_done_after_enough_rounds(steps: int, done: bool) -> None:
+    session: Any = SimpleNamespace(steps=None, scale=SimpleNamespace(least_steps=3))
+    task = PlannedTask(ROWS[0], False, "ScheduleGPipe")
+    found = made_row("n2m1", [1.0] * steps, engine="ScheduleGPipe")
+    assert _is_done(session, task, found) == done
 
 
 def test_rows_appear_before_all_is_done(
