@@ -32,6 +32,8 @@ OF_RUNS: _Locks = weakref.WeakKeyDictionary()
 """The lock that each module has for tasks, and the one for whole runs of pipelines."""
 
 _making = threading.Lock()
+_splits = 0
+"""How often modules that had a common lock for tasks have got different ones."""
 
 
 class Stage:
@@ -61,7 +63,10 @@ class Stage:
         self._seen: list[tuple[object, ...]] = []
         self.away: dict[Tensor, torch.device] = {}
         self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
-        self.lock: Lock
+        self._locked: list[nn.Module] = []
+        self._own_lock: Lock = threading.RLock()
+        self._lock: Lock
+        self._seen_splits: int
         self.turn: frozenset[Lock]
 
     def __str__(self) -> str:
@@ -86,8 +91,29 @@ class Stage:
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.compiled = any(is_compiled(m) for m in modules)
         self.halves = Halves(modules)
-        self.lock = as_one(locks_of(modules, _OF_TASKS))
+        self._locked = _with_locks(modules)
+        _make_locks_of_tasks(self._locked)
+        self._find_lock()
         return True
+
+    @property
+    def lock(self) -> Lock:
+        """Return the lock that a thread holds while it runs a task of this partition.
+
+        It takes the locks of all modules of the partition. Another pipeline with the same layers
+        and another balance may have split these locks.
+        """
+        if self._seen_splits != _splits:
+            self._find_lock()
+        return self._lock
+
+    def _find_lock(self) -> None:
+        with _making:
+            splits = _splits
+            locks = {_OF_TASKS[m] for m in self._locked}
+        # Several threads may run this at the same time, and then find the same locks.
+        self._lock = as_one(locks or {self._own_lock})
+        self._seen_splits = splits
 
     def find_away(self, shared: Collection[Tensor]) -> None:
         """Find this partition's parameters that are on another device.
@@ -206,24 +232,53 @@ def _is_away(p: Tensor, device: torch.device) -> bool:
 
 
 def locks_of(modules: list[nn.Module], known: _Locks) -> frozenset[Lock]:
-    """Return the locks that a thread has to hold while it uses the modules of a partition.
-
-    A layer can itself be a pipeline. For the modules of this inner pipeline, no lock is returned:
-    the inner pipeline's worker threads take the locks of these modules, while a task of the outer
-    pipeline waits for these threads. If the task held the same locks, the task and the threads
-    would wait for each other forever.
+    """Return the locks that a thread has to hold while a run uses the modules of a pipeline.
 
     Args:
         modules: The modules. Those that have no lock yet get a common lock.
         known: The lock of each module that has one. The new lock is added to this dictionary.
     """
-    inner = modules_of_pipelines(modules)
-    # A module without parameters and buffers needs no lock. So if several partitions use the same
-    # activation layer, they can run it at the same time.
-    own = [m for m in modules if (m._parameters or m._buffers) and m not in inner]
+    own = _with_locks(modules)
     with _making:
         found = {known[m] for m in own if m in known} or {threading.RLock()}
         first = min(found, key=id)
         for module in own:
             known.setdefault(module, first)
         return frozenset(found)
+
+
+def _with_locks(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that need a lock.
+
+    A module without parameters and buffers needs no lock. So if several partitions use the same
+    activation layer, they can run it at the same time.
+
+    A layer can itself be a pipeline. The modules of this inner pipeline are left out: the inner
+    pipeline's worker threads take the locks of these modules, while a task of the outer pipeline
+    waits for these threads. If the task held the same locks, the task and the threads would wait
+    for each other forever.
+    """
+    inner = modules_of_pipelines(modules)
+    return [m for m in modules if (m._parameters or m._buffers) and m not in inner]
+
+
+def _make_locks_of_tasks(modules: list[nn.Module]) -> None:
+    """Give a partition's modules a lock for tasks, which no other module has.
+
+    If some of the modules have a common lock with modules of other partitions, as an earlier
+    pipeline had another balance, they get a new lock. Otherwise, partitions would wait for each
+    other although they have no layer in common.
+    """
+    global _splits
+    with _making:
+        found: dict[Lock, set[nn.Module]] = {}
+        new = threading.RLock()
+        for module in modules:
+            if module in _OF_TASKS:
+                found.setdefault(_OF_TASKS[module], set()).add(module)
+            else:
+                _OF_TASKS[module] = new
+        for lock, own in found.items():
+            if any(each is lock and m not in own for m, each in _OF_TASKS.items()):
+                _OF_TASKS.update(dict.fromkeys(own, threading.RLock()))
+                _splits += 1

@@ -50,17 +50,40 @@ def test_which_partitions_run_one_at_a_time(
         assert stage.look()
         stages.append(stage)
 
-    def locks(stage: Stage) -> set[Any]:
-        return {*getattr(stage.lock, "_locks", [stage.lock])}
-
     *_, one, other = stages
-    in_common = locks(one) & locks(other)
+    in_common = locks_of(one) & locks_of(other)
     assert bool(in_common) == waits
     # A stage with several locks takes them in the same order as all other stages.
-    for lock in locks(one) | locks(other):
+    for lock in locks_of(one) | locks_of(other):
         assert not hasattr(lock, "_locks")
     with one.lock, one.lock, other.lock:
         pass
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_another_balance_lets_partitions_run_at_the_same_time(keep: bool) -> None:
+    """Check that partitions without a common layer have no common lock.
+
+    Earlier pipelines of the same layers have other balances. As long as such a pipeline exists, its
+    partitions have locks in common with those of the new pipeline that have the same layers.
+    """
+    layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    earlier = [GPipe(layers, balance, devices=["cpu"] * len(balance)) for balance in ([4], [3, 1])]
+    if not keep:
+        earlier.clear()
+        gc.collect()
+    first, second = GPipe(layers, [1, 3], devices=["cpu"] * 2)._stages
+    assert not locks_of(first) & locks_of(second)
+    for whole, three, last in [[*earlier[0]._stages, *earlier[1]._stages]] if keep else []:
+        assert locks_of(whole) == locks_of(first) | locks_of(second)
+        assert locks_of(three) & locks_of(first)
+        assert locks_of(three) & locks_of(second)
+        assert locks_of(last) <= locks_of(second)
+        assert not locks_of(three) & locks_of(last)
+
+
+def locks_of(stage: Stage) -> set[Any]:
+    return {*getattr(stage.lock, "_locks", [stage.lock])}
 
 
 def test_in_anomaly_mode_the_nodes_of_stand_ins_are_made_before_threads_run() -> None:
