@@ -49,7 +49,9 @@ def clip_gradients(
     # Sort the norms by the order of the partitions in the model. So the total norm does not depend,
     # not even in its last bit, on which rank has which layers.
     order = all_places.argsort(stable=True)
-    total: Tensor = torch.linalg.vector_norm(all_norms[order], norm_type)
+    total: Tensor = all_norms.new_zeros(())  # the largest of no norms is not defined
+    if len(all_norms):
+        total = torch.linalg.vector_norm(all_norms[order], norm_type)
     # One call clips plain gradients (their mesh is None here), or the DTensors of one mesh.
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for p in given:

@@ -1,6 +1,6 @@
 """Find random number generators; read, compare and set their states."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import string_at
 
 import torch
@@ -11,6 +11,9 @@ UNLIKE = (
     "otherwise in it, or another thread drew from the same generator; give that thread a "
     "torch.Generator of its own"
 )
+
+APART = 0x9E3779B97F4A7C15
+"""A large odd number, so that the seeds of GPUs are far apart from each other."""
 
 State = Tensor | tuple[int, int]
 """The state of a generator; on a GPU the seed and the offset.
@@ -27,6 +30,27 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
         torch.default_generator,
         torch.get_device_module(device).default_generators[device.index],
     ]
+
+
+def seed_apart(numbers: Mapping[torch.device, int]) -> None:
+    """Give GPUs different seeds if they have the same seed, as after `torch.manual_seed`.
+
+    Otherwise, the layers on all GPUs would draw the same numbers, such as equal dropout masks in
+    different partitions. The pipeline's first device keeps its seed, and so does a GPU that has
+    been given a seed of its own.
+
+    Args:
+        numbers: For each GPU that this process uses, its number among the pipeline's devices.
+    """
+    if not numbers:
+        return
+    taken = {torch.initial_seed()}
+    for device, number in sorted(numbers.items(), key=lambda each: each[1]):
+        generator = default_generators(device)[-1]
+        seed = generator.initial_seed()
+        if number and seed in taken:
+            generator.manual_seed((seed + APART * number) % 2**63)
+        taken.add(generator.initial_seed())
 
 
 def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:

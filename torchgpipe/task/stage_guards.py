@@ -7,7 +7,7 @@ example, that a recomputation finds the same buffers as the forward (guards/guar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,12 @@ from torchgpipe.task.turns import Lock
 from torchgpipe.tensors._autograd import refuse_cached_parametrizations, storage_of
 from torchgpipe.tensors.microbatch import Flat
 from torchgpipe.tensors.observe import NOTHING
+
+_DROPOUT_OF_CUDNN = (
+    "{} has dropout={}, whose masks cuDNN draws on a GPU from a state of its own, so that a "
+    "recomputation would draw other masks; use checkpoint='never', or several layers with an "
+    "nn.Dropout between them"
+)
 
 
 class StageGuards:
@@ -86,6 +92,8 @@ class StageGuards:
 
     def _add_for_recomputations(self, stage: Stage) -> None:
         index, modules, ambient = stage.index, stage.modules, self.ambient
+        if stage.runs_later:
+            _refuse_dropout_of_cudnn(modules)
         # Compiled code always reads and updates the running statistics of batch norms. So if layers
         # are compiled, the guard `Buffers` restores these statistics like all other buffers.
         norms = set[nn.Module]() if stage.compiled else norms_in_training(modules)
@@ -227,3 +235,10 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
             guards.add(InPlaceForTask(common))
         parts.append((guards.lock, InPlace(own)))
     return InPlaceForRun(parts)
+
+
+def _refuse_dropout_of_cudnn(modules: Iterable[nn.Module]) -> None:
+    """Raise `RuntimeError` if an LSTM, GRU or RNN on a GPU has dropout and is to be recomputed."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase) and module.dropout and module.training:
+            raise RuntimeError(_DROPOUT_OF_CUDNN.format(type(module).__name__, module.dropout))

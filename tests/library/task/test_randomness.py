@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import GPipe
 from torchgpipe.engine.seeds import Seeds
-from torchgpipe.random import seeded
+from torchgpipe.random import generators, seeded
+from torchgpipe.random.generators import seed_apart
 from torchgpipe.random.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
@@ -177,3 +179,44 @@ def test_within_an_outer_pipelines_task() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     task, recomputation = found
     assert task == recomputation
+
+
+def test_gpus_with_the_same_seed_get_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that GPUs draw different numbers after `torch.manual_seed`, with generators of the CPU.
+
+    A GPU keeps the seed that the user has given it, and the first GPU keeps the common seed.
+    """
+    gpus = {torch.device("cuda", k): torch.Generator() for k in range(4)}
+    monkeypatch.setattr(
+        generators, "default_generators", lambda device: [torch.default_generator, gpus[device]]
+    )
+    first, second, third, own = gpus.values()
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        for generator in gpus.values():
+            generator.manual_seed(seed)
+        own.manual_seed(77)
+        numbers = {device: k for k, device in enumerate(gpus)}
+        seed_apart(numbers)
+        seeds = [generator.initial_seed() for generator in gpus.values()]
+        assert seeds[0] == seed
+        assert seeds[3] == 77
+        assert len({*seeds}) == 4
+        drawn = [
+            torch.rand(4, generator=generator).tolist() for generator in (first, second, third)
+        ]
+        assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+        seed_apart(numbers)
+        assert seeds == [generator.initial_seed() for generator in gpus.values()]
+    # On ranks, each process has one GPU of the pipeline.
+    first.manual_seed(6)
+    seed_apart({torch.device("cuda", 0): 2})
+    assert first.initial_seed() == third.initial_seed()
+
+
+def test_the_number_of_a_gpu_is_that_of_its_first_stage() -> None:
+    model = GPipe(nn.Sequential(*[nn.Tanh() for _ in range(4)]), [1] * 4, devices=["cpu"] * 4)
+    assert not model._gpus()
+    for stage, k in zip(model._stages, (1, 0, 1, 0), strict=True):
+        stage.device = torch.device("cuda", k)
+    assert model._gpus() == {torch.device("cuda", 1): 0, torch.device("cuda", 0): 1}

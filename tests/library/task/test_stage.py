@@ -140,6 +140,46 @@ def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it
     assert layer._parameters == before
 
 
+@pytest.mark.parametrize("engine", ["workers", "graph"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_rnn_does_not_make_its_list_of_weights_anew(
+    engine: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that an RNN finds stand-ins in the list that it keeps of its weights.
+
+    Otherwise, it would make the list anew in each forward and, on a GPU, move the weights.
+    """
+
+    class Last(nn.Module):
+        def forward(self, found: Any) -> torch.Tensor:
+            output: torch.Tensor = found[0]
+            return output
+
+    rnn = nn.LSTM(2, 2, 2, batch_first=True)
+    layers = nn.Sequential(nn.Linear(2, 2), rnn, Last())
+    model = GPipe(
+        layers, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, engine=engine
+    )
+    monkeypatch.setattr(nn.LSTM, "_init_flat_weights", lambda self: pytest.fail("made anew"))
+    x = torch.randn(4, 3, 2)
+    for _ in range(2):
+        expected = torch.autograd.grad(layers(x).square().sum(), [*layers.parameters()])
+        found = torch.autograd.grad(model(x).square().sum(), [*layers.parameters()])
+        torch.testing.assert_close(found, expected)
+        parameters = dict(rnn.named_parameters())
+        kept = zip(rnn._flat_weights, rnn._flat_weights_names, strict=True)
+        assert all(weight is parameters[name] for weight, name in kept)
+
+
+def test_dropout_of_cudnn_is_not_recomputed() -> None:
+    layers = nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.5, batch_first=True))
+    model = GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="always")
+    for stage in model._stages:
+        stage.runs_later = True
+    with pytest.raises(RuntimeError, match=r"LSTM has dropout=0\.5, whose masks cuDNN draws"):
+        model(torch.randn(4, 3, 2))
+
+
 def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """Check that the last of two threads to leave a context undoes its changes of a layer.
 

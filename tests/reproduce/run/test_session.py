@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 
 from reproduce.experiments.row import PUBLISHED_BALANCE
 from reproduce.predict.link import Link
-from reproduce.records.record import Result
+from reproduce.records.record import Result, load
 from reproduce.run.engines.engines import ONLY_EMULATED
 from reproduce.run.groups import PlannedTask, _is_done
+from reproduce.run.recorder import new_recorder
 from torchgpipe.plan.predict.replay import Event, Timeline
 
+from ..made import record as made_record
 from ..made import row as made_row
 from ..tiny import TINY
 from .conftest import EVERY, ROWS, SECONDS, Fake
@@ -283,6 +286,14 @@ def test_rows_of_other_schedules_are_done_after_enough_rounds(steps: int, done: 
     task = PlannedTask(ROWS[0], False, "ScheduleGPipe")
     found = made_row("n2m1", [1.0] * steps, engine="ScheduleGPipe")
     assert _is_done(session, task, found) == done
+
+
+def test_two_runs_in_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+    empty = made_record()
+    recorders = [new_recorder(tmp_path, ["e"], empty) for _ in range(2)]
+    one, other = (recorder.path for recorder in recorders)
+    assert one != other
+    assert [load(path).name for path in (one, other)] == [one.stem, other.stem]
 
 
 def test_rows_appear_before_all_is_done(

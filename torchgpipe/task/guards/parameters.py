@@ -16,6 +16,7 @@ forwards have ended, the stand-ins are compared with the parameters once.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 
@@ -155,6 +156,24 @@ class StandInParameters(Guard):
                 replaced[name] = self._stand_in(p)
         self._watched.append(replaced)
         self.swaps.append(Swap(module.__dict__, "_parameters", replaced))
+        if isinstance(module, nn.RNNBase):
+            self._replace_list_of_weights(module, replaced)
+
+    def _replace_list_of_weights(
+        self, module: nn.RNNBase, replaced: Mapping[str, Tensor | None]
+    ) -> None:
+        """Replace the weights in the list that an LSTM, GRU or RNN keeps of them.
+
+        If this list had other tensors than the layer's parameters, the layer would make the list
+        anew in its forward. On a GPU, it would also copy the weights to other memory.
+        """
+        names: list[str] = module._flat_weights_names
+        if not all(name in replaced for name in names):
+            return  # a parametrization computes weights from other parameters
+        weights = [replaced[name] for name in names]
+        references = [None if w is None else weakref.ref(w) for w in weights]
+        self.swaps.append(Swap(module.__dict__, "_flat_weights", weights))
+        self.swaps.append(Swap(module.__dict__, "_flat_weight_refs", references))
 
     def _stand_in(self, p: Tensor) -> Tensor:
         if p not in self.by_parameter:
