@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SIDE_BY_SIDE = 15
 """The largest number of Python files in a folder, not counting `__init__.py`."""
-LONGEST = 350
+LONGEST = 370
 """The largest number of lines in a Python file."""
 WIDEST = 100
 """The largest number of characters in a line."""

@@ -31,7 +31,7 @@ from torchgpipe.layers.devices import FixedDevices
 from torchgpipe.layers.fixed import Fixed
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
-from torchgpipe.random.generators import check_apart, seed_apart
+from torchgpipe.random.generators import check_apart
 from torchgpipe.schedules import Schedule
 from torchgpipe.skip.layout import Crossing, verify_skippables
 from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
@@ -294,7 +294,6 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         several = m > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
-            seed_apart(self._gpus())
             with SetBackOnFailure():
                 with unchanged(shared, copy=several) if shared else NOTHING:
                     result = run()
@@ -308,18 +307,6 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             for norm in norms:
                 norm.discard()
             raise
-
-    def _gpus(self) -> dict[torch.device, int]:
-        """Return the GPUs of this process, with their numbers among the pipeline's devices.
-
-        A GPU that the pipeline has several times as a device gets the smallest of its numbers.
-        """
-        numbers: dict[torch.device, int] = {}
-        for stage in self._stages:
-            if stage.device.type not in ("cpu", "meta"):
-                number = self.schedule.placement[stage.index]
-                numbers[stage.device] = min(number, numbers.get(stage.device, number))
-        return numbers
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their total norm over all partitions; return this norm.

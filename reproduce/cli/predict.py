@@ -132,6 +132,11 @@ def show_run(run: str, hardware: Any, style: str) -> None:
         raise click.UsageError(f"--run {run}: it has no emulated rows")
     found = find_devices(None, None)
     if hardware is None and emulated.run is not None:
+        if emulated.run.device == "cuda" and found.kind != "cuda":
+            raise click.UsageError(
+                f"--run {run}: its models ran on GPUs, which this machine does not have; give "
+                "--hardware NAME"
+            )
         found = find_devices(emulated.run.device, None)
         if found.kind == "cpu":
             found = Devices("cpu", 1, threads=1)  # as an emulated CPU device

@@ -45,6 +45,8 @@ def bisected(
     check_restarts(settings, limits)
     commits = between(settings.project, good, bad)
 
+    worse: list[str] = []
+
     def slower(commit: str, settings: Settings) -> list[str]:
         with trees(good, commit, settings.project) as versions:
             judged = judge(measure(versions, settings, tell), limits)
@@ -52,7 +54,10 @@ def bisected(
         for case, samples in judged.samples.items():
             if "head" in samples.unable:
                 raise Error(f"{case} cannot run in {name}: {samples.unable['head']}")
+        # After the first comparison, only those cases matter in which `bad` is slower.
         disturbed = judged.called("disturbed", "base")
+        if worse:
+            disturbed = [case for case in disturbed if case in worse]
         if disturbed and not judged.worse:
             raise Error(
                 f"cannot tell whether {name} is slower: other programs used the cores while "

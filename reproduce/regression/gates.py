@@ -65,7 +65,8 @@ def judged_by(module: str, base: Tree, head: Tree) -> Found:
         text=True,
     )
     lines = ended.stdout.splitlines()
-    crashed = any(line.startswith("Traceback ") for line in lines)
+    # Python's exit code after an exception is the same as that of "worse".
+    crashed = ended.returncode == WORSE and any(line.startswith("Traceback ") for line in lines)
     if crashed or ended.returncode not in (0, WORSE):
         raise Error(lines[-1] if lines else f"{name} ended with exit code {ended.returncode}")
     return Found(name, "worse" if ended.returncode else "~", lines)

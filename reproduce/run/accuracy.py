@@ -62,10 +62,12 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
     for seed in _needs(session).seeds:
         for row in _rows(session):
             number += 1
-            if row.name in failures or _is_trained(session, row):
+            if row.name in failures:
                 continue
             path = _checkpoint(session, row, seed)
             paths.append(path)
+            if _is_trained(session, row):  # by the interrupted run
+                continue
             try:
                 _train(session, row, seed, path, number)
             except Exception as error:  # recorded as the row's result

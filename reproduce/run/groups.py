@@ -225,7 +225,7 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
             skipped.add(task)
         else:
             seconds = None if seconds is None or guess is None else seconds + guess
-    before = min((len(task.before.get("step_time", ())) for task in tasks), default=0)
+    before = min((len(task.before["step_time"]) for task in tasks if task.before), default=0)
     rounds = further_rounds(session, group, seconds, SoFar(before))
     for task, guess in guesses.items():
         steps = 1 + warmup_steps(session, task) + rounds + task.watching_steps
@@ -339,7 +339,7 @@ def _is_done(session: Session, task: PlannedTask, found: Result) -> bool:
     finished if they have run as many rounds as any group runs.
     """
     if task.engine in TORCH_ENGINES:
-        least = session.steps or session.scale.least_steps
+        least = min(rounds_wanted(session), session.scale.least_steps)
         return len(found.samples.get("step_time", ())) >= least
     return "bubble" in found.values or "utilization_problem" in found.values
 

@@ -165,13 +165,13 @@ def _broken_off(out: Path, run: Run) -> list[tuple[Record, Run]]:
     """
     states = {"interrupted"}
     words = _without_resume(run.command)
-    others = [_without_resume(other.split(" ")) for other in other_runs().values()]
-    if words[2:] not in others:
+    others = {" ".join(_without_resume(other.split(" "))) for other in other_runs().values()}
+    if " ".join(words[2:]) not in others:
         states.add("running")
     found = []
     for record in readable(out):
         before = record.run
-        if before is None or before.state not in states:
+        if before is None or before.state not in states or not record.results:
             continue
         if _without_resume(before.command) == words:
             found.append((record, before))

@@ -27,7 +27,7 @@ from torchgpipe.task.entrance import mark, refuse_unusual_backward
 from torchgpipe.task.guards.in_place import InPlaceForRun
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
-from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage import Stage, seed_gpus_apart
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
 from torchgpipe.task.where import shorten
@@ -153,10 +153,11 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # Tasks need seeds only if they run at the same time. Otherwise they draw from the default
-        # generator in the same order as without a pipeline. On a GPU, tasks need no seeds, because
-        # each GPU has its own generator, which only this rank uses.
+        # Only tasks that run at the same time need seeds. Others draw from the default generator in
+        # the order of layers without a pipeline. On GPUs, tasks need none: each has a generator.
         on_gpu = any(device.type == accelerator.KIND for device in self.devices)
+        if on_gpu:
+            seed_gpus_apart(stages, self.orders.placement)
         seeded = self._overlaps and not on_gpu
         self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = self._seeds.of if seeded else in_turn

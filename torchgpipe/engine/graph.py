@@ -36,7 +36,7 @@ from torchgpipe.engine.seeds import in_turn
 from torchgpipe.skip.scope import SkipKey
 from torchgpipe.task.guards.in_place import InPlaceForTask
 from torchgpipe.task.guards.modes import AmbientModes
-from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage import Stage, seed_gpus_apart
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.where import note_task
 from torchgpipe.tensors import accelerator
@@ -88,6 +88,8 @@ class GraphEngine:
             mode: Which micro-batches are checkpointed.
             observer: A function that returns a context in which a task runs, such as a timer.
         """
+        if self.tied:
+            seed_gpus_apart(self.stages, self.arrangement.placement)
         batch = _MiniBatch(self, micro_batches, mode, observer)
         for _, i, j in orders(self.arrangement, len(micro_batches), "never", False).forwards[0]:
             try:

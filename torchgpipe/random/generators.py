@@ -42,14 +42,19 @@ def seed_apart(numbers: Mapping[torch.device, int]) -> None:
     Args:
         numbers: For each GPU that this process uses, its number among the pipeline's devices.
     """
-    if not numbers:
+    if not any(numbers.values()):
         return
     taken = {torch.initial_seed()}
     for device, number in sorted(numbers.items(), key=lambda each: each[1]):
         generator = default_generators(device)[-1]
         seed = generator.initial_seed()
         if number and seed in taken:
-            generator.manual_seed((seed + APART * number) % 2**63)
+            before = state_of(generator)
+            while seed in taken:
+                seed = (seed + APART * number) % 2**63
+            generator.manual_seed(seed)
+            if not isinstance(before, Tensor):  # go on where the generator was
+                generator.set_offset(before[1])
         taken.add(generator.initial_seed())
 
 

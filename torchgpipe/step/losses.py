@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.batch import Batch, one_node
 from torchgpipe.engine.program import BatchIO
-from torchgpipe.step.means import Counted, counted, warn_of_other_means
+from torchgpipe.step.counted import Counted, counted
+from torchgpipe.step.means import warn_of_other_means
 from torchgpipe.step.request import (
     StepRequest,
     check_criterion,
@@ -52,7 +53,8 @@ class Losses(BatchIO):
         targets: The target of each micro-batch.
         sizes: The number of samples of each micro-batch, or `UNCOUNTED`.
         counted: For each micro-batch, the targets over which the criterion has averaged (see
-            `means`), or `None`. It is filled only in the steps 1, 2, 4, 8, ... of a pipeline.
+            `torchgpipe.step.counted`), or `None`. It is filled only in the steps 1, 2, 4, 8, ... of
+            a pipeline.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe.caught import how_many
 from torchgpipe.modules import InPlace, Swap, modules_of, modules_of_pipelines
-from torchgpipe.random.generators import own_generators
+from torchgpipe.random.generators import own_generators, seed_apart
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
@@ -65,8 +65,8 @@ class Stage:
         self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
         self._locked: list[nn.Module] = []
         self._own_lock: Lock = threading.RLock()
-        self._lock: Lock
-        self._seen_splits: int
+        self.lock: Lock = self._own_lock
+        self._seen_splits = -1
         self.turn: frozenset[Lock]
 
     def __str__(self) -> str:
@@ -82,38 +82,27 @@ class Stage:
         for m in modules:
             compiled = m.__dict__.get("_compiled_call_impl")
             seen.append((m, type(m), compiled, *map(id, m._buffers.values())))
+        if self._seen_splits != _splits:
+            self._find_lock()
         if seen == self._seen:
             return False
         if modules != self.modules:
             self._gradients.clear()
+            self._locked = _with_locks(modules)
+            _make_locks_of_tasks(self._locked)
+            self._find_lock()
         self.modules, self._seen = modules, seen
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.compiled = any(is_compiled(m) for m in modules)
         self.halves = Halves(modules)
-        self._locked = _with_locks(modules)
-        _make_locks_of_tasks(self._locked)
-        self._find_lock()
         return True
 
-    @property
-    def lock(self) -> Lock:
-        """Return the lock that a thread holds while it runs a task of this partition.
-
-        It takes the locks of all modules of the partition. Another pipeline with the same layers
-        and another balance may have split these locks.
-        """
-        if self._seen_splits != _splits:
-            self._find_lock()
-        return self._lock
-
     def _find_lock(self) -> None:
+        """Find the locks of all modules, which another pipeline with another balance may split."""
         with _making:
-            splits = _splits
-            locks = {_OF_TASKS[m] for m in self._locked}
-        # Several threads may run this at the same time, and then find the same locks.
-        self._lock = as_one(locks or {self._own_lock})
-        self._seen_splits = splits
+            self.lock = as_one({_OF_TASKS[m] for m in self._locked} or {self._own_lock})
+            self._seen_splits = _splits
 
     def find_away(self, shared: Collection[Tensor]) -> None:
         """Find this partition's parameters that are on another device.
@@ -223,6 +212,21 @@ class Stage:
                 )
 
 
+def seed_gpus_apart(stages: Sequence[Stage], placement: Sequence[int]) -> None:
+    """Give GPUs different seeds if they have the same seed (see `seed_apart`).
+
+    Args:
+        stages: The stages of this process.
+        placement: For each stage of the model, the number of its device.
+    """
+    numbers: dict[torch.device, int] = {}
+    for stage in stages:
+        if stage.runs_later:
+            number = placement[stage.index]
+            numbers[stage.device] = min(number, numbers.get(stage.device, number))
+    seed_apart(numbers)
+
+
 def _is_away(p: Tensor, device: torch.device) -> bool:
     """Return whether the parameter `p` is on another device than `device`."""
     if p.device.type != device.type:
@@ -278,7 +282,7 @@ def _make_locks_of_tasks(modules: list[nn.Module]) -> None:
                 found.setdefault(_OF_TASKS[module], set()).add(module)
             else:
                 _OF_TASKS[module] = new
-        for lock, own in found.items():
-            if any(each is lock and m not in own for m, each in _OF_TASKS.items()):
-                _OF_TASKS.update(dict.fromkeys(own, threading.RLock()))
-                _splits += 1
+        shared = {lock for m, lock in _OF_TASKS.items() if lock in found and m not in found[lock]}
+        for lock in shared:
+            _OF_TASKS.update(dict.fromkeys(found[lock], threading.RLock()))
+            _splits += 1

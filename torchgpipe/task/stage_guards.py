@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchgpipe.modules import InPlace, Swap
@@ -240,5 +241,8 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
 def _refuse_dropout_of_cudnn(modules: Iterable[nn.Module]) -> None:
     """Raise `RuntimeError` if an LSTM, GRU or RNN on a GPU has dropout and is to be recomputed."""
     for module in modules:
-        if isinstance(module, nn.RNNBase) and module.dropout and module.training:
+        if not isinstance(module, nn.RNNBase) or not torch.backends.cudnn.enabled:
+            continue
+        # The dropout is between layers of the module, so a single layer has none.
+        if module.dropout and module.num_layers > 1 and module.training:
             raise RuntimeError(_DROPOUT_OF_CUDNN.format(type(module).__name__, module.dropout))

@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe
 from torchgpipe.engine.seeds import Seeds
 from torchgpipe.random import generators, seeded
-from torchgpipe.random.generators import seed_apart
+from torchgpipe.random.generators import APART, seed_apart
 from torchgpipe.random.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
-from torchgpipe.task.stage import Stage
+from torchgpipe.task.stage import Stage, seed_gpus_apart
 
 from ...behaviours.rows.random.draws import DRAWS
 
@@ -208,15 +207,23 @@ def test_gpus_with_the_same_seed_get_seeds_of_their_own(monkeypatch: pytest.Monk
         assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
         seed_apart(numbers)
         assert seeds == [generator.initial_seed() for generator in gpus.values()]
+    # Another pipeline has the GPUs in another order.
+    seed_apart({device: 3 - k for k, device in enumerate(gpus)})
+    assert len({generator.initial_seed() for generator in gpus.values()}) == 4
     # On ranks, each process has one GPU of the pipeline.
+    torch.manual_seed(6)
+    expected = (6 + APART * 2) % 2**63
     first.manual_seed(6)
     seed_apart({torch.device("cuda", 0): 2})
-    assert first.initial_seed() == third.initial_seed()
+    assert first.initial_seed() == expected
 
 
-def test_the_number_of_a_gpu_is_that_of_its_first_stage() -> None:
-    model = GPipe(nn.Sequential(*[nn.Tanh() for _ in range(4)]), [1] * 4, devices=["cpu"] * 4)
-    assert not model._gpus()
-    for stage, k in zip(model._stages, (1, 0, 1, 0), strict=True):
-        stage.device = torch.device("cuda", k)
-    assert model._gpus() == {torch.device("cuda", 1): 0, torch.device("cuda", 0): 1}
+def test_the_number_of_a_gpu_is_that_of_its_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr("torchgpipe.task.stage.seed_apart", given.append)
+    stages = [Stage(index, nn.Sequential(), torch.device("cpu")) for index in range(5)]
+    seed_gpus_apart(stages, [0, 1, 2, 0, 1])
+    for stage, k in zip(stages, (1, 0, 1, 0), strict=False):
+        stage.device, stage.runs_later = torch.device("cuda", k), True
+    seed_gpus_apart(stages, [0, 1, 2, 0, 1])
+    assert given == [{}, {torch.device("cuda", 1): 0, torch.device("cuda", 0): 0}]

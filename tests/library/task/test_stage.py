@@ -51,6 +51,7 @@ def test_which_partitions_run_one_at_a_time(
         stages.append(stage)
 
     *_, one, other = stages
+    one.look()  # as each mini-batch does
     in_common = locks_of(one) & locks_of(other)
     assert bool(in_common) == waits
     # A stage with several locks takes them in the same order as all other stages.
@@ -74,6 +75,8 @@ def test_another_balance_lets_partitions_run_at_the_same_time(keep: bool) -> Non
         gc.collect()
     first, second = GPipe(layers, [1, 3], devices=["cpu"] * 2)._stages
     assert not locks_of(first) & locks_of(second)
+    for stage in [*earlier[0]._stages, *earlier[1]._stages] if keep else []:
+        assert not stage.look(), "the modules are the same, but perhaps not their locks"
     for whole, three, last in [[*earlier[0]._stages, *earlier[1]._stages]] if keep else []:
         assert locks_of(whole) == locks_of(first) | locks_of(second)
         assert locks_of(three) & locks_of(first)
