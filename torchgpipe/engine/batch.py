@@ -153,8 +153,9 @@ class Batch:
         self._seeds = Seeds(
             n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
-        # Only tasks that run at the same time need seeds. Others draw from the default generator in
-        # the order of layers without a pipeline. On GPUs, tasks need none: each has a generator.
+        # Only tasks that run at the same time need seeds. All other tasks draw from the default
+        # generator, in the same order as layers without a pipeline. On GPUs, tasks need no seeds,
+        # because each GPU has its own generator.
         on_gpu = any(device.type == accelerator.KIND for device in self.devices)
         if on_gpu:
             seed_gpus_apart(stages, self.orders.placement)

@@ -12,7 +12,7 @@ UNLIKE = (
     "torch.Generator of its own"
 )
 
-APART = 0x9E3779B97F4A7C15
+SEED_STEP = 0x9E3779B97F4A7C15
 """A large odd number, so that the seeds of GPUs are far apart from each other."""
 
 State = Tensor | tuple[int, int]
@@ -51,7 +51,7 @@ def seed_apart(numbers: Mapping[torch.device, int]) -> None:
         if number and seed in taken:
             before = state_of(generator)
             while seed in taken:
-                seed = (seed + APART * number) % 2**63
+                seed = (seed + SEED_STEP * number) % 2**63
             generator.manual_seed(seed)
             if not isinstance(before, Tensor):  # go on where the generator was
                 generator.set_offset(before[1])

@@ -15,7 +15,7 @@ _SIGN_OR_TYPE = ("NegBackward0", "ToCopyBackward0")
 _AROUND = ("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", *_SIGN_OR_TYPE)
 """The nodes that can come after a mean in the computation of a loss, as with `label_smoothing`."""
 
-_TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0")
+_TERMS = ("AddBackward0", "SubBackward0", *_SIGN_OR_TYPE)
 """The nodes that add terms, or that leave a sum a sum."""
 
 _SCALED = ("Mean", "Mul", "Div", "Stack")

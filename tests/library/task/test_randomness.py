@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.engine.seeds import Seeds
 from torchgpipe.random import generators, seeded
-from torchgpipe.random.generators import APART, seed_apart
+from torchgpipe.random.generators import SEED_STEP, seed_apart
 from torchgpipe.random.seeded import PrivateGenerator, SeededDefault
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
@@ -212,7 +212,7 @@ def test_gpus_with_the_same_seed_get_seeds_of_their_own(monkeypatch: pytest.Monk
     assert len({generator.initial_seed() for generator in gpus.values()}) == 4
     # On ranks, each process has one GPU of the pipeline.
     torch.manual_seed(6)
-    expected = (6 + APART * 2) % 2**63
+    expected = (6 + SEED_STEP * 2) % 2**63
     first.manual_seed(6)
     seed_apart({torch.device("cuda", 0): 2})
     assert first.initial_seed() == expected
