@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 
@@ -83,6 +84,7 @@ def own_links(devices: Devices) -> str | None:
     if devices.kind != "cuda":
         return None
     words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(0).lower())
+    words += [first + second for first, second in pairwise(words)]  # "RTX 4090" is rtx4090
     for name in hardware_names():
         gpu, _, _ = name.rpartition("x")
         if gpu in words:

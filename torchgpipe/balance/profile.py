@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.scope import Scope, skip_scope
 from torchgpipe.skip.skippable import skips_of
+from torchgpipe.task.guards.cast_cache import without_cast_cache
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.microbatch import (
     TensorOrTensors,
@@ -306,9 +307,18 @@ def _kept_bytes(rehearsal: Rehearsal) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Enable gradients within this context, even under `no_grad`; then restore the random state."""
+    """Enable gradients within this context, even under `no_grad`; then restore the random state.
+
+    Autocast's cache is off. Otherwise, it would keep converted weights of all copies of layers
+    until the caller's autocast ends.
+    """
     devices = accelerator.with_generators([device])
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_cast_cache(),
+    ):
         yield
 
 

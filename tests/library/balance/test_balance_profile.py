@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import (
     BatchNorm1d,
     Flatten,
@@ -28,6 +29,7 @@ from torch.nn import (
 
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
 from torchgpipe.balance.minimise import minimise_heaviest
+from torchgpipe.plan import plan
 
 from ...behaviours.parts.layers import Do
 from ..layers import Lambda, Pop, Stash
@@ -283,3 +285,20 @@ def test_thousands_of_layers(decades: int) -> None:
             filled = Fraction(0)
         filled += cost
     assert parts > 64 or max(costs) == bound
+
+
+def test_autocast_does_not_keep_the_converted_weights_of_copies() -> None:
+    """Check that layers are timed without autocast's cache, which would grow with each copy."""
+    caches = set()
+
+    def watch(_: Module, x: Tensor) -> Tensor:
+        caches.add(torch.is_autocast_cache_enabled())
+        return x
+
+    model = Sequential(Linear(2, 2), Do(watch), Linear(2, 2))
+    x = torch.zeros(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        balance_by_time(2, model, x, timeout=0.0, device="cpu")
+        assert torch.is_autocast_cache_enabled()
+    plan(model, x, batch_size=2, devices=1, autocast=torch.bfloat16)
+    assert caches == {False}

@@ -71,6 +71,23 @@ def test_accumulation_is_a_pipeline_of_one_device() -> None:
     assert found.seconds == pytest.approx(made.step(setup).seconds)
 
 
+def test_a_smaller_last_micro_batch_takes_the_time_of_its_own_samples() -> None:
+    """Check that three samples, of which two fit at once, take the time of three samples, not four.
+
+    Micro-batches of one sample fit, too, but add up gradients more often.
+    """
+    made = predictor(rows=1000)
+    needs = {}
+    for samples in (2, 3):
+        (found,) = alternatives(made, samples, 1, SGD, PLENTY)
+        needs[samples] = found.peak
+    (found,) = alternatives(made, 3, 1, SGD, (needs[2] + needs[3]) / 2)
+    assert (found.micro_batches, found.size, found.recomputed) == (2, 2, False)
+    setup = Setup(3, (16,), 2, "never", SGD, schedule="1F1B")
+    assert setup.sizes == [2, 1]
+    assert found.seconds == pytest.approx(made.step(setup).seconds)
+
+
 def test_recomputation_takes_another_forward_and_saves_memory() -> None:
     """Check that a request for a setup of 0 bytes, which cannot exist, gets the smallest setup.
 
@@ -136,3 +153,18 @@ def test_fsdp_gathers_parameters_twice_and_scatters_gradients_once() -> None:
     assert found.seconds == pytest.approx(travel + update)
     quick = fsdp(predictor(link=1e15), 512, 4)
     assert quick.seconds < found.seconds / 100
+
+
+def test_fsdp_has_all_activations_when_its_backward_begins() -> None:
+    """Check that activations count although whole gradients would take more memory than they do.
+
+    FSDP keeps only a share of the gradients. So its memory is fullest when its backward begins, and
+    not at the end of the backward, as in data parallel training.
+    """
+    width, rows, devices = 512, 256, 8
+    made = predictor(width=width, rows=rows)
+    whole = bytes_of(made)
+    activations = 8 * rows * width * 4  # the outputs of the eight Tanh layers, for one sample
+    assert activations < whole
+    least = (1 + 1 + 2) * whole / devices + 2 * whole / 4 + activations
+    assert fsdp(made, devices, devices).peak >= least

@@ -71,7 +71,12 @@ def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward(
 
 
 def test_gpus_have_the_links_of_a_shipped_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"Tesla P40": "p40x8", "NVIDIA A100-SXM4-80GB": "a100x8", "NVIDIA A10": None}
+    known = {
+        "Tesla P40": "p40x8",
+        "NVIDIA A100-SXM4-80GB": "a100x8",
+        "NVIDIA GeForce RTX 4090": "rtx4090x4",
+        "NVIDIA A10": None,
+    }
     for gpu, expected in known.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
         assert own_links(Devices("cuda", 1)) == expected

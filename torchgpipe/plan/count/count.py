@@ -61,6 +61,8 @@ class Counts:
     """The memory that the layers take (their footprints), for both sizes."""
     input: float
     """The bytes of one sample of the model's input."""
+    shared_input: float = 0.0
+    """The bytes of those tensors of the input that have no batch dimension, such as a mask."""
     copied: bool = True
     """Whether a partition gets copies of its inputs. CPU devices share memory and copy nothing."""
     loss: "Counts | None" = field(default=None, repr=False)
@@ -86,6 +88,10 @@ class Counts:
     def on_one_device(self) -> "Counts":
         """These counts for partitions that are all on the same device, which copy no inputs."""
         return replace(self, copied=False, tasks={}, cache={})
+
+    def inputs(self, samples: int) -> float:
+        """Return the bytes of an input of so many samples."""
+        return self.input * samples + self.shared_input
 
     def at(self, size: int) -> LayerCounts:
         """Return each layer's operators and bytes for micro-batches of `size` samples."""
@@ -198,14 +204,19 @@ def count(  # noqa: PLR0913 - each decides what is counted
         alike.begin(module, device)
         (low, low_held), (high, high_held) = map(at, SIZES)
     check_growth(low, high, SIZES)
-    one = 0.0
-    for x in tensors_of(sample):
-        one += x[:1].numel() * x.element_size()
+    one = shared = 0.0
+    tensors = tensors_of(sample)
+    for x, grows in zip(tensors, split or [True] * len(tensors), strict=True):
+        if grows:
+            one += x[:1].nbytes
+        else:
+            shared += x.nbytes
     copied = device != "cpu"
     if loss is None:
-        return Counts(low, high, (low_held, high_held), one, copied)
-    found = Counts(low[-1:], high[-1:], (low_held[-1:], high_held[-1:]), 0.0, copied)
-    return Counts(low[:-1], high[:-1], (low_held[:-1], high_held[:-1]), one, copied, found)
+        return Counts(low, high, (low_held, high_held), one, shared, copied)
+    found = Counts(low[-1:], high[-1:], (low_held[-1:], high_held[-1:]), 0.0, copied=copied)
+    held = low_held[:-1], high_held[:-1]
+    return Counts(low[:-1], high[:-1], held, one, shared, copied, found)
 
 
 def _at(

@@ -84,9 +84,9 @@ def optimizer_named(name: str, *, foreach: bool, master_weights: bool = False) -
         return Optimizer(updates=False)
     if foreach:
         made, left = at_once, 0.0
-    together = foreach and made > 0
     if master_weights:
         state = MASTER * (state + 1)
         made = MASTER * (made + 1)
         left = MASTER * (left if foreach else left + 1)
+    together = foreach and made > 0
     return Optimizer(state, made, left, together)

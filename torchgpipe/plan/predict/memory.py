@@ -127,7 +127,7 @@ class _Device:
         self._held = HeldBytes.of(counts, setup.cuts, own)
         frozen = self._held.frozen
         if 0 in own:
-            frozen += counts.input * setup.batch_size
+            frozen += counts.inputs(setup.batch_size)
         parameters = sum(self._held.sizes)
         self._parameters = parameters
         self._traffic = self._skips(moments[0].skips, routes)
@@ -158,7 +158,7 @@ class _Device:
             concatenated = gathered if self._m > 1 else 0.0
             working = max(concatenated, whole.graph, whole.kept + whole.first)
             found.append(self._always._replace(stashed=stashed + gathered, working=working))
-        gradients = self._parameters
+        gradients = 0.0 if self._setup.scattered else self._parameters
         if not self._gathered:
             gradients += self._kept_grads
         update = max(self._setup.optimizer.temporaries(self._held.sizes), self._arriving)
@@ -188,7 +188,7 @@ class _Device:
                     copies += stage.plain.output_grad
             if coming and s > 0:
                 copies += task.inputs - task.arrivals
-            if begun:
+            if begun and not self._setup.scattered:
                 gradients += self._held.gradients[s]
         if backward and not first and now.stage > 0:
             copies += task.input_grad

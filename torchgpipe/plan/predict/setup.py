@@ -27,6 +27,8 @@ class Setup:
             and the receiving device from running tasks.
         zeroed: Whether gradients stay allocated between steps and are set to zero, as was the
             default before PyTorch 2.0. A step then adds its gradients to these tensors.
+        scattered: Whether the gradients of a partition leave the device right after its backward,
+            as with FSDP, which sums them and scatters them over all devices.
         schedule: The name of a schedule, or a schedule.
     """
 
@@ -38,6 +40,7 @@ class Setup:
     portals: bool = True
     streams: bool = True
     zeroed: bool = False
+    scattered: bool = False
     schedule: str | Schedule = "GPipe"
 
     @property

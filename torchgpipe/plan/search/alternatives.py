@@ -31,7 +31,7 @@ from torchgpipe.plan.count.tied import counted_once
 from torchgpipe.plan.predict.between import all_reduce
 from torchgpipe.plan.predict.memory import DeviceBytes, setup_memory
 from torchgpipe.plan.predict.predict import Predictor
-from torchgpipe.plan.predict.setup import Setup
+from torchgpipe.plan.predict.setup import Setup, micro_batch_sizes
 from torchgpipe.schedules import Action, Schedule
 from torchgpipe.tensors.checkpoint import Mode
 
@@ -46,7 +46,7 @@ class Alternative:
         way: "data parallel" or "FSDP".
         devices: How many devices train.
         micro_batches: How many micro-batches each device trains on in a step.
-        size: The number of samples in each of these micro-batches.
+        size: The number of samples in each of these micro-batches; the last may be smaller.
         recomputed: Whether activations are recomputed in the backward.
         seconds: The seconds of a step.
         memory: The bytes that each device has allocated when its memory is fullest.
@@ -74,8 +74,8 @@ class _Share:
         predictor: The predictor of the model.
         optimizer: The memory that the optimizer takes.
         devices: How many devices there are.
-        micro_batches: How many micro-batches the device trains on.
-        size: The number of samples in a micro-batch.
+        samples: How many samples the device trains on.
+        chunks: How many micro-batches these samples are split into, at most.
         recomputed: Whether activations are recomputed.
         units: The number of layers in each unit. A unit is a group of consecutive layers, which are
             recomputed together, or whose parameters are gathered together.
@@ -84,34 +84,40 @@ class _Share:
     predictor: Predictor
     optimizer: Optimizer
     devices: int
-    micro_batches: int
-    size: int
+    samples: int
+    chunks: int
     recomputed: bool
     units: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples in each micro-batch. The last one may be smaller."""
+        return micro_batch_sizes(self.samples, self.chunks)
 
     @property
     def parameters(self) -> float:
         """The bytes of all parameters of the model that get gradients."""
         return float(sum([layer.parameters for layer in self.predictor.counts.once]))
 
-    @property
-    def forward(self) -> float:
-        """The seconds of a micro-batch's forward."""
-        layers = self.predictor.layers(self.size)
+    def forward(self, size: int) -> float:
+        """Return the seconds of the forward of a micro-batch with `size` samples."""
+        layers = self.predictor.layers(size)
         seconds = sum(layers.forward if self.recomputed else layers.graph)
-        return self._slowed(seconds + self.predictor.loss(self.size).forward)
+        return self._slowed(seconds + self.predictor.loss(size).forward)
 
-    @property
-    def backward(self) -> float:
-        """The seconds of one micro-batch's recomputation (if any) and backward."""
-        layers = self.predictor.layers(self.size)
+    def backward(self, size: int) -> float:
+        """Return the seconds of a micro-batch's recomputation (if any) and backward."""
+        layers = self.predictor.layers(size)
         again = sum(layers.graph) if self.recomputed else 0.0
-        return self._slowed(again + sum(layers.backward) + self.predictor.loss(self.size).backward)
+        return self._slowed(again + sum(layers.backward) + self.predictor.loss(size).backward)
 
     @property
     def added(self) -> float:
-        """The seconds of adding one micro-batch's gradients to those of earlier micro-batches."""
-        return self._slowed(sum(self.predictor.layers(self.size).accumulate))
+        """The seconds of adding the gradients of all micro-batches to those of the first."""
+        seconds = 0.0
+        for size in self.sizes[1:]:
+            seconds += sum(self.predictor.layers(size).accumulate)
+        return self._slowed(seconds)
 
     def _slowed(self, seconds: float) -> float:
         """Return the seconds that work takes if all devices do it at once and slow each other down.
@@ -120,7 +126,9 @@ class _Share:
         """
         return seconds * (1 + self.predictor.hardware.sharing * (self.devices - 1))
 
-    def memory(self, optimizer: Optimizer, units: tuple[int, ...], most: int) -> DeviceBytes:
+    def memory(
+        self, optimizer: Optimizer, units: tuple[int, ...], most: int, *, scattered: bool = False
+    ) -> DeviceBytes:
         """Return the bytes that a device has allocated when its memory is fullest.
 
         The device has the whole model, as in data parallel training.
@@ -130,23 +138,26 @@ class _Share:
             units: The number of layers in each unit; a recomputation runs one unit at a time.
             most: How many micro-batches to look at, at most. Further micro-batches need no more
                 memory.
+            scattered: Whether the gradients of a unit leave the device after its backward.
         """
-        m = min(most, self.micro_batches)
+        sizes = self.sizes[:most]
+        m, samples = len(sizes), sum(sizes)
         mode: Mode = "always" if self.recomputed else "never"
-        setup = Setup(m * self.size, units, m, mode, optimizer, schedule=_in_turn(len(units), m))
+        turns = _in_turn(len(units), m)
+        setup = Setup(samples, units, m, mode, optimizer, schedule=turns, scattered=scattered)
         counts = self.predictor.counts.on_one_device
         (device,) = setup_memory(counts, setup)
-        inputs = counts.input * (self.micro_batches - m) * self.size
+        inputs = counts.input * (self.samples - samples)
         return device._replace(parameters=device.parameters + inputs)
 
     def update(self, parameters: float) -> float:
         """Return the seconds of the optimizer's step if each device updates `parameters` bytes."""
-        setup = Setup(self.size, self.units, optimizer=self.optimizer)
+        setup = Setup(self.sizes[0], self.units, optimizer=self.optimizer)
         return self.predictor.update(setup, [parameters] * self.devices)
 
     def found(self, way: Way, seconds: float, memory: DeviceBytes) -> Alternative:
         """Return the prediction for this share."""
-        m, size = self.micro_batches, self.size
+        m, size = len(self.sizes), self.sizes[0]
         return Alternative(way, self.devices, m, size, self.recomputed, seconds, memory)
 
 
@@ -188,8 +199,9 @@ def alternatives(
     for predict in ways:
         tried: list[Alternative] = []
         for recomputed in (False, True):
-            for m, size in _micro_batches(math.ceil(batch_size / devices)):
-                share = _Share(predictor, optimizer, devices, m, size, recomputed, units)
+            samples = math.ceil(batch_size / devices)
+            for chunks in _chunks(samples):
+                share = _Share(predictor, optimizer, devices, samples, chunks, recomputed, units)
                 tried.append(predict(share))
                 # Smaller micro-batches need less memory, and are not faster.
                 if tried[-1].peak <= memory:
@@ -202,15 +214,15 @@ def alternatives(
     return found
 
 
-def _micro_batches(share: int) -> Iterator[tuple[int, int]]:
-    """Yield the ways to split one device's samples into micro-batches, as pairs (number, size).
+def _chunks(samples: int) -> Iterator[int]:
+    """Yield the numbers of micro-batches to split one device's samples into.
 
-    The first pair has one micro-batch. Each further size is about half of the previous size, down
-    to one sample.
+    The first number is 1. With each further number, micro-batches have about half as many samples,
+    down to one sample.
     """
-    size = share
+    size = samples
     while True:
-        yield math.ceil(share / size), size
+        yield math.ceil(samples / size)
         if size == 1:
             return
         size = math.ceil(size / 2)
@@ -225,16 +237,17 @@ def data_parallel(share: _Share) -> Alternative:
     memory = share.memory(share.optimizer, units, most=2)
     if share.devices > 1:
         memory = memory._replace(gradients=memory.gradients + parameters)
-    m = share.micro_batches
     exchange = all_reduce(hardware, parameters, share.devices)
-    seconds = m * (share.forward + share.backward) + (m - 1) * share.added
-    seconds += max(0.0, exchange - share.backward) + share.update(parameters)
+    seconds = share.added + share.update(parameters)
+    for size in share.sizes:
+        seconds += share.forward(size) + share.backward(size)
+    seconds += max(0.0, exchange - share.backward(share.sizes[-1]))
     return share.found("data parallel", seconds, memory)
 
 
 def fully_sharded(share: _Share) -> Alternative:
     """Predict FSDP (ZeRO-3)."""
-    k, m, predictor = share.devices, share.micro_batches, share.predictor
+    k, predictor = share.devices, share.predictor
     gather = scatter = 0.0
     for start, stop in pairwise(accumulate(share.units, initial=0)):
         unit = counted_once(predictor.counts.low[start:stop])
@@ -242,10 +255,10 @@ def fully_sharded(share: _Share) -> Alternative:
         held = trained + sum([layer.frozen for layer in unit])
         gather += (k - 1) * predictor.hardware.transfer(held / k)
         scatter += (k - 1) * predictor.hardware.transfer(trained / k)
-    forward = max(share.forward, gather)
-    backward = max(share.backward, gather + scatter)
-    seconds = m * (forward + backward) + (m - 1) * share.added / k
-    seconds += share.update(share.parameters / k)
+    seconds = share.added / k + share.update(share.parameters / k)
+    for size in share.sizes:
+        seconds += max(share.forward(size), gather)
+        seconds += max(share.backward(size), gather + scatter)
     return share.found("FSDP", seconds, _sharded_memory(share))
 
 
@@ -265,7 +278,7 @@ def _sharded_memory(share: _Share) -> DeviceBytes:
         unit = counted_once(share.predictor.counts.low[start:stop])
         gathered = max(gathered, 2.0 * sum([layer.parameters + layer.frozen for layer in unit]))
     # Each micro-batch makes the gradients of a unit anew, as the first one does.
-    whole = share.memory(STATELESS, share.units, most=1)
+    whole = share.memory(STATELESS, share.units, most=1, scattered=True)
     backward = whole._replace(
         parameters=whole.parameters - held + held / k,
         gradients=trained / k,

@@ -165,7 +165,7 @@ class Work:
             saved = sum([nbytes for storage, nbytes in footprint.sizes if storage in new])
             held.append(layer.parameters * copies + layer.frozen + kept * saved)
             known |= new
-        held[0] += counts.input * setup.batch_size
+        held[0] += counts.inputs(setup.batch_size)
         held[-1] += outputs * footprints[-1].output_grad
         return held
 

@@ -31,13 +31,14 @@ class WithoutCastCache(Guard):
 
         Recomputations run without this cache, too (see the guard `AmbientModes`).
         """
-        return _without_cast_cache()
+        return without_cast_cache()
 
     before_single_pass = before_first_pass
 
 
 @contextmanager
-def _without_cast_cache() -> Iterator[None]:
+def without_cast_cache() -> Iterator[None]:
+    """Turn off autocast's cache of converted weights within this context."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -32,7 +32,7 @@ from torch.nn import (
 )
 
 from reproduce.models.built import amoebanetd, resnet101, unet
-from torchgpipe import GPipe
+from torchgpipe import GPipe, sequential
 from torchgpipe.plan.count.count import count
 from torchgpipe.plan.count.counter import Counter
 from torchgpipe.plan.hardware.operators import Operator
@@ -209,3 +209,20 @@ def test_warns_of_layers_that_cost_more_with_every_sample(
     message = str(warning.message)
     assert "\n" not in message
     assert message.startswith(f"layer {named} every further sample costs more")
+
+
+class Masked(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * mask.sum(0)
+        return y
+
+
+def test_an_input_without_a_batch_dimension_counts_once() -> None:
+    x, mask = torch.ones(2, 4), torch.ones(5, 4)
+    layers = sequential(Masked(), (x, mask), shared=["mask"])
+    counts = count(layers, (x, mask))
+    assert counts.inputs(3) == 3 * 4 * 4 + 5 * 4 * 4

@@ -30,6 +30,19 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert max(hardware.memory_efficiency.values()) <= 1
 
 
+@pytest.mark.parametrize("name", hardware_names())
+def test_no_card_is_faster_in_float32_than_in_tf32(name: str) -> None:
+    hardware = load_hardware(name)
+    if "tf32" in hardware.peak:
+        for kind in ("matmul", "conv", "conv3x3"):
+            operations = 1e15
+            tf32, float32 = [
+                hardware.seconds(Operator(kind, precision, operations, 0.0))
+                for precision in ("tf32", "float32")
+            ]
+            assert float32 >= tf32 * (1 - 1e-9)
+
+
 P40 = load_hardware("p40x8")
 A100 = load_hardware("a100x8")
 CONV = P40.compute_efficiency["conv"]

@@ -222,8 +222,8 @@ def test_master_weights_are_in_float32_and_so_is_the_state(name: str, state: flo
     assert held.state == state
     expected = 0.0
     if plain.updates:
-        expected = 2 * (plain.temporaries([100]) + 100)
-    assert held.temporaries([100]) == expected
+        expected = 2 * (plain.temporaries([100, 100]) + 200)
+    assert held.temporaries([100, 100]) == expected
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
