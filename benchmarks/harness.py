@@ -190,7 +190,9 @@ def summarized(result: Result) -> Result:
         return result
     medians, spread = {}, {}
     for name, series in result.samples.items():
-        quartiles = statistics.quantiles(series, n=4) if len(series) > 1 else list(series) * 3
+        quartiles = list(series) * 3
+        if len(series) > 1:
+            quartiles = statistics.quantiles(series, n=4, method="inclusive")
         low, median, high = [float(f"{quartile:.6g}") for quartile in quartiles]
         medians[name] = median
         spread[name] = [low, high, len(series)]

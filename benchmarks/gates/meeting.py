@@ -28,7 +28,6 @@ from benchmarks.gates.base import Base, add_base, numbers_of
 from benchmarks.gates.failures import in_one_line
 from benchmarks.harness import command
 from reproduce.error import Error
-from reproduce.records.places import Json
 from reproduce.tables.output import Number
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all training steps on every engine, to find steps whose tasks do not overlap.
 
-    For each engine, print the first such step, if there is one. With the option --base, a step
-    whose tasks do not overlap in the base either does not count as worse.
+    Print each such step. With the option --base, a step whose tasks do not overlap in the base
+    either does not count as worse.
 
     Raises:
         Worse: Tasks do not overlap.
@@ -50,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with in_one_line("meeting"):
         found, said = meet()
-    lost = [met.lost for met in found if met.lost is not None]
-    known: set[Json] = set()
+    lost: list[str] = []
+    for met in found:
+        lost += met.lost
+    known: set[str] = set()
     if options.base is not None and lost:
         known = _faults_of(options.base)
     told = [f"the base has the same fault: {line}" for line in lost if line in known]
@@ -60,19 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for met in found:
         about: Number = {"experiment": "meeting", "row": met.engine, "kind": "measured"}
         cases: Number = {"metric": "cases", "unit": "count", "value": met.cases}
-        numbers.append({**about, **cases, "verdict": called(met.lost in new), "reason": met.lost})
+        verdict = called(any(line in new for line in met.lost))
+        reason = "\n".join(met.lost) or None
+        numbers.append({**about, **cases, "verdict": verdict, "reason": reason})
     answer(options.format, numbers, told or [said], new)
 
 
-def _faults_of(base: Base) -> set[Json]:
+def _faults_of(base: Base) -> set[str]:
     """Return the faults that this gate finds in the base, another version of the library.
 
     If the gate cannot judge the base, return an empty set. Then every fault counts as new.
     """
     try:
-        return {number["reason"] for number in numbers_of(base, "benchmarks.gates.meeting")}
+        numbers = numbers_of(base, "benchmarks.gates.meeting")
     except Error:
         return set()
+    faults: set[str] = set()
+    for number in numbers:
+        faults.update(str(number["reason"] or "").splitlines())
+    return faults
 
 
 def meet() -> "tuple[list[Met], str]":

@@ -164,12 +164,12 @@ class Met(NamedTuple):
     Attributes:
         engine: The name of the engine.
         cases: How many scenes were run on the engine.
-        lost: A line about the engine's first scene whose tasks do not overlap, or `None`.
+        lost: A line about each of the engine's scenes whose tasks do not overlap.
     """
 
     engine: str
     cases: int
-    lost: str | None
+    lost: list[str]
 
 
 def every(ranks: Ranks) -> list[Met]:
@@ -186,19 +186,20 @@ def every(ranks: Ranks) -> list[Met]:
     }
     found = []
     for engine, (run, scenes) in engines.items():
-        met = Met(engine, len(scenes), first_lost(engine, run, scenes))
+        met = Met(engine, len(scenes), lost_scenes(engine, run, scenes))
         found.append(met)
     return found
 
 
-def first_lost(engine: str, run: Run, scenes: Sequence[Scene]) -> str | None:
-    """Return a message about the first scene (training step) whose tasks do not overlap, or `None`.
+def lost_scenes(engine: str, run: Run, scenes: Sequence[Scene]) -> list[str]:
+    """Return a line about each scene (training step) whose tasks do not overlap.
 
     To be sure, such a scene is run a second time, in which waiting tasks wait much longer.
     """
+    lost = []
     for scene in scenes:
         if run(scene, LOOKS):
             line = run(scene, MANY)
             if line:
-                return f"{engine}, {scene}: {line}"
-    return None
+                lost.append(f"{engine}, {scene}: {line}")
+    return lost

@@ -53,7 +53,9 @@ def run_experiment(
             _await_end(process)
     written = set(folder.glob("*.json")) - before
     if written:
-        return load(written.pop())
+        record = load(written.pop())
+        if record.results:
+            return record
     return f"its run ended with code {process.returncode} before its first row; see its log"
 
 

@@ -188,6 +188,6 @@ def default_set_up(program: str | None) -> str:
     that of `reproduce` itself.
     """
     if program is None:
-        return f"{INSTALL} '.[reproduce]'"
+        return f"{INSTALL} --editable '.[test]'"
     can_install = any(Path(name).exists() for name in ("pyproject.toml", "setup.py"))
     return f"{INSTALL} {OF_PROGRAM}{' .' if can_install else ''}"

@@ -50,10 +50,12 @@ def bisected(
     def slower(commit: str, settings: Settings) -> list[str]:
         with trees(good, commit, settings.project) as versions:
             judged = judge(measure(versions, settings, tell), limits)
-        name = commit[:9]
+        name = commit if commit == bad else commit[:9]
         for case, samples in judged.samples.items():
             if "head" in samples.unable:
                 raise Error(f"{case} cannot run in {name}: {samples.unable['head']}")
+            if "base" in samples.unable:
+                raise Error(f"{case} cannot run in {good}: {samples.unable['base']}")
         # After the first comparison, only those cases matter in which `bad` is slower.
         disturbed = judged.called("disturbed", "base")
         if worse:

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,11 +114,12 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     """
     root = project.root
     commit = commit_of(root, revision)
-    archive = folder.with_suffix(".zip")
+    archive = folder.with_suffix(".tar")
     listed = git(root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths)
     found = filter(None, listed.decode().split("\0"))
     git(root, "archive", f"--output={archive}", commit, "--", *found)
-    shutil.unpack_archive(archive, folder)
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
     return Tree(_built(project, folder, revision), revision, commit)
 
 

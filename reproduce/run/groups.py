@@ -31,22 +31,25 @@ class PlannedTask:
         emulated: Whether the row is emulated. Otherwise it is measured.
         engine: What runs the partitions of a measured row in parallel, such as threads.
         before: The samples that an interrupted run has measured, if this run continues it.
+        left_out: How many rounds of that run were left out, because other programs disturbed them.
     """
 
     row: Row
     emulated: bool
     engine: Engine = "threads"
     before: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    left_out: int = 0
 
     def continued(self, found: Result) -> "PlannedTask":
         """Return a copy of this task that continues an interrupted run.
 
-        `found` is the row's result in that run. The copy gets the samples of this result, and its
-        balance (the number of layers of each partition).
+        `found` is the row's result in that run. The copy gets from it the samples, the number of
+        rounds that were left out, and the balance (the number of layers of each partition).
         """
         balance = found.config.get("balance")
         row = replace(self.row, balance=balance and tuple(balance))
-        return replace(self, row=row, before=found.samples)
+        left_out = found.values.get("disturbed_rounds", 0)
+        return replace(self, row=row, before=found.samples, left_out=left_out)
 
     def __str__(self) -> str:
         if self.emulated:
@@ -221,7 +224,7 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
         guess = session.guess(task.row, task.work, **task.kind)
         guesses[task] = guess
         is_judged = not task.emulated and task.row.name in emulated
-        if is_judged and guess is not None and takes_too_long(session, group, guess):
+        if is_judged and guess is not None and takes_too_long(session, group, task, guess):
             skipped.add(task)
         else:
             seconds = None if seconds is None or guess is None else seconds + guess
@@ -234,13 +237,19 @@ def _plan_steps(session: Session, group: Group, tasks: Sequence[PlannedTask]) ->
         session.progress.plan(session.job(task), steps, guess, session.job(group.name))
 
 
-def takes_too_long(session: Session, group: Group, seconds: float) -> bool:
+def takes_too_long(session: Session, group: Group, task: PlannedTask, seconds: float) -> bool:
     """Return whether measuring a row would take too much of its group's time limit.
 
-    If so, the row is only emulated. `seconds` is the time of one step of the row.
+    If so, the row is only emulated.
+
+    Args:
+        session: The running experiment.
+        group: The group of rows, with its time limit.
+        task: The row, and how it runs.
+        seconds: The time of one step of the row.
     """
-    scale = session.scale
-    return seconds * (scale.least_steps + scale.warmup) > LARGEST_SHARE * group.limit
+    steps = session.scale.least_steps + warmup_steps(session, task)
+    return seconds * steps > LARGEST_SHARE * group.limit
 
 
 def rounds_wanted(session: Session) -> int:

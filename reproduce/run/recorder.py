@@ -103,7 +103,11 @@ def new_recorder(out: Path, experiments: Sequence[str], empty: Record) -> Record
         k += 1
         path = out / f"{name}-{k}.json"
     recorder = Recorder(path, replace(empty, name=path.stem))
-    recorder.save()
+    try:
+        recorder.save()
+    except BaseException:
+        path.unlink(missing_ok=True)  # an empty file is no record
+        raise
     return recorder
 
 

@@ -204,7 +204,7 @@ class _GroupRun:
             seconds = self.emulated_seconds.get(task.row.name)
             if task.before:  # the interrupted run has measured it
                 worth.append(task)
-            elif seconds is not None and takes_too_long(self.session, self.group, seconds):
+            elif seconds is not None and takes_too_long(self.session, self.group, task, seconds):
                 self._skip(task, seconds)
             else:
                 worth.append(task)
@@ -345,7 +345,7 @@ class _GroupRun:
             if not steps.runs:
                 continue
             config = steps.config if isinstance(steps, Emulation) else steps.row.config()
-            left_out = self.rounds.left_out
+            left_out = task.left_out + self.rounds.left_out
             result = session.result(
                 task.row,
                 **task.kind,

@@ -27,6 +27,9 @@ MAKERS: dict[str, Callable[[Experiment, Results], list[Table]]] = {
     "accuracy": accuracy_tables,
 }
 INTERRUPTED = "the run was interrupted: rows may be missing, or have fewer steps than the others"
+NOT_ENDED = (
+    "the run has not ended, or was killed: rows may be missing, or have fewer steps than the others"
+)
 
 
 def tables(record: Record, experiment: str | None = None, group: str | None = None) -> list[Table]:
@@ -53,6 +56,9 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
         notes: list[str] = []
         if record.run is not None and record.run.state == "interrupted":
             notes.append(INTERRUPTED)
+        # A run shows its own groups one by one, each when it is finished.
+        if record.run is not None and record.run.state == "running" and group is None:
+            notes.append(NOT_ENDED)
         if EXPERIMENTS[name].measures != "memory":
             notes += _about_times(record)
         results = _without_pending(record, results)

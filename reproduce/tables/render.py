@@ -149,7 +149,8 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     when = run.started[:10]
     if run.state != "finished":
         when += f" ({run.state})"
-    if run.ended is not None:
+    # The time of a run that was continued would include the pause.
+    if run.ended is not None and "--resume" not in run.command:
         when += f" in {many(max(1, round(run.seconds / 60)), 'minute')}"
     more = link(page, path.with_suffix(".md"))
     where = f"at {about['devices']}; {about['machine']}"

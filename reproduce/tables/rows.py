@@ -209,9 +209,13 @@ class Rows:
         measured = "The measured speed-up is that of n devices that really ran at the same time."
         if both and ratio:
             yield f"{measured} emul./meas. is the emulated divided by the measured samples/s."
-            yield f"samples/s measured: {', '.join(self._measured_speeds())}"
+            beside = [found for found in self._beside if self.named(found.row)]
+            yield f"samples/s measured: {_speeds(beside)}"
         elif both:
             yield measured
+        not_emulated = _speeds([found for found in self._beside if not self.named(found.row)])
+        if not_emulated:
+            yield f"samples/s of rows that were measured, but not emulated: {not_emulated}"
         yield (
             f"For the emulated numbers, every task{limit} ran by itself on one device. Then the "
             "schedule of n devices was simulated with the times of the tasks."
@@ -234,13 +238,6 @@ class Rows:
                 "emulated copies take no time: the links of these GPUs are not known; --link can "
                 "name a description"
             )
-
-    def _measured_speeds(self) -> Iterator[str]:
-        """For each row that was also measured, yield a text like `n4m8 12.3`: the samples/s."""
-        for result in self:
-            found = self.measured(result.row)
-            if found is not None and (reading := throughput(found)):
-                yield f"{result.row} {number(reading)}"
 
     def circumstances(self) -> str:
         """Return a note that says how the rows ran: scale, model, batch sizes, number of steps."""
@@ -345,6 +342,16 @@ def _named(results: Iterable[Result], row: str | None) -> Result | None:
         if result.row == row:
             return result
     return None
+
+
+def _speeds(results: Iterable[Result]) -> str:
+    """Return a text like `n2m4 21.3, n4m8 12.3`: the samples/s of each row that was timed."""
+    found = []
+    for result in results:
+        reading = throughput(result)
+        if reading:
+            found.append(f"{result.row} {number(reading)}")
+    return ", ".join(found)
 
 
 def _ratio_with_quartiles(reading: Reading) -> str:

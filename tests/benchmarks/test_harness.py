@@ -83,7 +83,7 @@ def test_results_are_printed_in_each_format() -> None:
     assert in_format("text", table)(made) == "in style simple"
     assert in_format("markdown", table)(made) == "in style pipe"
     (number,) = json.loads(in_format("json", table)(made))["numbers"]
-    assert (number["value"], number["lower"], number["upper"]) == (2.0, 1.0, 4.0)
+    assert (number["value"], number["lower"], number["upper"]) == (2.0, 1.5, 3.0)
     assert number["samples"] == 3
     assert number["engine"] is None
     head, line = in_format("csv", table)(made).splitlines()
@@ -130,7 +130,7 @@ def test_what_is_finished_is_kept(
     assert record.run.state == state
     summary = {"time": 1.0, "spread": {"time": [1.0, 1.0, 1]}}
     if ending is None:
-        summary = {"other": 3, "time": 2.0, "spread": {"time": [1.0, 4.0, 3]}}
+        summary = {"other": 3, "time": 2.0, "spread": {"time": [1.5, 3.0, 3]}}
     (result,) = record.results
     assert result.samples == {}
     assert result.values == summary

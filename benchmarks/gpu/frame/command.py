@@ -209,15 +209,17 @@ def _run(part: Part, plan: Plan, folder: Path, limit: float) -> Outcome:
 
 
 def _close_records(folder: Path, outcome: Outcome) -> None:
-    """Give records that an ended part left in state "running" the state in which the part ended.
+    """Give records that an ended part left in state "running" the state in which they ended.
 
-    This state is "finished" if the part (a measurement) has finished, and otherwise "interrupted".
+    This state is "finished" if the part (a measurement) has finished and no row of the record was
+    interrupted, and otherwise "interrupted".
     """
-    state: Literal["finished", "interrupted"] = "interrupted"
-    if outcome.ended == "finished":
-        state = "finished"
     for record in readable(folder):
         if record.run is not None and record.run.state == "running":
+            state: Literal["finished", "interrupted"] = "finished"
+            interrupted = any(result.status == "interrupted" for result in record.results)
+            if outcome.ended != "finished" or interrupted:
+                state = "interrupted"
             save(closed(record, state), folder / f"{record.name}.json")
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.gates import overlap
 from benchmarks.gates.failures import in_one_line
 from benchmarks.gates.meeting import main
-from benchmarks.gates.overlap import LOOKS, Met, first_lost, on_devices, on_rank, over_workers
+from benchmarks.gates.overlap import LOOKS, Met, lost_scenes, on_devices, on_rank, over_workers
 from benchmarks.gates.scenes import N, Scene
 from reproduce.error import Error, Worse
 from reproduce.machine.description import ROOT
@@ -186,15 +186,16 @@ def test_what_is_missed_once_is_no_loss() -> None:
     def lost(scene: Scene, looks: int) -> str | None:
         return "x" if scene.mode == "never" else None
 
-    scenes = [ALWAYS, AHEAD]
-    assert first_lost("ranks", slow, scenes) is None
-    assert first_lost("workers", lost, scenes) == f"workers, {AHEAD}: x"
+    never = Scene("never")
+    scenes = [ALWAYS, AHEAD, never]
+    assert lost_scenes("ranks", slow, scenes) == []
+    assert lost_scenes("workers", lost, scenes) == [f"workers, {AHEAD}: x", f"workers, {never}: x"]
 
 
 def test_what_is_lost_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [Met("ranks", 2, None), Met("workers", 3, "workers, never: x")]
+    found = [Met("ranks", 2, []), Met("workers", 3, ["workers, never: x"])]
     monkeypatch.setattr(overlap, "every", lambda ranks: found)
     with pytest.raises(Worse, match=r"^workers, never: x$"):
         main([])
@@ -210,7 +211,7 @@ def test_what_is_lost_is_printed(
 def test_a_fault_of_the_base_is_no_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = [Met("ranks", 2, "ranks: y"), Met("workers", 3, "workers, never: x")]
+    found = [Met("ranks", 2, ["ranks: y"]), Met("workers", 3, ["workers, never: x"])]
     monkeypatch.setattr(overlap, "every", lambda ranks: found)
     (tmp_path / "torchgpipe").mkdir()
     (tmp_path / "torchgpipe" / "__version__.py").touch()
@@ -220,7 +221,12 @@ def test_a_fault_of_the_base_is_no_loss(
     with pytest.raises(Worse, match=r"^ranks: y$"):
         main(["--base", str(tmp_path)])
 
-    del found[0]
+    # Another fault of the same engine is not hidden by the base's fault.
+    found[:] = [Met("workers", 3, ["workers, never: x", "workers, 1F1B: z"])]
+    with pytest.raises(Worse, match=r"^workers, 1F1B: z$"):
+        main(["--base", str(tmp_path)])
+
+    found[:] = [Met("workers", 3, ["workers, never: x"])]
     main(["--base", str(tmp_path)])
     assert capsys.readouterr().out == "the base has the same fault: workers, never: x\n"
 

@@ -89,8 +89,20 @@ def test_a_run_that_takes_too_long_is_interrupted(
     assert found.name == "new"
 
 
-def test_a_run_without_a_record_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("written", [False, True])
+def test_a_run_without_a_row_says_so(
+    written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check what is said of a run that dies early. It writes its record before its first row."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    if written:
+        start = subprocess.Popen
+
+        def begin(command: list[str], **options: Any) -> Any:
+            save(record(), tmp_path / "records" / "new.json")
+            return start(command, **options)
+
+        monkeypatch.setattr(subprocess, "Popen", begin)
     found = run_experiment(context(tmp_path), "amoebanet-speed", [], 5.0)
     assert found == "its run ended with code 1 before its first row; see its log"
 

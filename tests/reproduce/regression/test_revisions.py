@@ -106,6 +106,23 @@ def test_where_a_package_is(place: str, build: str | None, where: str, tmp_path:
         assert not list(top.rglob("*.so"))
 
 
+def test_a_copy_keeps_programs_and_links(tmp_path: Path) -> None:
+    """Check that both kinds of copies can be built by a program of the repository."""
+    root = tmp_path / "root"
+    (root / "one").mkdir(parents=True)
+    (root / "version.py").write_text("version = 1\n")
+    (root / "one" / "version.py").symlink_to("../version.py")
+    program = root / "build.sh"
+    program.write_text("#!/bin/sh\ntouch one/__init__.py\n")
+    program.chmod(0o755)
+    commit(root, "1")
+    project = Project("one", Path("cases.py"), root, "./build.sh")
+
+    for tree in (committed(project, "1", tmp_path / "old"), snapshot(project, tmp_path / "new")):
+        assert (tree.folder / "one" / "__init__.py").is_file()
+        assert (tree.folder / "one" / "version.py").read_text() == "version = 1\n"
+
+
 def test_the_copies_are_removed(root: Path) -> None:
     with trees("old", "new", of(root)) as (base, head, _):
         assert version(base.folder) == "old"
@@ -157,6 +174,8 @@ class History:
         number = int(version(versions.head.folder))
         self.asked.append((number, list(settings.cases)))
         unable = {"head": "ImportError: gone"} if number in self.broken else {}
+        if 0 in self.broken:
+            unable["base"] = "ImportError: gone"
         return {case: Samples(unable=unable) for case in settings.cases}
 
     def judge(self, samples: dict[str, Samples], limits: Limits) -> Judgement:
@@ -214,6 +233,7 @@ def test_a_disturbed_commit_is_not_called_innocent(tmp_path: Path, monkeypatch: 
         ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
         ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
         ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
+        ("v0", "v2", 1, [0], 20, "a cannot run in v0: ImportError: gone"),
         ("v0", "v2", 1, [], 3, "no difference could be significant"),
     ],
 )

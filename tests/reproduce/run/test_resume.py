@@ -1,6 +1,8 @@
 """Tests of runs that are interrupted and continued, which must keep all that was finished."""
 
 import contextlib
+import errno
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from reproduce.error import Error
 from reproduce.records.record import Result, load
 from reproduce.run.groups import PlannedTask, _is_done
 from reproduce.run.recorder import new_recorder
@@ -142,6 +145,18 @@ def test_two_runs_in_one_second_have_files_of_their_own(tmp_path: Path) -> None:
     one, other = (recorder.path for recorder in recorders)
     assert one != other
     assert [load(path).name for path in (one, other)] == [one.stem, other.stem]
+
+
+def test_no_empty_file_is_left_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Error, match="No space left on device"):
+        new_recorder(tmp_path, ["e"], made_record())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_was_measured_is_kept(fake: type[Fake], run: Any) -> None:

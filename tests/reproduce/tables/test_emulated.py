@@ -50,3 +50,20 @@ def test_a_note_has_the_measured_samples_per_second_of_emulated_rows() -> None:
     assert "samples/s measured: baseline 30.0" in published.notes
     alone, *_ = tables(record(*emulated))
     assert not any("samples/s measured" in note for note in alone.notes)
+
+
+def test_a_note_has_rows_that_were_measured_but_not_emulated() -> None:
+    """Check that a measured row is in a note if the table, which has emulated rows, lacks it.
+
+    For example, `--emulate 4` emulates no row with 8 partitions, and a machine with 8 GPUs measures
+    these rows.
+    """
+    every = ran("unet-speed", "small", as_fast, emulated=True)
+    emulated = [result for result in every if result.row != "pipeline-8"]
+    measured = ran("unet-speed", "small", lambda row: [30.0] if row.name == "pipeline-8" else None)
+    published, *_ = tables(record(*emulated, *measured))
+    note = "samples/s of rows that were measured, but not emulated: pipeline-8 30.0"
+    assert note in published.notes
+    assert not any("samples/s measured" in note for note in published.notes)
+    complete, *_ = tables(record(*every, *measured))
+    assert not any("not emulated" in note for note in complete.notes)

@@ -8,7 +8,7 @@ import pytest
 
 from reproduce.experiments.row import Row
 from reproduce.records.record import Record
-from reproduce.tables.all import INTERRUPTED, written_records
+from reproduce.tables.all import INTERRUPTED, NOT_ENDED, written_records
 
 from ..made import one_line, ran, record
 
@@ -33,11 +33,13 @@ def made(state: str) -> Record:
 
 
 @pytest.mark.parametrize("style", ["text", "markdown"])
-@pytest.mark.parametrize("state", ["interrupted", "finished"])
+@pytest.mark.parametrize("state", ["interrupted", "running", "finished"])
 def test_a_table_says_that_its_run_was_interrupted(state: str, style: str) -> None:
+    """Check the notes about runs that did not finish. A run that was killed is still "running"."""
     written = one_line(written_records([made(state)], style))
 
     assert (INTERRUPTED in written) == (state == "interrupted")
+    assert (NOT_ENDED in written) == (state == "running")
 
 
 def test_steps_of_measured_rows_count_beside_emulated_ones() -> None:
