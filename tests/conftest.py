@@ -188,6 +188,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if any(item.get_closest_marker("ranks") for item in session.items):
         session.config.stash[STARTED] = Ranks(session.config, session.items)
+    # The first backward of a process starts a thread for each GPU. After that, no process that is
+    # forked from it can run a backward. PyTorch counts the GPUs that `FakeTensorMode` simulates,
+    # too. So run a backward before tests simulate GPUs and fork processes.
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
 
 
 def run_alone(test: pytest.Function) -> None:

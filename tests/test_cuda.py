@@ -304,6 +304,19 @@ def test_no_host_synchronization_within_a_step(devices: Places, checkpoint: Any)
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("devices", ON_GPUS)
+def test_clipping_gradients_does_not_make_the_host_wait(devices: Places) -> None:
+    model = GPipe(layers(), balance(devices), devices=devices, chunks=4)
+    model(torch.randn(8, 16, device=model.devices[0])).sum().backward()
+    model.clip_grad_norm_(1.0)
+    cuda.synchronize()
+    cuda.set_sync_debug_mode("error")
+    try:
+        model.clip_grad_norm_(1.0)
+    finally:
+        cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("devices", [*ON_GPUS, *WITH_HOST])
 def test_dropping_frees_the_device(devices: Places) -> None:
     gc.collect()

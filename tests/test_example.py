@@ -123,7 +123,8 @@ def printed_by(code: str, folder: Path, *start: str) -> str:
     """
     script = folder / "script.py"
     script.write_text(code)
-    process = python(*start, str(script), errors=subprocess.STDOUT)
+    # torchrun leaves folders behind, where TMPDIR says.
+    process = python(*start, str(script), errors=subprocess.STDOUT, TMPDIR=str(folder))
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed
     return printed

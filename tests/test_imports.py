@@ -40,9 +40,9 @@ LAYERS = [
     {"torchgpipe.engine"},
     {"torchgpipe.task", "torchgpipe.balance"},
     {"torchgpipe.task.guards"},
-    {"torchgpipe.trace", "torchgpipe.random"},
+    {"torchgpipe.trace", "torchgpipe.random", "torchgpipe.clipping"},
     {"torchgpipe.trace.code"},
-    {"torchgpipe.skip", "torchgpipe.tensors", "torchgpipe.clipping"},
+    {"torchgpipe.skip", "torchgpipe.tensors"},
     {
         "torchgpipe.schedules",
         "torchgpipe.modules",

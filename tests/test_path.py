@@ -29,10 +29,10 @@ TASKS = 8
 EXPECTED = {
     ("workers", "except_last", ""): (201, 999),
     ("workers", "never", ""): (166, 685),
-    ("workers", "except_last", "1F1B"): (232, 1028),
+    ("workers", "except_last", "1F1B"): (234, 1036),
     ("graph", "except_last", ""): (170, 1038),
     ("graph", "never", ""): (72, 257),
-    ("graph", "except_last", "1F1B"): (212, 941),
+    ("graph", "except_last", "1F1B"): (214, 949),
 }
 
 

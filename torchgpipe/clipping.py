@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.tensors import accelerator
+
 Exchange = Callable[[Tensor], list[Tensor]]
 """Sends this rank's tensor to all ranks, and returns the tensors of all ranks, in rank order."""
 
@@ -42,7 +44,11 @@ def clip_gradients(
     # A rank that has only copies computes the total on the same kind of device as other ranks.
     here = given[0].device if given else torch.device("cpu")
     own = torch.stack([x.to(here) for x in norms]) if norms else torch.zeros(0, device=here)
-    own_places = own.new_tensor([places[p] for p in counted])
+    # A copy from pinned memory does not make the host wait for the backward on a GPU.
+    pinned = accelerator.has_streams(here)
+    numbers = [places[p] for p in counted]
+    own_places = torch.tensor(numbers, dtype=own.dtype, device="cpu", pin_memory=pinned)
+    own_places = own_places.to(here, non_blocking=True)
     # Each rank sends two rows of equal length: the norms, and the partitions of their parameters.
     found = [x.to(here).unflatten(0, (2, -1)) for x in exchange(torch.cat([own, own_places]))]
     all_norms, all_places = torch.cat(found, dim=1)

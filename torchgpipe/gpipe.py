@@ -163,7 +163,12 @@ class GPipe(Partitioned):
         on_cpu = [stage.device.type == "cpu" for stage in self._stages]
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
-        self._engine = self._steps = WorkersEngine(self._stages, arrangement, threads=threads)
+        self._engine = self._steps = WorkersEngine(
+            self._stages,
+            arrangement,
+            threads=threads,
+            copy_streams=self._of_graph_engine["copy_streams"],
+        )
         # The finalizer refers to the worker threads only. If it referred to the engine, which has
         # the layers, a layer that refers to this pipeline would keep the pipeline alive forever.
         weakref.finalize(self, self._steps.workers.close)
@@ -175,41 +180,43 @@ class GPipe(Partitioned):
         return skip_layout(self.partitions, portals=self._portals)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline; see `forward`.
-
-        If the layers come from `torchgpipe.sequential`, which traces a module, the pipeline takes
-        the same arguments as that module.
-        """
-        if self._signature is not None:
-            args, kwargs = (self._signature.input_of(args, kwargs),), {}
-        elif len(args) != 1 and "input" not in kwargs:
+        """Run a mini-batch through the pipeline; see `forward`."""
+        if self._signature is None and len(args) != 1 and "input" not in kwargs:
             the_input(args, kwargs)  # raises an error
-        return self._shown(super().__call__(*args, **kwargs))
+        return super().__call__(*args, **kwargs)
 
-    def forward(self, input: Input) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
-            input: A tensor, or a tuple of tensors with the same batch size (dimension 0), on any
-                device; or a mapping or dataclass of such tensors, which the first layer gets; or
-                `MicroBatches`, a list of such inputs, which are not split. If a tensor is in
-                pinned memory, it may be overwritten as soon as this method has returned.
+            *args: One input: a tensor, or a tuple of tensors with the same batch size (dimension
+                0), on any device; or a mapping or dataclass of such tensors, which the first layer
+                gets; or `MicroBatches`, a list of such inputs, which are not split. If the layers
+                come from `torchgpipe.sequential`, which traces a module: the arguments of this
+                module. If a tensor is in pinned memory, it may be overwritten as soon as this
+                method has returned.
+            **kwargs: The same by name: `input=`, or the names of the module's arguments.
 
         Returns:
             The concatenated outputs of the micro-batches, on the device of the last partition. If
-            the last layer returns a mapping or a dataclass, so does this method.
+            the last layer or the traced module returns a mapping or a dataclass, so does this
+            method.
 
         Raises:
-            TypeError: `input` has another type, or the output cannot be concatenated.
-            ValueError: The tensors of `input` have no batch dimension, or different batch sizes.
+            TypeError: The input has another type, or the output cannot be concatenated.
+            ValueError: The input's tensors have no batch dimension, or different batch sizes.
         """
         # In evaluation mode, the layers give the same output without micro-batches.
         plain = not self.training and self._signature is None and len(set(self.devices)) == 1
         if plain and is_traced():
-            return self[:](input)
-        return run_uncompiled(self._traced_instead, self._forward, input)
+            return self[:](*args, **kwargs)
+        return run_uncompiled(self._traced_instead, self._forward, args, kwargs)
 
-    def _forward(self, input: Input) -> Any:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._signature is None:
+            input = args[0] if args else kwargs["input"]
+        else:
+            input = self._signature.input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:
             return input
@@ -217,7 +224,7 @@ class GPipe(Partitioned):
         output = joined(self._mini_batch(run, len(micro_batches)))
         if copied is not None:
             copied.synchronize()
-        return output
+        return self._shown(output)
 
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest

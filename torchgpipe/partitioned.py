@@ -29,6 +29,7 @@ from torchgpipe.layers.checks import (
 from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
 from torchgpipe.layers.fixed import Fixed
+from torchgpipe.layers.module_copies import copy_for_each_device
 from torchgpipe.layers.names import Elsewhere, translate_old_state
 from torchgpipe.layers.split import Init, place, split
 from torchgpipe.random.generators import check_apart
@@ -108,6 +109,8 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         partitions = [p for p in self._partitions if isinstance(p, nn.Sequential)]
         self._held = [(j, device) for j, device in enumerate(devices) if device is not None]
         own = [partitions[j] for j, _ in self._held]
+        on_devices = [(partitions[j], device) for j, device in self._held]
+        self._copied_buffers = copy_for_each_device(on_devices)
         self._shared_buffers = shared_buffers(partitions, own)
         for hook in (translate_old_state, Elsewhere(partitions, own)):
             self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
@@ -134,6 +137,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         modules = [*chain.from_iterable(stage.modules for stage in self._stages)]
         if averages_gradients(modules):
             raise TypeError(AVERAGED)
+        self._copied_buffers = [place for place in self._copied_buffers if place[0] in modules]
         crossings = self._layout()
         turn, shared = locks_of(modules, OF_RUNS), shared_parameters(self.partitions)
         for stage in self._stages:
@@ -289,15 +293,16 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
     def _mini_batch(self, run: Callable[[], T], m: int) -> T:
         """Run a mini-batch by calling `run`; then update the statistics of deferred batch norms."""
         norms = [*chain.from_iterable(stage.deferred_norms for stage in self._stages)]
-        shared = self._shared_buffers
+        shared, copied = self._shared_buffers, self._copied_buffers
         # A single micro-batch in a single process runs the layers in their order.
         several = m > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
             with SetBackOnFailure():
-                with unchanged(shared, copy=several) if shared else NOTHING:
-                    result = run()
-                commit(norms)
+                with unchanged(copied, copy=True) if copied else NOTHING:
+                    with unchanged(shared, copy=several) if shared else NOTHING:
+                        result = run()
+                    commit(norms)
                 return result
 
         try:

@@ -94,7 +94,8 @@ def by_command(recipe: str, number: int, folder: Path) -> list[float]:
         arguments[-1] = str(folder / arguments[-1])
     if program == "torchrun":
         arguments[:0] = TORCHRUN
-    process = python(*arguments, errors=subprocess.STDOUT)
+    # torchrun leaves folders behind, where TMPDIR says.
+    process = python(*arguments, errors=subprocess.STDOUT, TMPDIR=str(folder))
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed
     return losses(printed)

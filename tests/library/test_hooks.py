@@ -106,3 +106,29 @@ def test_a_traced_module_takes_its_arguments_as_in_its_sample(given: Any) -> Non
     for run in (model.step, model.evaluate, model.loss):
         loss = run(mse_loss, given, T)
         assert_close(loss.detach(), expected)
+
+
+class Named(Module):
+    """A module with named arguments and outputs, as Hugging Face's models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(2, 2), Linear(2, 2)
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        return {"y": self.second(self.first(x) * scale)}
+
+
+def test_hooks_of_a_traced_module_see_its_arguments_and_its_structure() -> None:
+    batch = {"x": X, "scale": torch.ones(8, 2)}
+    layers = sequential(Named(), batch)
+    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=4)
+    given: list[list[str]] = []
+    returned: list[list[str]] = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: given.append([*kwargs]), with_kwargs=True)
+    model.register_forward_hook(lambda _, __, output: returned.append([*output]))
+    model(**batch)
+    model.predict(batch)
+    model.step(lambda output, t: mse_loss(output["y"], t), batch, T)
+    assert given == [["x", "scale"]] * 3
+    assert returned == [["y"]] * (1 + 1 + 4)

@@ -23,7 +23,8 @@ BATCH_NORM = "num_features, eps=1e-05, momentum=0.1, affine=True, chunks=1"
 # The signatures of torchgpipe 0.0.7; "…" stands for any default.
 SIGNATURES = {
     "torchgpipe.GPipe": GPIPE,
-    "torchgpipe.GPipe.forward": "self, input",
+    # In 0.0.7, it was `self, input`. Now it also takes the arguments of a traced module.
+    "torchgpipe.GPipe.forward": "self, *args, **kwargs",
     "torchgpipe.GPipe.cuda": "self, device=None",
     "torchgpipe.GPipe.cpu": "self",
     "torchgpipe.GPipe.to": "self, *args, **kwargs",

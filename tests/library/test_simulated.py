@@ -15,6 +15,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.simulated import Streams
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.plan.predict.replay import Costs, Event, replay
+from torchgpipe.plan.predict.replay import Costs, Event, recomputing, replay
 from torchgpipe.tensors.checkpoint import MODES, Mode, checkpointed
 from torchgpipe.tensors.observe import NOTHING, Task
 
@@ -134,6 +135,27 @@ def test_every_task_starts_when_the_replay_says(
     assert sorted(found) == sorted(replay(costs).events)
 
 
+STEPS = [
+    *product([2, 4], ["no time", "some time", "as long as a task"]),
+    (4, "many skips"),
+]
+
+
+@pytest.mark.parametrize(("n", "copies"), STEPS)
+@pytest.mark.parametrize("m", [1, 2, 5])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_every_task_of_a_step_starts_when_the_schedule_says(
+    schedule: str, n: int, m: int, copies: str, streams: Any
+) -> None:
+    """Check `GPipe.step` on GPUs, whose copies must not wait for later tasks of the sender."""
+    costs = cost(n, m, "never", "equal", copies)
+    if schedule != "GPipe":
+        costs = replace(costs, loss=None)  # each micro-batch has a loss of its own
+    found = step(costs, "never", streams, schedule=schedule)
+    expected = replay(costs, recomputing(schedule, n, m)).events
+    assert sorted(found) == sorted(event for event in expected if event.kind != "recompute")
+
+
 def test_without_dependency_threads_may_go_backward_in_another_order(streams: Any) -> None:
     costs = cost(4, 5, "always", "any", "some time")
     backward = backward_by_threads(streams, 4, max)
@@ -210,11 +232,13 @@ def step(
     *,
     over: World | None = None,
     skips: Iterable[tuple[int, int]] | None = None,
+    schedule: str | None = None,
     **options: Any,
 ) -> list[Event]:
     """Run a step whose tasks take the seconds in `costs`. Return an event for each task.
 
-    The step runs in one process, or over the simulated ranks `over`.
+    The step runs in one process, or over the simulated ranks `over`. With `schedule`, it is a call
+    of `GPipe.step`.
     """
     m, n = len(costs.forward), len(costs.forward[0])
     devices = [torch.device("cpu", j) for j in range(n)]
@@ -251,8 +275,12 @@ def step(
     how: dict[str, Any] = {"chunks": m, "checkpoint": mode}
     if over is None:
         made, balance = layers()
+        how["schedule"] = schedule or "GPipe"
         model = GPipe(made, balance, devices=devices, engine="graph", **how, **options)
         model.observer = observer
+        if schedule is not None:
+            model.step(lambda y, _: y.sum(), x)
+            return events
         y = model(x)
         streams.synchronize()
         backward(y.sum())

@@ -5,7 +5,8 @@ arguments raise errors.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -319,3 +320,26 @@ def test_forwards_out_of_order_are_told_where_a_norm_keeps_statistics(
         assert f"{type(norm).__name__}, but mine does not run the forwards" in line
         assert advice in line
     assert all(warning.filename == __file__ for warning in caught)
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_the_criterion_runs_on_the_last_device(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that device "cuda" means the last stage's GPU in a criterion, as in its layers."""
+    current: list[torch.device] = []
+    seen = []
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def criterion(y: Tensor, _: Any) -> Tensor:
+        seen.append(current[-1])
+        return y.sum()
+
+    monkeypatch.setattr("torchgpipe.tensors.accelerator.current", made_current)
+    devices = ["cpu:0", "cpu:1"]
+    model = GPipe(linears(2), [1, 1], devices=devices, chunks=2, engine="graph")
+    getattr(model, call)(criterion, X[:, :2])
+    assert seen == [torch.device("cpu:1")] * 2

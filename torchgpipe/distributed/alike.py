@@ -15,8 +15,8 @@ from torchgpipe.partitioned import Partitioned
 Settings = Mapping[str, Any]
 """Maps the name of a setting, as error messages write it, to the setting's value."""
 
-_METHODS = ("clip_grad_norm_", "save", "load")
-"""The methods, beside those that run a mini-batch, that all ranks of a pipeline have to call."""
+_METHODS = ("clip_grad_norm_", "save", "load", "record")
+"""What all ranks of a pipeline have to call, beside the methods that run a mini-batch."""
 
 
 def settings_of(

@@ -265,6 +265,7 @@ class DistributedGPipe(Partitioned):
         if self._connections is not None:
             self._connections.close()
         self._serial = 0
+        self._tied.begin_again()
 
     def _connected(self) -> Connections:
         """Return the open connections, and make new ones if there are none."""

@@ -30,6 +30,7 @@ from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.layers.checks import NOT_SHARDED
 from torchgpipe.task.stage_guards import StageGuards
+from torchgpipe.tensors.contents import equal
 from torchgpipe.tensors.leaves import leaves_of
 from torchgpipe.tensors.microbatch import Flat
 
@@ -142,6 +143,10 @@ class TiedParameters:
                 assert values is not None
                 p.data.copy_(values)
         connections.deliver()
+
+    def begin_again(self) -> None:
+        """Count mini-batches from 0 again; after a failure, ranks may have counted differently."""
+        self._mini_batches = 0
 
     def add_up(self, connections: Connections, guards: Sequence[StageGuards], io: BatchIO) -> None:
         """Replace the gradient of each tied parameter by the sum over all ranks that have a copy.
@@ -290,6 +295,8 @@ def _values(tied: TiedParameter, heard: Mapping[int, Flat]) -> Tensor:
     assert first is not None
     for other in others:
         assert other is not None
+        if equal(first, other):  # also if the training has failed, and all values are NaN
+            continue
         most = torch.finfo(first.dtype).eps ** 0.5 * first.abs().max()
         if not (other - first).abs().max() <= most:
             raise RuntimeError(

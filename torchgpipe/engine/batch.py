@@ -9,7 +9,7 @@ each device. Each program has a thread (`WorkersEngine`), or a process (torchgpi
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -34,6 +34,7 @@ from torchgpipe.task.where import shorten
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import backward_id, keeps_graph, refuse_transforms, sharded
 from torchgpipe.tensors.checkpoint import Mode, checkpointed
+from torchgpipe.tensors.copy import CopyPath
 from torchgpipe.tensors.item import unshared
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, tensors_of, together
 from torchgpipe.tensors.observe import NOTHING, Observer
@@ -50,14 +51,22 @@ class WorkersEngine:
         stages: The stages of this process, in order.
         arrangement: The schedule, and the device of each stage of the pipeline.
         threads: Whether there are threads. If not, the calling thread runs everything.
+        copy_streams: Whether copies between GPUs have their own streams.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], arrangement: Arrangement, *, threads: bool = True
+        self,
+        stages: Sequence[Stage],
+        arrangement: Arrangement,
+        *,
+        threads: bool = True,
+        copy_streams: bool = True,
     ) -> None:
         self.stages, self.arrangement, self.threads = stages, arrangement, threads
         warn_of_order(arrangement, stages)
         self.workers = Workers(max(0, arrangement.n - 1))
+        devices = {stage.index: stage.device for stage in stages}
+        self.path = cache(partial(CopyPath, devices, own=copy_streams))
         self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
 
     def run(
@@ -158,7 +167,7 @@ class Batch:
         # because each GPU has its own generator.
         on_gpu = any(device.type == accelerator.KIND for device in self.devices)
         if on_gpu:
-            seed_gpus_apart(stages, self.orders.placement)
+            seed_gpus_apart(stages, arrangement.placement)
         seeded = self._overlaps and not on_gpu
         self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
         self.draws = self._seeds.of if seeded else in_turn
@@ -166,7 +175,7 @@ class Batch:
         held: dict[int, list[Stage]] = {}
         for stage in stages:
             held.setdefault(self.orders.placement[stage.index], []).append(stage)
-        common = Common(n, recomputed, ambient, self.draws, observer)
+        common = Common(n, recomputed, ambient, self.draws, observer, engine.path)
         self.programs = {d: Program(held[d], common) for d in sorted(held)}
         self.guards: list[StageGuards] = []
         for program in self.programs.values():

@@ -70,7 +70,7 @@ class GraphEngine:
         self.devices = devices = [stage.device for stage in stages]
         self.stages, self.arrangement = stages, arrangement
         self.copies = len({*devices}) > 1
-        self.path = cache(partial(CopyPath, devices, own=copy_streams))
+        self.path = cache(partial(CopyPath, dict(enumerate(devices)), own=copy_streams))
         streams = [accelerator.current_stream(device) for device in devices]
         self.fenced = [self.copies and stream is not None for stream in streams]
         # Without copies between GPUs, autograd runs all nodes in one thread, the latest node first.

@@ -17,7 +17,7 @@ an item, a program waits until the previous item has been taken: between two sta
 for one item in each direction. More items would only fill memory before they are needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -25,15 +25,16 @@ from torch import Tensor
 from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.entrance import leaves
+from torchgpipe.task.entrance import all_none, leaves
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
 from torchgpipe.task.turns import outer_turns
 from torchgpipe.task.where import note_task
+from torchgpipe.tensors.copy import CopyPath, StreamFence
 from torchgpipe.tensors.item import Item, shared_by
-from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, moved, tensors_of
+from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, tensors_of
 from torchgpipe.tensors.observe import Observer, observed
 
 
@@ -115,6 +116,7 @@ class Common(NamedTuple):
         ambient: The caller's modes, such as autocast.
         draws: A function that returns the object by which a task draws its random numbers.
         observer: A function that returns a context in which a task runs, such as a timer.
+        path: A function that returns the `CopyPath` from one stage to another stage.
     """
 
     n: int
@@ -122,6 +124,7 @@ class Common(NamedTuple):
     ambient: AmbientModes
     draws: Draws
     observer: Observer | None
+    path: Callable[[int, int], CopyPath]
 
 
 class Program:
@@ -144,6 +147,9 @@ class Program:
             self._make_guards()
         # Whether this program runs the stages of several devices.
         self._moves = len({stage.device for stage in stages}) > 1
+        # If so, for each task that has run, by micro-batch and stage: the fence of its outputs or,
+        # after a backward, of its gradients. Copies to other devices wait for this fence.
+        self._fences: dict[tuple[int, int], StreamFence] = {}
         self._graphs: dict[tuple[int, int], TaskGraph] = {}
         # Tensors between two stages of this program, by micro-batch and the later action's stage.
         self._kept: dict[tuple[int, int], Any] = {}
@@ -190,6 +196,9 @@ class Program:
                 self.computing = None
             del given  # nothing is held while this waits
             if kind not in _ALONE:
+                if self._moves:
+                    self._fences[i, s] = fence = StreamFence(self.stages[s].device)
+                    fence.leave()
                 self._give(action, result, links)
             del result
 
@@ -204,16 +213,44 @@ class Program:
                 item.check_handed_on(s)
             for arrival in stage.arrivals:
                 item = item.with_skip(links.fetch(action, arrival), s)
-            if self._moves:
-                needs = [x is not None and x.requires_grad for x in item.flat]
-                flat = leaves(moved(item.flat, stage.device), needs)
-                item = Item(flat, item.form, item.shared)
-            return item
+            return self._moved(item, i, stage) if self._moves else item
         # The last stage gets its outputs' gradients in `_compute`, because they are computed there.
         grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
+        if self._moves:
+            grads = self._copied(grads, i, s + 1, s)
         for departure in stage.departures:
-            grads = (*grads, links.fetch(action, departure))
-        return moved(grads, stage.device) if self._moves else grads
+            grad = (links.fetch(action, departure),)
+            grads += self._copied(grad, i, departure.target, s) if self._moves else grad
+        return grads
+
+    def _moved(self, item: Item, i: int, stage: Stage) -> Item:
+        """Copy the inputs of a forward to the stage's device: those of the stage before, and skips.
+
+        Args:
+            item: The inputs of the forward.
+            i: The index of the micro-batch.
+            stage: The stage that runs the forward.
+        """
+        s, count = stage.index, len(item.flat) - len(stage.arrivals)
+        flat = self._copied(item.flat[:count], i, s - 1, s) if s else item.flat[:count]
+        for arrival, skip in zip(stage.arrivals, item.flat[count:], strict=True):
+            flat += self._copied((skip,), i, arrival.source, s)
+        needs = [x is not None and x.requires_grad for x in item.flat]
+        return Item(leaves(flat, needs), item.form, item.shared)
+
+    def _copied(self, tensors: Flat, i: int, source: int, target: int) -> Flat:
+        """Copy tensors of micro-batch i from one stage's device to that of another stage.
+
+        If both stages are on one device, or if there are no tensors, nothing is copied.
+        """
+        if all_none(tensors):
+            return tensors
+        path = self._common.path(source, target)
+        arrival = StreamFence(self.stages[target].device)
+        fences = self._fences[i, source], arrival
+        copies = path.send(tensors, i, fences, self._common.observer)
+        arrival.arrive(copies)
+        return copies
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
         """Run an action; return its outputs, or for a backward the gradients of its inputs."""
@@ -268,11 +305,11 @@ class Program:
         return Item(entered, form_of(micro_batch), shared_by(flat))
 
     def _forward(self, i: int, stage: Stage, item: Item) -> Item:
-        _, recomputed, _, draws, observer = self._common
+        _, recomputed, _, draws, observer, _ = self._common
         flat, s = item.flat, stage.index
         if not self.guards:
             randomness = draws(i, stage, False)
-            with observed(observer, "forward", i, s), randomness.around(), stage.lock:
+            with stage.lock, observed(observer, "forward", i, s), randomness.around():
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         guards = self.guards[s]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
 from torchgpipe.layers.fixed import Fixed
+from torchgpipe.task.guards.buffers import COMPARED
 from torchgpipe.tensors._autograd import storage_of
 from torchgpipe.tensors.checkpoint import MODES
 from torchgpipe.tensors.contents import equal
@@ -64,7 +65,7 @@ def check_module(module: object) -> None:
             "torchgpipe.sequential(module, sample) makes an nn.Sequential of any module"
         )
     own = _beside_layers(module)
-    if own and type(module) is not Layers:
+    if own:
         raise TypeError(
             f"GPipe runs only the layers of {type(module).__name__} one after another, but it has "
             f"{' and '.join(own)} of its own, which would be left out; put these into layers, and "
@@ -88,8 +89,13 @@ def _beside_layers(module: nn.Sequential) -> list[str]:
 
     A pipeline would ignore these things, because it only runs the layers.
     """
+    if type(module) is Layers:
+        # It runs its layers one after another, and has two hooks for names in a state.
+        overridden, usual = [], {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    else:
+        overridden, usual = [*_overridden(module)], set()
     found = []
-    for name in _overridden(module):
+    for name in overridden:
         # A class may override methods that only show the module.
         special = name.startswith("__") and name not in ("__call__", "__getattr__")
         if not special and name not in ("extra_repr", "_get_name"):
@@ -102,8 +108,10 @@ def _beside_layers(module: nn.Sequential) -> list[str]:
         found.append("parameters")
     if module._buffers:
         found.append("buffers")
-    if any(value for name, value in vars(module).items() if name.endswith("_hooks")):
-        found.append("hooks")
+    for name, value in vars(module).items():
+        if value and name.endswith("_hooks") and name not in usual:
+            found.append("hooks")
+            break
     return found
 
 
@@ -240,27 +248,29 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
 
     Args:
         shared: The module and the name of each shared buffer.
-        copy: Whether to compare the buffers' values, too. If not, only the buffers' version
+        copy: Whether to compare the values of buffers on the CPU, too. If not, only the version
             counters are compared, but some kernels write to a buffer without increasing its
-            counter.
+            counter. On a GPU, the comparison of values would make the host wait.
 
     Raises:
         RuntimeError: If a buffer was changed.
     """
-    buffers = []
+    held = []
     for module, name in shared:
         x = module._buffers.get(name)
         if x is not None:
-            buffers.append(x)
-    copies = [x.detach().clone() for x in buffers if copy]
-    before = versions(tuple(buffers))
+            before = x.detach().clone() if copy and x.device.type in COMPARED else None
+            held.append((module, name, x, versions((x,)), before))
     yield
-    kept = versions(tuple(buffers)) == before
-    for x, held in zip(buffers, copies, strict=False):
-        kept = kept and equal(x, held) is not False
-    if not kept:
-        raise RuntimeError(
-            "two partitions have layers that change the same buffer (such as one batch norm in "
-            "both), but a pipeline runs these layers in another order than a plain sequence; give "
-            "each partition its own layer, or keep the layer in evaluation mode"
-        )
+    for module, name, x, version, before in held:
+        changed = versions((x,)) != version or (before is not None and equal(x, before) is False)
+        now = module._buffers.get(name)
+        # A new tensor of another shape is a cache that has grown.
+        if now is not None and now is not x and now.shape == x.shape:
+            changed = changed or equal(now, x) is False
+        if changed:
+            raise RuntimeError(
+                "two partitions have layers that change the same buffer (such as one batch norm in "
+                "both), but a pipeline runs these layers in another order than a plain sequence; "
+                "give each partition its own layer, or keep the layer in evaluation mode"
+            )

@@ -34,8 +34,7 @@ def _device(given: Any) -> torch.device:
         return torch.device(given)
     except (TypeError, RuntimeError):  # the message of PyTorch can have several lines
         raise TypeError(
-            f"devices=[…] has to contain devices such as 'cpu' or 'cuda:0', but "
-            f"{shortened(given)} is not a device of PyTorch"
+            f"{shortened(given)} is not a device of PyTorch; give devices such as 'cpu' or 'cuda:0'"
         ) from None
 
 

@@ -23,6 +23,7 @@ from torchgpipe.step.targets import parted, sample_counts, with_tensors
 from torchgpipe.task.entrance import leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.leaves import leaves_behind, sequence_number, without_hooks
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, together
@@ -135,7 +136,9 @@ class Losses(BatchIO):
 
     def _loss_of(self, i: int, output: Item) -> object:
         """Call the criterion on the output of micro-batch i, and return its result."""
-        with self._batch.draws(i, self._stage, False).around():
+        # The current device matters for criteria that create tensors on device "cuda".
+        on_device = accelerator.current(self._stage.device)
+        with on_device, self._batch.draws(i, self._stage, False).around():
             try:
                 given = self._shown(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self.targets[i])

@@ -21,6 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.modules import modules_of_pipelines
 from torchgpipe.tensors import accelerator
+from torchgpipe.tensors._autograd import backward_id
 from torchgpipe.tensors.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm", "commit"]
@@ -169,7 +170,10 @@ class DeferredBatchNorm(_BatchNorm):
         statistics = self.running_mean.new_zeros(2, self.running_mean.numel())
         mean, var = statistics
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
-        if count:
+        # A plain checkpoint of PyTorch within a layer recomputes in the backward. Then the same
+        # operators have to run, because PyTorch compares how many tensors they save.
+        recomputes = not torch.compiler.is_compiling() and backward_id() != -1
+        if count and not recomputes:
             self._tracked.append((count, statistics))
         if len(self._tracked) == self.chunks:
             self.commit()

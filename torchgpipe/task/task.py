@@ -56,7 +56,7 @@ class TaskGraph(GuardedTask):
         self.needs = tuple([x is not None and x.requires_grad for x in item.flat])
         if not (True in self.needs or self.guards.parameters.by_parameter):
             self.checkpoint = False  # nothing will go backward
-        with observed(self.observer, "forward", self.i, self.stage.index), self.guards.lock:
+        with self.guards.lock, observed(self.observer, "forward", self.i, self.stage.index):
             if self.checkpoint:
                 outputs, form = self._first_pass(item.flat, item.shared)
             else:
@@ -91,17 +91,19 @@ class TaskGraph(GuardedTask):
             keep: Whether to keep the inputs, so that the task can be recomputed once more.
         """
         if self.inputs is not None and self.edges is None:
-            with observed(self.observer, "recompute", self.i, self.stage.index):
+            with self.guards.lock, observed(self.observer, "recompute", self.i, self.stage.index):
                 self.guards.ambient.context().run(self._recompute, self.inputs, keep)
 
     def _recompute(self, inputs: Flat, keep: bool) -> None:
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
-        with self.guards.lock, inference, torch.enable_grad(), CheckpointPhase(recomputing=True):
+        with inference, torch.enable_grad(), CheckpointPhase(recomputing=True):
             around = self.guards.around("before_recomputation", self)
             given = self.guards.memory.given(inputs, self.form)
             _, outputs, _ = self._build(given, (), around)
             self.guards.after_recomputation(self, outputs)
-        self.inputs = self.inputs if keep else None
+        if not keep:
+            self.inputs = None
+            self.noted.clear()
 
     def _build(self, inputs: Flat, shared: Shared, around: Context) -> tuple[Flat, Flat, Form]:
         """Run the layers and build the task's graph.
@@ -143,7 +145,7 @@ class TaskGraph(GuardedTask):
         if self.edges is None and not all_none(grads):
             self.recompute(keep=keep)
         keep_graph = keep and not self.checkpoint
-        with observed(self.observer, kind, self.i, self.stage.index):
+        with self.guards.lock, observed(self.observer, kind, self.i, self.stage.index):
             edges, given = used(self.edges or (), grads)
             if edges:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
@@ -156,13 +158,16 @@ class TaskGraph(GuardedTask):
 
     def backward_weights(self) -> None:
         """Compute the weight gradients that a `backward` of kind `"backward_inputs"` left out."""
-        with observed(self.observer, "backward_weights", self.i, self.stage.index):
+        with (
+            self.guards.lock,
+            observed(self.observer, "backward_weights", self.i, self.stage.index),
+        ):
             later, self._later = self._later, None
             if later is not None:
                 self._go(later)
 
     def _go(self, backward: Callable[[], Any]) -> Any:
-        with self.guards.lock, self.guards.around("before_backward", self):
+        with self.guards.around("before_backward", self):
             try:
                 return backward()
             except BaseException as error:

@@ -18,7 +18,7 @@ single events and not for all work of another stream. And for each pair of parti
 tensors are copied, `CopyPath` makes separate copy streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -89,7 +89,7 @@ class CopyPath:
     """Copies tensors from the device of one partition to the device of another partition.
 
     Args:
-        devices: The device of each partition.
+        devices: The device of each partition, by the partition's index.
         source: The partition that sends.
         target: The partition that receives.
         own: Whether to make new streams for the copies on GPUs. Otherwise copies use the streams
@@ -100,7 +100,7 @@ class CopyPath:
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], source: int, target: int, *, own: bool = True
+        self, devices: Mapping[int, torch.device], source: int, target: int, *, own: bool = True
     ) -> None:
         self._ends = source, target
         self._devices = devices[source], devices[target]
@@ -132,13 +132,38 @@ class CopyPath:
         """
         if not self.elsewhere:
             return tensors
-        streams = []
-        for own, device in zip(self._own, self._devices, strict=True):
-            streams.append(own or accelerator.current_stream(device))
+        streams = self._streams()
         with accelerator.using(*streams):
             forth = partial(self.move, i, fences, observer)
             back = partial(self.move, i, fences[::-1], observer, back=True)
             return cast(Flat, _Copy.apply(forth, back, streams, tie, *tensors))
+
+    def send(
+        self,
+        tensors: Flat,
+        i: int,
+        fences: tuple[StreamFence, StreamFence],
+        observer: Observer | None = None,
+    ) -> Flat:
+        """Copy tensors to the target's device, outside of autograd.
+
+        Args:
+            tensors: The tensors to copy.
+            i: The index of the micro-batch.
+            fences: As for `copy`.
+            observer: The observer of the mini-batch, such as a timer of all tasks.
+        """
+        if not self.elsewhere:
+            return tensors
+        with accelerator.using(*self._streams()):
+            return self.move(i, fences, observer, tensors)
+
+    def _streams(self) -> list[Stream | None]:
+        """Return the streams for a copy: one of the source's device, and one of the target's."""
+        streams = []
+        for own, device in zip(self._own, self._devices, strict=True):
+            streams.append(own or accelerator.current_stream(device))
+        return streams
 
     def move(
         self,

@@ -127,7 +127,7 @@ def record(model: Partitioned, file: str | Path | None = None) -> Iterator[Recor
 def _gather(recording: Recording, model: Partitioned, stopwatch: Stopwatch) -> None:
     """Fill a recording with the events of all ranks, and convert all times to rank 0's clock."""
     own = [tuple(event) for event in stopwatch.events()]
-    with model._together("recording a timeline") as exchange:
+    with model._together("record") as exchange:
         ahead, recording.clock_error = clocks_ahead(exchange)
         gathered = exchange(packed(own))
     recording.over_ranks = len(gathered) > 1

@@ -7,7 +7,6 @@ for the whole sample, because a pipeline splits its input.
 
 import warnings
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -128,13 +127,13 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
             f"{type(module).__name__} gives a padding mask to an nn.TransformerEncoder: in "
             "evaluation without gradients, PyTorch makes the outputs of padded positions zero, but "
             "the layers do not; do not use these outputs, or set enable_nested_tensor=False",
-            stacklevel=3,
+            stacklevel=4,
         )
     if sizes.one_mode:
         warnings.warn(
             f"{type(module).__name__} makes other calls when it is not in {mode}, and its layers "
             f"only have the calls for {mode}; in the other mode, {OTHER_MODE}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -210,10 +209,13 @@ def _gradients(outputs: Tensors, wanted: dict[str, Tensor]) -> dict[str, Tensor]
             ends.append(y)
             weights.append(weight.to(y.dtype).view(y.shape))
     found: Any = [None] * len(wanted)
-    # Some functions can be evaluated but have no derivative. They raise a RuntimeError.
-    with suppress(RuntimeError):
+    try:
         if ends and wanted:
             found = torch.autograd.grad(ends, [*wanted.values()], weights, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass  # Some functions can be evaluated but have no derivative.
     grads: dict[str, Tensor] = {}
     for name, x in zip(wanted, found, strict=True):
         if x is None:
@@ -255,7 +257,7 @@ def check_samples(
             "only samples of the same micro-batch; to compare all samples of a mini-batch, return "
             "what is compared, and compare it in the loss, as in loss(model(input)); or, if an "
             "argument has no batch dimension, name it, shared=[…]",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

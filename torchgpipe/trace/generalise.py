@@ -30,8 +30,9 @@ _ONE_SAMPLE = (
 
 
 OTHER_MODE = (
-    "call the module itself in this mode: it has the same parameters; or make a second pipeline, "
-    "for example of sequential(module.eval(), sample)"
+    "call the module itself in this mode, which has the same parameters, if all of the pipeline is "
+    "in this process and on one device; otherwise, load the pipeline's state into another module, "
+    "or make a second pipeline, of another module: sequential(other.eval(), sample)"
 )
 """What to do if a module makes other calls in evaluation than in training."""
 
@@ -136,10 +137,20 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
 _OWN_LOSS = (
     "leave {0} out of the sample, and call model.step(criterion, input, {0}, weight=count): "
     "criterion(output, {0}) is the module's own loss, and count({0}) is how many entries it "
-    "counts; for Hugging Face's language models, criterion = lambda output, {0}: "
+    "counts; "
+)
+_OF_DECODERS = (
+    "for Hugging Face's models that predict the next token, criterion = lambda output, {0}: "
     "module.loss_function(output['logits'], {0}, module.config.vocab_size), and count = "
     "lambda {0}: ({0}[:, 1:] != -100).sum()"
 )
+_OF_ENCODER_DECODERS = (
+    "for Hugging Face's encoder-decoders, put decoder_input_ids = "
+    "module.prepare_decoder_input_ids_from_labels({0}) into the sample and the input, and give "
+    "criterion = lambda output, {0}: torch.nn.functional.cross_entropy("
+    "output['logits'].flatten(0, 1), {0}.flatten()), and count = lambda {0}: ({0} != -100).sum()"
+)
+"""The labels of an encoder-decoder are not shifted: the decoder's inputs are shifted instead."""
 
 
 def check_batch(
@@ -197,7 +208,9 @@ def check_batch(
             labels = [name for name in names if name in ("label", "labels", "target", "targets")]
             if shape == () and labels:
                 why = "it returns a loss, but outputs of micro-batches are concatenated"
-                raise refused(module, at, why, _OWN_LOSS.format(labels[0]))
+                of_both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+                recipe = _OWN_LOSS + (_OF_ENCODER_DECODERS if of_both else _OF_DECODERS)
+                raise refused(module, at, why, recipe.format(labels[0]))
             raise refused(
                 module,
                 at,

@@ -63,6 +63,7 @@ class Layer(Module):
     ) -> None:
         super().__init__()
         self.training = root.training
+        self._version = root._version
         self.name = plan.name
         self._steps = plan.steps()
         self._inputs = tuple(plan.inputs)
@@ -213,6 +214,8 @@ class Layer(Module):
             here = here._modules[part]
             if extra is None:
                 there = _submodule(there, part)
+                if isinstance(here, _Around):
+                    here._version = there._version
         if extra is not None:
             here.register_buffer(last, extra, persistent=False)
             return
@@ -305,8 +308,13 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
     This is a hook of `load_state_dict`.
     """
     given = dict(state)
+    versions = getattr(state, "_metadata", {})
     for key, layer in _traced_layers(module).items():
         inner = f"{prefix}{key}."
+        # The names in `versions`, too, are without names of layers.
+        for path, _part in layer.named_modules():
+            if f"{prefix}{path}" in versions:
+                versions[inner + path] = versions[f"{prefix}{path}"]
         for name in layer.state_dict(prefix=inner, keep_vars=True):
             if name in given:
                 state[inner + name.removeprefix(prefix)] = given[name]

@@ -213,10 +213,17 @@ class OtherSizes:
             try:
                 found = record(recorder, self._signature, tensors, sizes, device)
             except NeedsResults as error:
+                limit = ""
+                if len(sizes) > 1:
+                    limit = (
+                        "; if the module itself does not take these lengths, limit them: "
+                        "torch.export.Dim(…, max=…)"
+                    )
                 raise Untraceable(
-                    f"a submodule of {type(module).__name__} that is kept as one layer needs the "
-                    "values of its inputs in this mode (training or evaluation, autocast), but did "
-                    f"not need them when sequential was called: {error.__cause__}"
+                    f"a submodule of {type(module).__name__} that is kept as one layer fails for "
+                    f"{'x'.join(map(str, sizes))} on tensors without values, in this mode "
+                    "(training or evaluation, autocast), but did not when sequential was called: "
+                    f"{error.__cause__}{limit}"
                 ) from None
         check_notes(module, notes)
         originals = {id(copied): x for x, copied in self._plain}

@@ -65,7 +65,7 @@ def cache_in(value: Any) -> str | None:
 class Slot:
     """A placeholder for a tensor in a structure. The slots of a structure are numbered."""
 
-    number: int = -1  # slots in older pickles have no number
+    number: int = -1
 
     def __repr__(self) -> str:
         return "Tensor"

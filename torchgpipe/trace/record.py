@@ -33,6 +33,9 @@ from torchgpipe.trace.signature import Signature, Tensors
 from torchgpipe.trace.watch import watched
 from torchgpipe.trace.whole import Notes, check_notes, small_modules
 
+NEEDS_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
+"""The errors of operators that need the contents of a tensor, which fake tensors do not have."""
+
 _OTHER_BATCH = (
     "dimension 0 of the sample has to be the batch, and the module has to take any number of "
     "samples: write x.shape[0] or -1 where it has a fixed number of samples, and name the "
@@ -99,7 +102,7 @@ def record(
             if recorder.refused is not None:
                 raise recorder.refusal(*recorder.refused) from error
             why = reason(error)
-            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            if isinstance(error, NEEDS_CONTENTS):
                 why = "it depends on what is in a tensor, not only on its shape"
             if "hidden size" in why:  # PyTorch's RNNs say so
                 what = (

@@ -149,7 +149,11 @@ class Recorder(TorchFunctionMode):
         return result
 
     def put_fakes(self, device: torch.device | None) -> None:
-        """Replace the module's parameters and buffers by fake tensors, on `device` if given."""
+        """Replace the module's parameters and buffers by fake tensors, on `device` if given.
+
+        Modules that are kept whole can also have plain tensors as attributes, such as the weight of
+        a hook of `torch.nn.utils.spectral_norm`. With `device`, these are replaced, too.
+        """
         fakes: dict[int, Tensor] = {}  # The keys are ids of tensors, which can have several names.
         for module in self.root.modules():
             holders: Any = (module._parameters, module._buffers)
@@ -162,6 +166,10 @@ class Recorder(TorchFunctionMode):
                     y = fakes[id(x)]
                     holder[name] = y
                     self._names[id(y)] = self._names[id(x)]
+            if device is not None and module in self._whole:
+                for name, x in vars(module).items():
+                    if isinstance(x, Tensor):
+                        vars(module)[name] = self._fake_of(x, device)
 
     def _fake_of(self, x: Tensor, device: torch.device | None) -> Tensor:
         if device is None:
@@ -292,6 +300,7 @@ class Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         except Exception as error:
             if module not in self._whole:
+                self._opened.append(module)  # the error is about this module
                 raise
             if self._results is None or path not in self._results:
                 raise NeedsResults from error
@@ -332,7 +341,7 @@ class Recorder(TorchFunctionMode):
         This is the argument itself, or a placeholder for a device of the same type as the module's.
         """
         if isinstance(value, torch.Generator):
-            self._notes.setdefault(self._opened[-1], ("a generator of its own", where()))
+            add_note(self._notes, self._opened[-1], "a generator of its own")
             return value
         if isinstance(value, torch.device):
             return Device() if value.type == self._device_type else value

@@ -22,7 +22,7 @@ WITHOUT_CACHE = (
     "turn the cache off before the call of sequential (for a model of Hugging Face, "
     "module.config.use_cache = False; for one whose decoder has a config of its own, such as T5, "
     "module.decoder.config.use_cache = False); to generate text with a cache, call the module "
-    "itself, which shares its parameters with the layers"
+    "itself, which shares its parameters with the layers of this process"
 )
 """What to do if a module keeps keys and values of earlier tokens in a cache."""
 

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ from torchgpipe.trace.generalise import check_batch
 from torchgpipe.trace.layer import Layer, Layers
 from torchgpipe.trace.other_sizes import OtherSizes, check_one_sample
 from torchgpipe.trace.parts import within
-from torchgpipe.trace.record import in_both_modes, record_all
+from torchgpipe.trace.record import NEEDS_CONTENTS, in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable, advising_a_tuple
 from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user, refuse_own_checkpointing
 
 Batched = tuple[bool, ...]
 """For each input tensor, whether it has a batch dimension."""
+
+MOST_GUESSES = 100
+"""How many guesses about which tensors have a batch dimension are tried, for each batch size."""
 
 
 def sequential(
@@ -106,10 +109,6 @@ def sequential(
     refuse_own_checkpointing(module)
     signature = Signature(module, sample, dynamic_shapes)
     inputs = signature.tensors(*arguments(sample))
-    if not inputs:
-        raise Untraceable(
-            f"the sample gives {type(module).__name__} no tensor, so there is no batch to split"
-        )
     if any(p.is_meta for p in module.parameters()) and not any(x.is_meta for x in inputs):
         raise ValueError(
             f"the module {type(module).__name__} is on meta, but the sample is on "
@@ -150,8 +149,8 @@ def _first_that_fits(
                     # If the error has no `__cause__`, the module runs with this guess of the
                     # batched inputs, but its calls cannot be recorded. So do not try guesses with
                     # fewer batched inputs: with these, the module could run, but would compute
-                    # something else.
-                    if error.__cause__ is None:
+                    # something else. Code that needs the contents of tensors fails for any guess.
+                    if error.__cause__ is None or isinstance(error.__cause__, NEEDS_CONTENTS):
                         break
                 else:
                     check_state(module, layers)
@@ -206,7 +205,7 @@ def _choices(
         if x.dim() and 0 not in signature.places[k]:
             members.setdefault(len(x), []).append(k)
     for fits in members.values():
-        yield _subsets(fits, len(inputs))
+        yield islice(_subsets(fits, len(inputs)), MOST_GUESSES)
 
 
 def _subsets(members: Sequence[int], n: int) -> Iterator[Batched]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchgpipe.distributed import RankFailed, connections, gathering
 from torchgpipe.distributed.liveness import idle
@@ -270,8 +271,9 @@ def test_who_may_be_silent(
     """
     # The processes of other tests' ranks use CPU time now and then.
     monkeypatch.setattr(idle, "cpu_time_of_descendants", lambda: 0.0)
-    monkeypatch.setattr("torchgpipe.distributed.liveness.monitor.sharded", set)
-    stages = {0: SimpleNamespace(partition=nn.Linear(1, 1))}
+    sharded = nn.Linear(1, 1)
+    sharded.__class__ = type("Sharded", (FSDPModule, nn.Linear), {})  # as fully_shard does
+    stages = {0: SimpleNamespace(modules=[nn.Sequential(sharded), sharded])}
     program: Any = SimpleNamespace(doing=task, computing=task, stages=stages)
     heard = (1, 2, 3) if task else (2,)
     with monitoring(timeout, heard=heard) as (monitor, activity, wrong):

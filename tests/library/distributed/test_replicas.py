@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ def losses(model: Any, optimizer: torch.optim.Optimizer, *seeds: int) -> list[fl
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("way", ["alone", "replicate", "fully_shard"])
-def test_going_on(way: str, *, cpu_offload: bool) -> None:
+def test_going_on(way: str, *, cpu_offload: bool, tmp_path: Path) -> None:
     """Check that a saved training continues alike on equally many ranks and in one process."""
     options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=cpu_offload)
 
@@ -220,7 +221,7 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
         weights, moments = get_state_dict(model, optimizer, options=options)
         return {"model": weights, "optimizer": moments}
 
-    folder = shared_folder()
+    folder = shared_folder(tmp_path)
     model = of_traced(way, 0)
     optimizer = adam(model)
     losses(model, optimizer, 0, 1)
@@ -240,8 +241,8 @@ def test_going_on(way: str, *, cpu_offload: bool) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_one_replica_is_saved_and_all_replicas_load_it() -> None:
-    folder = shared_folder()
+def test_one_replica_is_saved_and_all_replicas_load_it(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
     model = of_traced("replicate", 0)
     optimizer = adam(model)
     losses(model, optimizer, 0, 1)
@@ -257,8 +258,8 @@ def test_one_replica_is_saved_and_all_replicas_load_it() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_second_replica_cannot_be_saved_into_the_same_folder() -> None:
-    folder = shared_folder()
+def test_a_second_replica_cannot_be_saved_into_the_same_folder(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
     model = of_traced("replicate", 0)
     optimizer = adam(model)
     losses(model, optimizer, 0)
@@ -274,8 +275,10 @@ def test_a_second_replica_cannot_be_saved_into_the_same_folder() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_replica_that_has_only_parts_of_parameters_is_neither_saved_nor_loaded() -> None:
-    folder = shared_folder()
+def test_a_replica_that_has_only_parts_of_parameters_is_neither_saved_nor_loaded(
+    tmp_path: Path,
+) -> None:
+    folder = shared_folder(tmp_path)
     whole = of_traced("replicate", 0)
     if dist.get_rank() < 2:
         Saves(folder).save(0, whole, adam(whole))
@@ -287,7 +290,7 @@ def test_a_replica_that_has_only_parts_of_parameters_is_neither_saved_nor_loaded
         Saves(folder).load(model, adam(model))
     model = of_traced("fully_shard", 0)
     with pytest.raises((ValueError, RankFailed), match=refusal):
-        Saves(shared_folder()).save(0, model, adam(model))
+        Saves(shared_folder(tmp_path / "other")).save(0, model, adam(model))
 
 
 @pytest.mark.ranks(4)

@@ -4,7 +4,6 @@ The tests load a state on the same number of ranks, on fewer ranks, and in one p
 fails to save, all ranks must raise an error.
 """
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
 from torchgpipe.state.saves import Saves
+from torchgpipe.timeline import record
 
 from ...behaviours.compare import differences
 from ..state.test_contents import Growing
@@ -33,14 +33,15 @@ Model = GPipe | DistributedGPipe
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def shared_folder() -> Path:
-    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+def shared_folder(folder: Path) -> Path:
+    """Return the folder that rank 0 gives, on all ranks. Each rank's `tmp_path` differs."""
+    where = [folder]
     dist.broadcast_object_list(where)
-    return Path(str(where[0]))
+    return where[0]
 
 
 @pytest.mark.parametrize("chunks", [3, 1])
-def test_going_on(chunks: int) -> None:
+def test_going_on(chunks: int, tmp_path: Path) -> None:
     """Check that equally many ranks continue from a saved state as if never interrupted.
 
     Dropout must draw the same numbers, too.
@@ -51,7 +52,7 @@ def test_going_on(chunks: int) -> None:
         model = DistributedGPipe(layers(seed, draws=True), [2, 2, 2, 2], **options)
         return model, adam(model)
 
-    assert_goes_on(shared_folder(), make)
+    assert_goes_on(shared_folder(tmp_path), make)
 
 
 def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -77,7 +78,9 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 
 @pytest.mark.parametrize("write, read", WAYS.values(), ids=WAYS)
-def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object]) -> None:
+def test_on_other_ranks(
+    write: Callable[..., object], read: Callable[..., object], tmp_path: Path
+) -> None:
     """Check that two ranks and one process can continue from a state that four ranks saved.
 
     This model has no dropout, because dropout masks depend on the balance.
@@ -88,7 +91,7 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
         DistributedGPipe(layers(5), [3, 5], mesh=mesh, chunks=3),
         GPipe(layers(6), [1, 6, 1], devices=["cpu"] * 3, chunks=3),
     ]
-    folder = shared_folder()
+    folder = shared_folder(tmp_path)
     optimizer = adam(model)
     trained(model, optimizer, 5)
     write(folder, model, optimizer)
@@ -99,14 +102,14 @@ def test_on_other_ranks(write: Callable[..., object], read: Callable[..., object
         assert_same(trained(other, optimizer, 6), expected, "loss")
 
 
-def test_failures() -> None:
+def test_failures(tmp_path: Path) -> None:
     """Check that all ranks raise an error if one rank cannot save.
 
     A rank cannot save if its folder is not that of the other ranks, or if the values to save differ
     between ranks.
     """
     rank = dist.get_rank()
-    folder = shared_folder()
+    folder = shared_folder(tmp_path)
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
     optimizer = adam(model)
     trained(model, optimizer, 0)
@@ -129,7 +132,7 @@ def test_failures() -> None:
     saves.save(1, model, optimizer)
     assert saves.load(model, optimizer) == {"step": 1}
 
-    other = Saves(shared_folder())
+    other = Saves(shared_folder(tmp_path / "other"))
     trained(model, optimizer, 0)
     for step in (0, 1):
         other.save(step, model, optimizer)
@@ -166,7 +169,7 @@ def growing_layers(seed: int) -> nn.Sequential:
     return nn.Sequential(*[Growing(4, 4) for _ in range(2 * WORLD)])
 
 
-def test_several_optimizers_and_extra_state_that_grows() -> None:
+def test_several_optimizers_and_extra_state_that_grows(tmp_path: Path) -> None:
     """Check that ranks save two optimizers, and that all trainings from this state are equal.
 
     The state is loaded on ranks, in one process, and into plain layers. Each training must have the
@@ -182,7 +185,7 @@ def test_several_optimizers_and_extra_state_that_grows() -> None:
                 optimizer.zero_grad()
 
     x = torch.linspace(-1, 1, 16).view(4, 4)
-    saves = Saves(shared_folder())
+    saves = Saves(shared_folder(tmp_path))
     ours = DistributedGPipe(growing_layers(0), [2] * WORLD, chunks=2)
     optimizers = two_optimizers(ours)
     train(ours, optimizers)
@@ -211,9 +214,9 @@ def test_several_optimizers_and_extra_state_that_grows() -> None:
         assert differences(part, {name: whole[name] for name in part}) == []
 
 
-def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks() -> None:
+def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks(tmp_path: Path) -> None:
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
-    saves = Saves(shared_folder())
+    saves = Saves(shared_folder(tmp_path))
     value = (lambda: 0) if dist.get_rank() == 1 else 0
     with pytest.raises((TypeError, RankFailed), match="scheduler cannot be saved, because it"):
         saves.save(0, model, None, scheduler=value)
@@ -230,15 +233,23 @@ def test_a_value_that_cannot_be_pickled_is_named_on_all_ranks() -> None:
             1,
             r"rank 0 is in mini-batch 4, but rank 1 is in clip_grad_norm_\(\) after mini-batch 3: ",
         ),
+        (
+            "record",
+            0,
+            r"rank 0 is in record\(\) after mini-batch 3, but rank . is in mini-batch 4: ",
+        ),
     ],
 )
-def test_a_call_on_one_rank_only_is_named(name: str, only: int, told: str) -> None:
+def test_a_call_on_one_rank_only_is_named(name: str, only: int, told: str, tmp_path: Path) -> None:
     model = DistributedGPipe(layers(), [2, 2, 2, 2])
     optimizer = adam(model)
     trained(model, optimizer, 0)
     with pytest.raises(RuntimeError, match=f"{told}every rank has to .* the same holds for clip_"):
         if dist.get_rank() == only and name == "save":
-            Saves(tempfile.mkdtemp()).save(0, model, optimizer)
+            Saves(tmp_path).save(0, model, optimizer)
+        elif dist.get_rank() == only and name == "record":
+            with record(model):
+                pass
         elif dist.get_rank() == only:
             model.clip_grad_norm_(1.0)
         trained(model, optimizer, 1)

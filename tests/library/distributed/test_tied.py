@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def test_a_frozen_weight() -> None:
     )
 
 
-def test_a_state_fits_any_balance() -> None:
+def test_a_state_fits_any_balance(tmp_path: Path) -> None:
     """Check that a state with a shared weight, saved on three ranks, can be loaded elsewhere.
 
     It is loaded in one process, and over ranks with another balance. The optimizer's state of the
@@ -273,7 +274,7 @@ def test_a_state_fits_any_balance() -> None:
     of_plain, optimizer = adam(plain), adam(model)
     trained(plain, of_plain, 1, 2)
     trained(model, optimizer, 1, 2)
-    saves = Saves(shared_folder())
+    saves = Saves(shared_folder(tmp_path))
     saves.save(2, model, optimizer)
     loaded = gpt(5)
     of_loaded = adam(loaded)
@@ -301,7 +302,7 @@ class Functional(nn.Module):
         return linear(self.norm(self.block(embedding(x, self.weight))), self.weight)
 
 
-def test_a_traced_module_that_uses_a_weight_twice() -> None:
+def test_a_traced_module_that_uses_a_weight_twice(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Functional()
     x, _ = words()
@@ -309,7 +310,7 @@ def test_a_traced_module_that_uses_a_weight_twice() -> None:
     model = DistributedGPipe(layers, [1, len(layers) - 2, 1], chunks=2)
     optimizer = adam(model)
     trained(model, optimizer, 1)
-    saves = Saves(shared_folder())
+    saves = Saves(shared_folder(tmp_path))
     saves.save(1, model, optimizer)
     plain = Functional()
     of_plain = adam(plain)

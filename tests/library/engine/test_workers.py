@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from torchgpipe import GPipe
 from torchgpipe.gpipe import EngineName
 from torchgpipe.tensors.observe import Task
+from torchgpipe.timeline import record
 
 from ...behaviours.parts.layers import Do
 from ...parts import Fails
@@ -219,3 +221,22 @@ def test_a_hook_in_the_last_partition_may_call_the_pipeline(schedule: str, mode:
     model.step(nn.functional.mse_loss, x, x)
     assert len(outputs) == (4 if mode == "always" else 2)
     assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_a_timeline_has_no_tasks_at_once_that_exclude_each_other() -> None:
+    """Check that a task which waits for a module that another task uses has not begun yet."""
+
+    def pause(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return x * layer.scale
+
+    shared = Do(pause, scale=torch.ones(()))
+    layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(shared))
+    model = piped(layers, [1, 1], 4, checkpoint="always", engine="workers")
+    with record(model) as recording:
+        model.step(lambda y, _: y.sum(), torch.ones(4, 2))
+    (mini_batch,) = recording.steps
+    events = sorted(mini_batch.events, key=lambda event: event.start)
+    assert len(events) > 8
+    for earlier, later in pairwise(events):
+        assert earlier.end <= later.start

@@ -309,26 +309,6 @@ def test_misuse(
     assert [*tmp_path.glob("*-step-*")] == []
 
 
-class Versioned(Linear):
-    """A layer that converts the weight when it loads a state of the layer's first version."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("version", 1) < 2:
-            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-
-def test_a_state_has_the_version_of_the_layers_that_saved_it(tmp_path: Path) -> None:
-    model = GPipe(Sequential(Versioned(2, 2)), [1], devices=["cpu"])
-    saves = Saves(tmp_path)
-    saves.save(0, model, None)
-    weight = model[0].weight.detach().clone()
-    saves.load(model, None)
-    assert torch.equal(model[0].weight, weight)
-
-
 def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
     """Check that a weight of two tensors, such as an 8-bit weight, can be saved and loaded."""
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import GPipe
+from torchgpipe.engine import batch
 from torchgpipe.engine.seeds import Seeds
 from torchgpipe.random import generators, seeded
 from torchgpipe.random.generators import SEED_STEP, seed_apart
@@ -227,3 +229,17 @@ def test_the_number_of_a_gpu_is_that_of_its_first_stage(monkeypatch: pytest.Monk
         stage.device, stage.runs_later = torch.device("cuda", k), True
     seed_gpus_apart(stages, [0, 1, 2, 0, 1])
     assert given == [{}, {torch.device("cuda", 1): 0, torch.device("cuda", 0): 0}]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_step_gives_each_device_a_number_of_its_own(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that `step` in one process seeds each GPU, although one program runs all devices."""
+    given: list[Any] = []
+    monkeypatch.setattr(batch, "seed_gpus_apart", lambda _, placement: given.append(placement))
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, engine="graph", schedule=schedule)
+    monkeypatch.setattr("torchgpipe.tensors.accelerator.KIND", "cpu")
+    batch.Batch(model._steps, 2, "never", None)
+    assert [[*placement] for placement in given] == [[0, 1]]

@@ -27,7 +27,7 @@ class Passage:
     """A connection that copies tensors from device `cpu:0` to `cpu:1`, as between two tasks."""
 
     def __init__(self, *, enabled: bool = True) -> None:
-        self.path = CopyPath([SOURCE, TARGET], 0, 1, own=enabled)
+        self.path = CopyPath({0: SOURCE, 1: TARGET}, 0, 1, own=enabled)
         self.departure = StreamFence(SOURCE)
         self.arrival = StreamFence(TARGET)
 

@@ -106,6 +106,11 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
         lambda net, x: net.a(x) if net.training and random.random() < 0.5 else x
     ),
     "a generator of its own": lambda net, x: net.a(x) + torch.rand(x.shape, generator=net.draws),
+    "a generator of its own in training": (
+        lambda net, x: (
+            net.a(x) + torch.rand(x.shape, generator=net.draws) if net.training else net.a(x)
+        )
+    ),
     "a transform": lambda net, x: torch.vmap(torch.sin)(net.a(x)),
     "an array of NumPy": lambda net, x: net.a(x) * torch.from_numpy(numpy.ones(WIDTH)),
     "a size in a partial": lambda net, x: net.call((partial(torch.mul, len(x)), net.a(x))),
@@ -140,6 +145,10 @@ SAID: dict[str, tuple[bool, list[str]]] = {
     "a number": (True, []),
     "a loop over the batch": (True, ["2, 3, 5 samples"]),
     "a factor of the batch size": (True, ["it passes 0.5, 0.33"]),
+    "a generator of its own in training": (
+        False,
+        ["it sets or asks for a generator of its own,", "do that in a submodule"],
+    ),
     "a loss": (True, ["shape () for 2 samples", "such as a loss, belongs after the pipeline"]),
     "samples in another dimension": (True, ["shape (6, 2) for 2 samples"]),
     "a size and no call": (False, ["2, 3, 5 samples", "that it returns ((Tensor, 2), (Tensor, 3)"]),

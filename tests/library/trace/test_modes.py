@@ -118,7 +118,7 @@ def test_other_calls_in_the_other_mode(training: bool) -> None:
     model = GPipe(layers, [1, len(layers) - 1], devices=["cpu", "cpu"], chunks=2)
     model(X)
     model.train(not training)
-    said = re.escape("a second pipeline, for example of sequential(module.eval(), sample)")
+    said = re.escape("a second pipeline, of another module: sequential(other.eval(), sample)")
     with pytest.raises(Untraceable, match=said):
         model(X)
 

@@ -54,8 +54,47 @@ def gpt2() -> nn.Module:
     return model
 
 
+def t5() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=WORDS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model: nn.Module = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    model.config.use_cache = model.decoder.config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
+def bart() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        vocab_size=WORDS,
+        max_position_embeddings=16,
+        dropout=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+    )
+    model: nn.Module = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    return model
+
+
 # It takes seconds to import transformers.
-MODELS = [WithLoss, pytest.param(gpt2, marks=pytest.mark.slow)]
+MODELS = [WithLoss, *[pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, t5, bart)]]
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -71,10 +110,15 @@ def test_the_recipe_does_what_the_model_does(make: Any) -> None:
     assert recipe is not None
     criterion, count = [eval(text, {"module": module}) for text in recipe.groups()]
 
-    layers = sequential(module, {"input_ids": tokens})
+    batch = {"input_ids": tokens}
+    if make in (t5, bart):
+        advice = "decoder_input_ids = module.prepare_decoder_input_ids_from_labels(labels)"
+        assert advice in str(caught.value)
+        batch["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(labels)
+    layers = sequential(module, batch)
     balance = [1, len(layers) - 1]
     model = GPipe(layers, balance, devices=["cpu", "cpu"], chunks=3)
-    loss = model.step(criterion, {"input_ids": tokens}, labels, weight=count)
+    loss = model.step(criterion, batch, labels, weight=count)
 
     expected = module(input_ids=tokens, labels=labels)["loss"]
     torch.testing.assert_close(loss, expected.detach())

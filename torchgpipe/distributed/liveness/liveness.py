@@ -32,7 +32,7 @@ Broken = Callable[[BaseException], None]
 
 EQUALLY_OFTEN = (
     "every rank has to call the pipeline, and then backward(), equally often and in the same "
-    "order; the same holds for clip_grad_norm_(), and for save() and load() of Saves"
+    "order; the same holds for clip_grad_norm_(), for save() and load() of Saves, and for record()"
 )
 
 

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -293,7 +294,8 @@ class RankMonitor:
         if idle < self._timeout or task is None or program is None:
             return None
         # Sharded layers may wait for a rank of another pipeline that is only slow.
-        if sharded(stage.partition for stage in program.stages.values()):
+        modules = [stage.modules for stage in program.stages.values()]
+        if sharded(chain.from_iterable(modules)):
             return None
         _, words = task
         where = place(self._activity.thread)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ... import ranks
-from ...ranks import current, end_of
+from .. import ranks
+from ..ranks import current, end_of
 
 
 @pytest.mark.ranks(2)
