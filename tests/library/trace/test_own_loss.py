@@ -108,7 +108,7 @@ def test_the_recipe_does_what_the_model_does(make: Any) -> None:
         sequential(module, {"input_ids": tokens, "labels": labels})
     recipe = re.search(r"criterion = (lambda .*), and count = (lambda .*)$", str(caught.value))
     assert recipe is not None
-    criterion, count = [eval(text, {"module": module}) for text in recipe.groups()]
+    criterion, count = [eval(text, {"module": module, "torch": torch}) for text in recipe.groups()]
 
     batch = {"input_ids": tokens}
     if make in (t5, bart):
