@@ -179,12 +179,6 @@ class GPipe(Partitioned):
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)
         return skip_layout(self.partitions, portals=self._portals)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline; see `forward`."""
-        if self._signature is None and len(args) != 1 and "input" not in kwargs:
-            the_input(args, kwargs)  # raises an error
-        return super().__call__(*args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
@@ -214,7 +208,7 @@ class GPipe(Partitioned):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._signature is None:
-            input = args[0] if args else kwargs["input"]
+            input = the_input(args, kwargs)
         else:
             input = self._signature.input_of(args, kwargs)
         micro_batches, copied = self._begun(input)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all training steps on every engine, to find steps whose tasks do not overlap.
 
-    Print each such step. With the option --base, a step whose tasks do not overlap in the base
-    either does not count as worse.
+    Print a line for each such step. With the option --base, a line that the base has, too, does not
+    count as worse.
 
     Raises:
         Worse: Tasks do not overlap.

@@ -105,7 +105,7 @@ def commit_file(folder: Path, branch: str, name: str, change: Callable[[bytes], 
         )
     old = git(folder, "for-each-ref", "--format=%(objectname)", ref).decode()
     before = b""
-    # Paths of `ls-tree` are relative to the current folder otherwise, and the others are not.
+    # Without --full-tree, `ls-tree` takes the path as relative to the folder; `cat-file` does not.
     if old and git(folder, "ls-tree", "--full-tree", old, "--", name):
         before = git(folder, "cat-file", "blob", f"{old}:{name}")
     content = change(before)

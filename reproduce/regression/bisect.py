@@ -11,7 +11,7 @@ from dataclasses import replace
 from reproduce.error import Error
 from reproduce.machine.git import commit_of, git
 from reproduce.regression.job import Settings
-from reproduce.regression.judge import Limits, judge
+from reproduce.regression.judge import Judgement, Limits, judge
 from reproduce.regression.main import Tell, check_restarts, measure
 from reproduce.regression.trees import Project, trees
 
@@ -51,11 +51,7 @@ def bisected(
         with trees(good, commit, settings.project) as versions:
             judged = judge(measure(versions, settings, tell), limits)
         name = commit if commit == bad else commit[:9]
-        for case, samples in judged.samples.items():
-            if "head" in samples.unable:
-                raise Error(f"{case} cannot run in {name}: {samples.unable['head']}")
-            if "base" in samples.unable:
-                raise Error(f"{case} cannot run in {good}: {samples.unable['base']}")
+        _check_cases(judged, name, good, None if worse else say)
         # After the first comparison, only those cases matter in which `bad` is slower.
         disturbed = judged.called("disturbed", "base")
         if worse:
@@ -84,6 +80,30 @@ def bisected(
     first = commits[bisect.bisect_left(commits[:-1], True, key=is_slower)]
     shown = git(settings.project.root, "show", "--no-patch", "--format=%h %s", first)
     return shown.decode()
+
+
+def _check_cases(
+    judged: Judgement, name: str, good: str, say: Callable[[str], None] | None
+) -> None:
+    """Raise `Error` if a case cannot run in a commit, or no case can run in the commit `good`.
+
+    Args:
+        judged: The times of the commit and of `good`.
+        name: The name of the commit.
+        good: The commit with which it is compared.
+        say: A function that is called with a line for each case that cannot run in `good`; or None.
+    """
+    lacking = {}
+    for case, samples in judged.samples.items():
+        if "head" in samples.unable:
+            raise Error(f"{case} cannot run in {name}: {samples.unable['head']}")
+        if "base" in samples.unable:
+            lacking[case] = samples.unable["base"]
+    if len(lacking) == len(judged.samples):
+        raise Error(f"no case can run in {good}: {'; '.join(lacking.values())}")
+    if say is not None:
+        for case, why in lacking.items():
+            say(f"{case} is left out, because it cannot run in {good}: {why}")
 
 
 def between(project: Project, good: str, bad: str) -> list[str]:

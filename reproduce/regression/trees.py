@@ -119,7 +119,7 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     found = filter(None, listed.decode().split("\0"))
     git(root, "archive", f"--output={archive}", commit, "--", *found)
     with tarfile.open(archive) as files:
-        files.extractall(folder, filter="data")
+        files.extractall(folder, filter="tar")
     return Tree(_built(project, folder, revision), revision, commit)
 
 
@@ -134,10 +134,10 @@ def snapshot(project: Project, folder: Path) -> Tree:
     listed = git(root, "ls-files", "-z", *options, "--", *project.paths)
     for name in listed.decode().split("\0"):
         source = root / name
-        if name and source.is_file():  # it may be deleted, or a submodule
+        if name and (source.is_file() or source.is_symlink()):  # it may be deleted, or a submodule
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, copy)
+            shutil.copy(source, copy, follow_symlinks=False)
     dirty = bool(git(root, "status", "--porcelain", "--", *project.paths))
     name = "the working tree"
     built = _built(project, folder, name)

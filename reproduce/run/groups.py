@@ -248,8 +248,12 @@ def takes_too_long(session: Session, group: Group, task: PlannedTask, seconds: f
         task: The row, and how it runs.
         seconds: The time of one step of the row.
     """
-    steps = session.scale.least_steps + warmup_steps(session, task)
-    return seconds * steps > LARGEST_SHARE * group.limit
+    return seconds * least_steps(session, task) > LARGEST_SHARE * group.limit
+
+
+def least_steps(session: Session, task: PlannedTask) -> int:
+    """Return how many steps a task needs at least, the warm-up included."""
+    return session.scale.least_steps + warmup_steps(session, task)
 
 
 def rounds_wanted(session: Session) -> int:

@@ -30,6 +30,7 @@ from reproduce.run.groups import (
     SoFar,
     further_rounds,
     groups_of,
+    least_steps,
     remaining,
     rounds_wanted,
     takes_too_long,
@@ -211,12 +212,18 @@ class _GroupRun:
         return worth
 
     def _skip(self, task: PlannedTask, seconds: float) -> None:
-        """Record that a row is not measured, because one step would take too long: `seconds`."""
-        reason = (
-            f"not measured: a step would take about {duration(seconds)}; "
-            "--no-emulate measures it nevertheless"
-        )
+        """Record that a row is not measured, because this would take too long.
+
+        Args:
+            task: The row, and how it runs.
+            seconds: The time of one step of the row.
+        """
         session = self.session
+        steps = least_steps(session, task)
+        reason = (
+            f"not measured: {steps} steps, with the warm-up, would take about "
+            f"{duration(seconds * steps)}; --no-emulate measures it nevertheless"
+        )
         session.put(task.row, **task.kind, status="not run", reason=reason)
         session.finish(task)
 

@@ -132,3 +132,17 @@ def test_hooks_of_a_traced_module_see_its_arguments_and_its_structure() -> None:
     model.step(lambda output, t: mse_loss(output["y"], t), batch, T)
     assert given == [["x", "scale"]] * 3
     assert returned == [["y"]] * (1 + 1 + 4)
+
+
+def test_the_input_may_have_its_name() -> None:
+    model = made(devices=["cpu"] * 2)
+    assert torch.equal(model(input=X), model.forward(X))
+    assert torch.equal(model.forward(input=X), model(X))
+
+
+@pytest.mark.ranks(2)
+def test_the_input_may_have_its_name_over_ranks() -> None:
+    model = made(DistributedGPipe)
+    found, expected = model(input=X), model(X)
+    assert torch.equal(found, expected)
+    model.close()

@@ -133,7 +133,13 @@ def joined(outputs: list[Any]) -> Any:
 
 
 def the_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the only argument of a call; raise `TypeError` if there are none or several."""
+    """Return the only argument of a call, by place or as `input=`.
+
+    Raises:
+        TypeError: If there is no such argument, or if there are other arguments.
+    """
+    if not args and kwargs.keys() == {"input"}:
+        return kwargs["input"]
     if len(args) != 1 or kwargs:
         given = ", ".join([f"{len(args)} by place", *kwargs])
         raise TypeError(

@@ -129,6 +129,10 @@ MISTAKES: dict[str, Mistake] = {
     "two batch sizes": (lambda: model()((X, X[:3])), ["the same batch size", "[4, 3]"]),
     "two arguments": (lambda: model()(X, X), ["takes one input", "2 by place", "as one tuple"]),
     "no argument": (lambda: model()(), ["takes one input", "0 by place"]),
+    "an argument too many, by name": (
+        lambda: model()(X, mask=X),
+        ["takes one input", "1 by place, mask"],
+    ),
     "an argument by another name": (lambda: model()(x=X), ["takes one input", "0 by place, x"]),
     "no micro-batch": (lambda: MicroBatches([]), ["at least one micro-batch"]),
     "micro-batches in a dictionary": (

@@ -112,6 +112,8 @@ def test_a_copy_keeps_programs_and_links(tmp_path: Path) -> None:
     (root / "one").mkdir(parents=True)
     (root / "version.py").write_text("version = 1\n")
     (root / "one" / "version.py").symlink_to("../version.py")
+    (root / "two").symlink_to("one")  # a link to a folder
+    (root / "away").symlink_to("/nowhere/at/all")
     program = root / "build.sh"
     program.write_text("#!/bin/sh\ntouch one/__init__.py\n")
     program.chmod(0o755)
@@ -121,6 +123,8 @@ def test_a_copy_keeps_programs_and_links(tmp_path: Path) -> None:
     for tree in (committed(project, "1", tmp_path / "old"), snapshot(project, tmp_path / "new")):
         assert (tree.folder / "one" / "__init__.py").is_file()
         assert (tree.folder / "one" / "version.py").read_text() == "version = 1\n"
+        assert (tree.folder / "two" / "version.py").is_file()
+        assert (tree.folder / "away").is_symlink()
 
 
 def test_the_copies_are_removed(root: Path) -> None:
@@ -233,7 +237,7 @@ def test_a_disturbed_commit_is_not_called_innocent(tmp_path: Path, monkeypatch: 
         ("HEAD", "v0", 1, [], 20, "no commit after HEAD, up to v0, changes torchgpipe"),
         ("v0", "nowhere", 1, [], 20, "nowhere: no such git revision"),
         ("v0", "v2", 1, [1], 20, "a cannot run in [0-9a-f]{9}: ImportError: gone"),
-        ("v0", "v2", 1, [0], 20, "a cannot run in v0: ImportError: gone"),
+        ("v0", "v2", 1, [0], 20, "no case can run in v0: ImportError: gone"),
         ("v0", "v2", 1, [], 3, "no difference could be significant"),
     ],
 )

@@ -25,7 +25,10 @@ from .conftest import EVERY, ROWS, Fake
 # `least_steps` steps.
 LONG = {"warmup": 1, "steps": 1, "least_steps": 8, "seconds": 30.0}
 ENDED = {"steps": 9, "least_steps": 4, "seconds": 1e-9}
-TOO_LONG = "not measured: a step would take about 2 s; --no-emulate measures it nevertheless"
+TOO_LONG = (
+    "not measured: 9 steps, with the warm-up, would take about 18 s; "
+    "--no-emulate measures it nevertheless"
+)
 
 
 @pytest.mark.parametrize(
