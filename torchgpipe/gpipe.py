@@ -207,10 +207,7 @@ class GPipe(Partitioned):
         return run_uncompiled(self._traced_instead, self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._signature is None:
-            input = the_input(args, kwargs)
-        else:
-            input = self._signature.input_of(args, kwargs)
+        input = self._input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:
             return input
@@ -220,12 +217,17 @@ class GPipe(Partitioned):
             copied.synchronize()
         return self._shown(output)
 
+    def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._signature is None:
+            return the_input(args, kwargs)
+        return self._signature.input_of(args, kwargs)
+
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
         # Before the input, which may be in its place.
         check_criterion(request.criterion, request.call)
-        input = args[0] if self._signature is None else self._signature.input_of(args, kwargs)
+        input = self._input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
         if not self._stages:
             raise ValueError("there are no layers to train")

@@ -171,3 +171,45 @@ def test_a_copied_buffer_that_changes_is_refused(chunks: int, deferred: bool) ->
         model(torch.randn(8, 4))
     model.eval()
     assert model(torch.randn(8, 4)).shape == (8, 4)
+
+
+class Masking(nn.Module):
+    """Makes its mask in its first forward. Until then, the buffer is `None`."""
+
+    mask: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], device=x.device)
+        return x * self.mask
+
+
+def test_a_buffer_that_is_made_later_is_made_on_each_device() -> None:
+    model: Any = GPipe(blocks(Masking(), 2), [1, 1], devices=TWO)
+    model(torch.randn(4, 4))
+    first, second = model[0][1], model[1][1]
+    assert first is not second
+    assert first.mask is not second.mask
+
+
+def trained_buffer() -> nn.Module:
+    module = Rotary()
+    module.scale.requires_grad_()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.compile(Rotary()), "compile after the pipeline is made"),
+        (trained_buffer, "make it a parameter"),
+    ],
+)
+def test_modules_that_cannot_be_copied_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GPipe(blocks(make(), 2), [1, 1], devices=TWO)
+    GPipe(blocks(make(), 2), [1, 1], devices=["cpu", "cpu"])

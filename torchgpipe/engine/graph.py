@@ -165,7 +165,7 @@ class _MiniBatch:
         stage, departure = self._stages[j], self._fence(j)
         randomness = in_turn(i, stage, False)
         item.fence.arrive(item.flat)
-        with observed(self._observer, "forward", i, j), randomness.around(), stage.lock:
+        with stage.lock, observed(self._observer, "forward", i, j), randomness.around():
             outputs, form = stage.run(item.flat, item.form, item.shared)
         departure.leave()
         if not self._one_graph:

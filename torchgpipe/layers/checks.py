@@ -265,8 +265,8 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
     for module, name, x, version, before in held:
         changed = versions((x,)) != version or (before is not None and equal(x, before) is False)
         now = module._buffers.get(name)
-        # A new tensor of another shape is a cache that has grown.
-        if now is not None and now is not x and now.shape == x.shape:
+        # A new tensor of another shape or type is a cache that was made for other inputs.
+        if now is not None and now is not x and _alike(now, x):
             changed = changed or equal(now, x) is False
         if changed:
             raise RuntimeError(
@@ -274,3 +274,7 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
                 "both), but a pipeline runs these layers in another order than a plain sequence; "
                 "give each partition its own layer, or keep the layer in evaluation mode"
             )
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device

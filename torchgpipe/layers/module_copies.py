@@ -52,7 +52,7 @@ class _Copies:
             if child is None:
                 continue
             home = self._homes.setdefault(child, device)
-            if home != device and next(child.buffers(), None) is not None:
+            if home != device and _has_buffers(child):
                 key = child, device
                 if key not in self._copies:
                     self._copies[key] = _copy(child)
@@ -72,8 +72,30 @@ class _Copies:
         return places
 
 
+def _has_buffers(module: nn.Module) -> bool:
+    """Return whether a module has buffers. They may be `None`, if a forward makes them later."""
+    return any(part._buffers for part in module.modules())
+
+
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a module that has its own buffers and containers, but shares all else, even hooks."""
+    """Return a module that has its own buffers and containers, but shares all else, even hooks.
+
+    Raises:
+        TypeError: If the module's forward belongs to this object, or a buffer requires grad.
+    """
+    kind = type(module).__name__
+    if "forward" in vars(module) or isinstance(module, torch.fx.GraphModule):
+        raise TypeError(
+            f"a {kind} with buffers is in layers on several devices, which need a copy each, but "
+            "its forward belongs to this object: compile after the pipeline is made, or give each "
+            "layer a module of its own"
+        )
+    for name, x in module._buffers.items():
+        if x is not None and x.requires_grad:
+            raise TypeError(
+                f"buffer {name!r} of {kind} requires grad, and is in layers on several devices, "
+                "whose copies would train apart: make it a parameter"
+            )
     made = module.__class__.__new__(module.__class__)
     for name, value in module.__dict__.items():
         # A container can be a cache of tensors on the device.
@@ -82,5 +104,5 @@ def _copy(module: nn.Module) -> nn.Module:
     made.__dict__.pop("_compiled_call_impl", None)  # it would call the given module
     for name, x in module._buffers.items():
         if x is not None:
-            made._buffers[name] = x.detach().clone().requires_grad_(x.requires_grad)
+            made._buffers[name] = x.clone()
     return made

@@ -1,6 +1,7 @@
 """Copies between devices, on separate streams of the GPUs (torchgpipe paper, section 3.2.4).
 
-One node of the autograd graph copies all tensors that a task sends to another device. Streams have
+In `model(x)`, one node of the autograd graph copies all tensors that a task sends to another
+device. In `step`, which has no such graph, a program copies them (engine/program.py). Streams have
 to wait until tensors are ready. For this, `StreamFence` has a method for each of these moments:
 
     the task ends          the source's compute stream records an event         `leave`
@@ -190,8 +191,9 @@ class CopyPath:
         departure, arrival = fences
         departure.hold(self._own[here], tensors)
         device = self._devices[there]
-        # The host can read a copy on the CPU at once, so it must have arrived.
-        runs_later = accelerator.current_stream(device) is not None
+        # The host can read a copy on the CPU at once, so it must have arrived. The host can also
+        # overwrite a pinned tensor as soon as a call of the pipeline has returned.
+        runs_later = all(accelerator.current_stream(each) is not None for each in self._devices)
         with observed(observer, "copy", i, self._ends[here]):
             copies = moved(tensors, device, non_blocking=runs_later)
         arrival.expect(self._own[there])

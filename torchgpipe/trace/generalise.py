@@ -153,6 +153,15 @@ _OF_ENCODER_DECODERS = (
 """The labels of an encoder-decoder are not shifted: the decoder's inputs are shifted instead."""
 
 
+def _own_loss(module: nn.Module) -> str:
+    """Return what to do about a module that computes its own loss; `{0}` stands for its labels."""
+    if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return _OWN_LOSS + _OF_DECODERS
+    if hasattr(module, "prepare_decoder_input_ids_from_labels"):
+        return _OWN_LOSS + _OF_ENCODER_DECODERS
+    return _OWN_LOSS.removesuffix("; ")
+
+
 def check_batch(
     module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> dict[int, int]:
@@ -208,9 +217,7 @@ def check_batch(
             labels = [name for name in names if name in ("label", "labels", "target", "targets")]
             if shape == () and labels:
                 why = "it returns a loss, but outputs of micro-batches are concatenated"
-                of_both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-                recipe = _OWN_LOSS + (_OF_ENCODER_DECODERS if of_both else _OF_DECODERS)
-                raise refused(module, at, why, recipe.format(labels[0]))
+                raise refused(module, at, why, _own_loss(module).format(labels[0]))
             raise refused(
                 module,
                 at,

@@ -100,6 +100,8 @@ class Recorder(TorchFunctionMode):
         # Maps ids of inputs, and of tensors that calls made, to their numbers. `_alive` keeps the
         # tensors alive, because Python could give the id of a freed object to another tensor.
         self._numbers: dict[int, int] = {}
+        # Maps ids of fake tensors in attributes of modules to the tensors that they replace.
+        self._originals: dict[int, Tensor] = {}
         self._alive: list[object] = []
         # The index of the call that made each storage.
         self._made: dict[int, int] = {}
@@ -169,7 +171,9 @@ class Recorder(TorchFunctionMode):
             if device is not None and module in self._whole:
                 for name, x in vars(module).items():
                     if isinstance(x, Tensor):
-                        vars(module)[name] = self._fake_of(x, device)
+                        vars(module)[name] = y = self._fake_of(x, device)
+                        self._originals[id(y)] = x
+                        self._alive.append(y)
 
     def _fake_of(self, x: Tensor, device: torch.device | None) -> Tensor:
         if device is None:
@@ -321,6 +325,7 @@ class Recorder(TorchFunctionMode):
 
     def _stand_in(self, x: Tensor) -> Value | Held:
         """Return the placeholder of a tensor."""
+        x = self._originals.get(id(x), x)
         key = id(x)
         if key in self._numbers:
             return Value(self._numbers[key])

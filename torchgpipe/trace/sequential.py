@@ -36,7 +36,10 @@ Batched = tuple[bool, ...]
 """For each input tensor, whether it has a batch dimension."""
 
 MOST_GUESSES = 100
-"""How many guesses about which tensors have a batch dimension are tried, for each batch size."""
+"""How many guesses about which tensors have a batch dimension are tried.
+
+This many are tried for each length that dimension 0 of the tensors has.
+"""
 
 
 def sequential(

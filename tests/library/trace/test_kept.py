@@ -99,3 +99,108 @@ def test_refusals(encoder: type[Encoder], device: str, message: str) -> None:
     words = torch.randint(WORDS, (3, LENGTH))
     with pytest.raises(Untraceable, match=message):
         sequential(module, (words.to(device), torch.tensor([1, 1, 2])), whole=[encoder])
+
+
+class Positions(nn.Module):
+    """A module without children, with a table that is a plain attribute and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+class ReadsTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.out = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.positions(x) * self.positions.table)
+        return y
+
+
+def test_plain_tensors_of_submodules_at_another_batch_size() -> None:
+    """Check tensors that are plain attributes, which the check of other batch sizes replaces.
+
+    The hook of `spectral_norm` has such a tensor, and the module itself reads another one.
+    """
+    module = ReadsTable().eval()
+    layers = sequential(module, torch.randn(2, WIDTH))
+    x = torch.randn(4, WIDTH)
+    torch.testing.assert_close(layers(x), module(x))
+    table = module.positions.table
+    assert isinstance(table, Tensor)
+    assert type(table) is Tensor
+
+
+class Contents(nn.Module):
+    """A module that reads how many tensors it gets, and the contents of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 3)
+        self.calls = 0
+
+    def forward(self, features: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        x = torch.stack([*features.values()]).sum(0)
+        y: Tensor = self.out(x) * x.sum().item()
+        return y
+
+
+def test_code_that_needs_contents_is_not_tried_for_each_guess_of_batched_inputs() -> None:
+    module = Contents()
+    features = {f"f{k}": torch.randn(2, WIDTH) for k in range(12)}
+    with pytest.raises(Untraceable, match="depends on what is in a tensor"):
+        sequential(module, (features,))
+    assert module.calls < 10
+
+
+class Pool(nn.Module):
+    """A part without children that needs the contents of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * x.max().item()
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool = nn.Linear(WIDTH, WIDTH), Pool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.pool(self.first(x))
+        return y
+
+
+def test_the_advice_names_the_part_that_needs_contents() -> None:
+    with pytest.raises(Untraceable, match=r"whole=\[Pool\]"):
+        sequential(Pooled(), torch.randn(2, WIDTH))
+    layers = sequential(Pooled(), torch.randn(2, WIDTH), whole=[Pool])
+    assert len(layers) == 2
+
+
+def test_a_lack_of_memory_is_not_taken_for_other_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that `sequential` tells of memory if it lacks when gradients are compared."""
+    calls = []
+    grad = torch.autograd.grad
+
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", lacking)
+    with pytest.raises(torch.OutOfMemoryError):
+        sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(2, 2))

@@ -3,8 +3,8 @@
 In many language models, for example, the embedding and the last linear layer share one weight. If
 both layers are on one device, the device has this parameter once. If the layers are on two devices,
 each of the devices has a copy of the parameter, with a gradient and an optimizer state. This is so
-over ranks. In one process, only one of the devices has the gradient and the optimizer state, so the
-prediction is too high for the others.
+over ranks. In one process, only one of the devices has the optimizer state, so the prediction is
+too high for the others.
 """
 
 from collections.abc import Sequence
