@@ -304,45 +304,6 @@ def test_no_host_synchronization_within_a_step(devices: Places, checkpoint: Any)
     assert all(p.grad is not None for p in model.parameters())
 
 
-class Rotary(Module):
-    """Scales its input by a buffer, as a rotary embedding turns it by one."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-@pytest.mark.parametrize("devices", ON_GPUS)
-def test_blocks_on_several_gpus_share_a_module_with_a_buffer(devices: Places) -> None:
-    """Check that no copy of the buffer is on a wrong device, and that no check makes the host wait.
-
-    The gradients must be those of the plain layers.
-    """
-    rotary = Rotary()
-    plain = Sequential(*[Sequential(Linear(16, 16), rotary) for _ in range(len(devices))])
-    x = torch.randn(8, 16)
-    plain(x).sum().backward()
-    expected = [p.grad for p in plain.parameters()]
-    plain.zero_grad()  # it drops the gradients, and `expected` keeps them
-    model = GPipe(plain, [1] * len(devices), devices=devices, chunks=4)
-    given = x.to(model.devices[0])
-    model(given).sum().backward()  # the first run makes the workspaces of cuBLAS
-    model.zero_grad()
-    cuda.synchronize()
-    cuda.set_sync_debug_mode("error")
-    try:
-        model(given).sum().backward()
-    finally:
-        cuda.set_sync_debug_mode("default")
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        assert_close(p.grad, grad, check_device=False)
-
-
 @pytest.mark.parametrize("devices", ON_GPUS)
 def test_clipping_gradients_does_not_make_the_host_wait(devices: Places) -> None:
     model = GPipe(layers(), balance(devices), devices=devices, chunks=4)

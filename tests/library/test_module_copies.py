@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 
+from ..gpus import ON_GPUS
+
 TWO = ["cpu:0", "cpu:1"]
 
 
@@ -213,3 +215,25 @@ def test_modules_that_cannot_be_copied_are_refused(make: Any, message: str) -> N
     with pytest.raises(TypeError, match=message):
         GPipe(blocks(make(), 2), [1, 1], devices=TWO)
     GPipe(blocks(make(), 2), [1, 1], devices=["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("devices", ON_GPUS)
+def test_blocks_on_gpus_have_buffers_on_their_gpus(devices: list[str]) -> None:
+    """Check the gradients, and that no check of the copied buffers makes the host wait."""
+    plain = blocks(Rotary(), len(devices))
+    x = torch.randn(8, 4)
+    plain(x).sum().backward()
+    expected = [p.grad for p in plain.parameters()]
+    plain.zero_grad()  # it drops the gradients, and `expected` keeps them
+    model = GPipe(plain, [1] * len(devices), devices=devices, chunks=4)
+    given = x.to(model.devices[0])
+    model(given).sum().backward()  # the first run makes the workspaces of cuBLAS
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(given).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad, check_device=False)
