@@ -23,7 +23,10 @@ from reproduce.tables.layout import Column, GiB, Table, in_lines, number, ratio
 from reproduce.tables.rows import BUSY, ROW, Rows, config, is_published, speed
 
 SMALLER = "n and m as published, with a smaller model and batch: compare the shape, not the numbers"
-OF_ROUNDS = "A speed-up is computed for each round, and the table has the median."
+OF_ROUNDS = (
+    "A speed-up is computed for each round, and the table has the median. So it can differ from "
+    "the ratio of two samples/s, which are medians, too."
+)
 UNORDERED = (
     "without the dependency nothing asks for a recomputation before its gradient is there; without "
     "streams of their own, copies run among the tasks of both sides; without portals, skips go "

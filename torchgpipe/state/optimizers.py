@@ -28,6 +28,9 @@ Content = dict[str, Any]
 Options = dict[str, Content]
 """Maps the name of a parameter to the optimizer's options for the parameter."""
 
+Groups = dict[tuple[int, int], Content]
+"""Maps the index of an optimizer and of a group in it to the group's options."""
+
 Optimizers = Optimizer | Sequence[Optimizer] | None
 """The optimizers of a rank's parameters."""
 
@@ -86,20 +89,31 @@ class OptimizerState:
         dictionary only once.
         """
         options: Options = {}
-        for names, group in zip(self._groups, self._group_states, strict=True):
+        for names, given in zip(self._groups, self.groups(), strict=True):
+            options |= dict.fromkeys(names, given)
+        return options
+
+    def groups(self) -> list[Content]:
+        """Return the options of each group, also of groups without parameters on this rank."""
+        groups = []
+        for group in self._group_states:
             given: Content = {}
             for key, value in group.items():
                 if key not in _PARAMETERS:
                     given[key] = value.cpu() if isinstance(value, Tensor) else value
-            options |= dict.fromkeys(names, given)
-        return options
+            groups.append(given)
+        return groups
 
-    def packed(self, content: Mapping[str, Any], options: Options) -> Content:
+    def packed(
+        self, content: Mapping[str, Any], options: Options, of_groups: Mapping[int, Content]
+    ) -> Content:
         """Convert the saved state to a dictionary that the optimizer's `load_state_dict` takes.
 
         Args:
             content: The keys and the values that were read from the saved state.
             options: The saved options of every parameter.
+            of_groups: The saved options of groups, by the group's index. They are used for groups
+                that have no parameters on this rank.
 
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
@@ -110,8 +124,9 @@ class OptimizerState:
             if name in states:
                 numbered[number] = states[name]
         groups = []
-        for names, group in zip(self._groups, self._group_states, strict=True):
-            saved = options[names[0]] if names else {}
+        given = zip(self._groups, self._group_states, strict=True)
+        for index, (names, group) in enumerate(given):
+            saved = options[names[0]] if names else of_groups.get(index, {})
             _check_one_group(names, options)
             placed = dict(group)
             for option, value in saved.items():

@@ -33,7 +33,7 @@ from torchgpipe.caught import caught, shortened
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.state.alike import check_alike, form_of
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
-from torchgpipe.state.optimizers import Content, Optimizers, same
+from torchgpipe.state.optimizers import Content, Groups, Optimizers, same
 from torchgpipe.state.saved_files import (
     FileLock,
     check,
@@ -140,20 +140,25 @@ class Saves:
         `part` is the path of this folder, which has a preliminary name until the state is complete.
         """
         given = {"step": training["step"], **training["others"]}
-        told = ranks.through(part, (given, state.kinds(), state.kind_of(), state.options()))
+        own = (given, state.kinds(), state.kind_of(), state.options(), state.groups())
+        told = ranks.through(part, own)
         kinds: set[str] = set()
         kind_of: dict[str, str] = {}
         options: Content = {}
-        for rank, (theirs, their_kinds, their_kind_of, their_options) in enumerate(told):
+        groups: Groups = {}
+        for rank, (theirs, their_kinds, their_kind_of, their_options, their_groups) in enumerate(
+            told
+        ):
             if rank != ranks.own:
                 _check_same(ranks.own, given, rank, theirs)
             kinds |= {*their_kinds}
             kind_of |= their_kind_of
             options |= their_options
+            groups |= their_groups
         content = state.content()
         if ranks.own == 0:
             about = {"optimizer": sorted(kinds), "kind_of": kind_of, "options": options}
-            content["training"] = training | about
+            content["training"] = training | about | {"groups": groups}
         write(content, part, ranks)
         if ranks.own == 0:
             self._complete(part, training["step"])
@@ -238,7 +243,8 @@ class Saves:
         with readable(path):
             keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)
             content = read(path, saved, keys, state.fixed())
-        packed = state.packed(content, training["options"])
+        # States of older versions have no options of groups.
+        packed = state.packed(content, training["options"], training.get("groups", {}))
         ranks.all(None)  # now every rank has read its part
         state.put(content, packed, same_ranks=same_ranks)
         return {"step": training["step"], **training["others"]}

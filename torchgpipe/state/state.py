@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.random.generators import default_generators
-from torchgpipe.state.optimizers import Content, Optimizers, Options, parameter, states_of
+from torchgpipe.state.optimizers import Content, Groups, Optimizers, Options, parameter, states_of
 
 
 def check_whole(model: nn.Module, n: int) -> None:
@@ -111,6 +111,17 @@ class State:
             options |= optimizer.options()
         return options
 
+    def groups(self) -> Groups:
+        """Return the options of each group of each optimizer.
+
+        A rank may have no parameter of a group, and needs the group's options nevertheless.
+        """
+        groups: Groups = {}
+        for index, optimizer in enumerate(self._optimizers):
+            for number, options in enumerate(optimizer.groups()):
+                groups[index, number] = options
+        return groups
+
     def wanted(self, keys: Collection[str], *, same_ranks: bool) -> list[str]:
         """Return those keys of a saved state whose values this process needs.
 
@@ -125,17 +136,22 @@ class State:
             wanted.append(key)
         return wanted
 
-    def packed(self, content: Content, options: Options) -> list[Content]:
+    def packed(self, content: Content, options: Options, groups: Groups) -> list[Content]:
         """Convert the saved state to dictionaries, one for the `load_state_dict` of each optimizer.
 
         Args:
             content: The values that were read from the saved state.
             options: The saved options of each parameter, by the parameter's name.
+            groups: The saved options of each group of each optimizer.
 
         Raises:
             ValueError: If two parameters of one group had different options in the saved state.
         """
-        return [optimizer.packed(content, options) for optimizer in self._optimizers]
+        packed = []
+        for index, optimizer in enumerate(self._optimizers):
+            own = {number: each for (of, number), each in groups.items() if of == index}
+            packed.append(optimizer.packed(content, options, own))
+        return packed
 
     def put(self, content: Content, packed: list[Content], *, same_ranks: bool) -> None:
         """Load saved values into the layers, the optimizers and the generators.

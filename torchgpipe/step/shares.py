@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.caught import shortened
+from torchgpipe.task.where import note
 from torchgpipe.tensors.microbatch import UNCOUNTED
 
 
@@ -56,7 +57,7 @@ class Shares:
                 "takes the target of a micro-batch and returns the weight of its loss, or give "
                 "reduction='sum'"
             )
-        self._counts = sizes if weight is None else [_number(weight(target)) for target in targets]
+        self._counts = sizes if weight is None else _weights(weight, targets)
         self._total: Any = sum(self._counts)
 
     def of(self, loss: Tensor, i: int) -> Tensor:
@@ -92,6 +93,19 @@ class Shares:
             values = torch.where(empty, 0.0, grad._values())
             return torch.sparse_coo_tensor(grad._indices(), values, grad.shape)
         return torch.where(empty, 0.0, grad)
+
+
+def _weights(weight: Callable[[Any], Any], targets: Sequence[Any]) -> list[Any]:
+    """Return the weight of each micro-batch's loss."""
+    weights = []
+    for target in targets:
+        try:
+            weights.append(_number(weight(target)))
+        except Exception as error:  # noqa: PERF203 - the note says what is missing
+            if target is None:
+                note(error, "weight, whose target is None: give step(criterion, input, target)")
+            raise
+    return weights
 
 
 def _number(weight: Any) -> Any:

@@ -17,6 +17,7 @@ from benchmarks.gpu.part import MOST_LINES, PARTS, RESULT, Context, Fields, Part
 from reproduce.error import Error
 from reproduce.records.record import load
 
+from ...reproduce.made import row
 from .fakes import Fake, answers, outcome, result
 
 
@@ -30,12 +31,23 @@ def breaks_off(context: Context) -> Fields:
     raise ValueError("no luck")
 
 
+def keeps_a_killed_run(context: Context) -> Fields:
+    """Save the record of a run that was killed in the middle of a row."""
+    context.save(context.new_record("answers", {}, [row("a", status="interrupted")]))
+    return {}
+
+
 def test_records_say_whether_their_part_was_finished(tmp_path: Path) -> None:
-    parts: dict[str, Part] = {"keeps": Fake(keeps), "breaks-off": Fake(breaks_off)}
+    states = {"keeps": "finished", "breaks-off": "interrupted", "killed": "interrupted"}
+    parts: dict[str, Part] = {
+        "keeps": Fake(keeps),
+        "breaks-off": Fake(breaks_off),
+        "killed": Fake(keeps_a_killed_run),
+    }
 
     run_parts(parts, Plan(tmp_path, 600.0, "tiny"))
 
-    for name, state in (("keeps", "finished"), ("breaks-off", "interrupted")):
+    for name, state in states.items():
         run = load(tmp_path / "records" / f"gpu-{name}.json").run
         assert run is not None
         assert run.state == state

@@ -254,3 +254,41 @@ def test_a_call_on_one_rank_only_is_named(name: str, only: int, told: str, tmp_p
             model.clip_grad_norm_(1.0)
         trained(model, optimizer, 1)
     model.close()
+
+
+def test_a_group_without_parameters_on_a_rank_gets_its_options(tmp_path: Path) -> None:
+    """Check that a learning rate is the same on all ranks after a state was loaded.
+
+    Rank 0 has no bias, and so no parameter of the second group.
+    """
+
+    def grouped() -> tuple[DistributedGPipe, torch.optim.Optimizer, Any]:
+        made = nn.Sequential(nn.Linear(4, 4, bias=False), *[nn.Linear(4, 4) for _ in range(3)])
+        model = DistributedGPipe(made, [1, 1, 1, 1])
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for p in model.parameters():
+            (decayed if p.dim() > 1 else others).append(p)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def train() -> None:
+        loss = model.step(nn.functional.mse_loss, torch.ones(4, 4), torch.zeros(4, 4))
+        assert not loss.isnan()
+        optimizer.step()
+        scheduler.step()
+
+    saves = Saves(shared_folder(tmp_path))
+    model, optimizer, scheduler = grouped()
+    train()
+    saves.save(0, model, optimizer, scheduler=scheduler.state_dict())
+    expected = [group["lr"] for group in optimizer.param_groups]
+    model, optimizer, scheduler = grouped()
+    found = saves.load(model, optimizer)
+    assert found is not None
+    scheduler.load_state_dict(found["scheduler"])
+    assert [group["lr"] for group in optimizer.param_groups] == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    train()
+    saves.save(1, model, optimizer, scheduler=scheduler.state_dict())

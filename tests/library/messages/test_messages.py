@@ -323,6 +323,10 @@ def test_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [word for word in words if word not in message] == []
 
 
+GIVE_TARGET = "give step(criterion, input, target)"
+COUNTED = {"weight": lambda t: (t != -100).sum()}
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
 def test_a_target_on_another_device_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
@@ -335,15 +339,16 @@ def test_a_target_on_another_device_is_named() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
 @pytest.mark.parametrize(
-    ("criterion", "hint"),
+    ("criterion", "hint", "options"),
     [
-        (lambda y, t: mse_loss(y, t), "its target is None: give step(criterion, input, target)"),
-        (lambda y: y.mean(), "the criterion is called with two arguments, (output, target)"),
+        (lambda y, t: mse_loss(y, t), f"its target is None: {GIVE_TARGET}", {}),
+        (lambda y, t: mse_loss(y, t), f"whose target is None: {GIVE_TARGET}", COUNTED),
+        (lambda y: y.mean(), "the criterion is called with two arguments, (output, target)", {}),
     ],
 )
-def test_what_is_wrong_with_a_criterion_is_named(criterion: Any, hint: str) -> None:
+def test_what_is_wrong_with_a_criterion_is_named(criterion: Any, hint: str, options: Any) -> None:
     with pytest.raises((AttributeError, TypeError)) as caught:
-        model().step(criterion, X)
+        model().step(criterion, X, **options)
     (note,) = vars(caught.value)["__notes__"]
     assert note.endswith(hint)
 

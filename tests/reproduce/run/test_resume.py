@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,13 @@ import torch
 
 from reproduce.error import Error
 from reproduce.records.record import Result, load
-from reproduce.run.groups import PlannedTask, _is_done
+from reproduce.run.groups import (
+    LARGEST_SHARE,
+    PlannedTask,
+    _is_done,
+    least_steps,
+    takes_too_long,
+)
 from reproduce.run.recorder import new_recorder
 
 from ..made import record as made_record
@@ -178,3 +185,22 @@ def test_memory_that_was_measured_is_kept(fake: type[Fake], run: Any) -> None:
     assert all(again[name] == found[name] for name in kept)
     assert {each.status for each in again.values()} == {"measured"}
     assert run.record.run.state == "finished"
+
+
+def test_rounds_that_were_left_out_count_when_a_run_is_continued() -> None:
+    task = PlannedTask(ROWS[0], False)
+    found = made_row("n2m1", [1.0], values={"disturbed_rounds": 2})
+    assert task.continued(found).left_out == 2
+    assert task.continued(made_row("n2m1", [1.0])).left_out == 0
+
+
+def test_epochs_that_a_publication_does_not_time_count_as_a_warm_up() -> None:
+    """Check that a row whose warm-up takes too much of its group's time is not measured."""
+    session: Any = SimpleNamespace(scale=SimpleNamespace(least_steps=5, warmup=2))
+    group: Any = SimpleNamespace(limit=100.0)
+    short = PlannedTask(replace(ROWS[0], skip_epochs=0, steps_per_epoch=200), False)
+    long = PlannedTask(replace(ROWS[0], skip_epochs=1, steps_per_epoch=200), False)
+    for task, steps in ((short, 7), (long, 205)):
+        assert least_steps(session, task) == steps
+        assert not takes_too_long(session, group, task, LARGEST_SHARE * 100.0 / steps)
+        assert takes_too_long(session, group, task, LARGEST_SHARE * 101.0 / steps)

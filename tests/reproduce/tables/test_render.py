@@ -142,6 +142,13 @@ def test_a_block_shows_the_newest_whole_run(
     assert "(results/measured/new.md)" in text
 
     for run in RUNS:
+        assert run.run is not None
+        continued = replace(run.run, command=[*run.run.command, "--resume"])
+        save(replace(run, run=continued), measured / f"{run.name}.json")
+    text = render(tmp_path)[page]
+    assert "These rows were run on 2026-02-01 with torch" in text, "the pause is no part of it"
+
+    for run in RUNS:
         busy = []
         for result in run.results:
             samples = {**result.samples, "others": [0.2]}
