@@ -47,6 +47,7 @@ APART = {
     "buffers: attributes of a buffer": "a buffer that is moved has no attributes",
     "buffers: one memory in buffers of two partitions": "devices share no memory",
     "buffers: two that share memory": "devices share no memory",
+    "buffers: statistics of an own norm of two partitions, m=1": "each device has its own norm",
     "buffers: an output whose memory is used again": "the next device has a copy of the output",
     "buffers: a parameter without a shape": "it cannot be moved",
     "at_once: a parameter of two partitions": "it would be on two devices",
