@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reproduce.error import Error
+from reproduce.machine.archives import unpack
 from reproduce.machine.description import ROOT
 from reproduce.machine.git import commit_of, git
 
@@ -118,8 +118,7 @@ def committed(project: Project, revision: str, folder: Path) -> Tree:
     listed = git(root, "ls-tree", "-z", "--name-only", commit, "--", *project.paths)
     found = filter(None, listed.decode().split("\0"))
     git(root, "archive", f"--output={archive}", commit, "--", *found)
-    with tarfile.open(archive) as files:
-        files.extractall(folder, filter="tar")
+    unpack(archive, folder, "tar")
     return Tree(_built(project, folder, revision), revision, commit)
 
 

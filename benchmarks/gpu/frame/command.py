@@ -35,6 +35,7 @@ from benchmarks.gpu.frame.processes import Outcome, count_gpus, run_part
 from benchmarks.gpu.part import PARTS, RECORDS, Context, Part, Size, load_parts
 from benchmarks.harness import command
 from reproduce.error import Error, interruptible
+from reproduce.machine.archives import unpack
 from reproduce.machine.clocks import gpu_states
 from reproduce.records.record import readable, save, write_atomically
 from reproduce.run.recorder import closed, now, prepare_folder
@@ -140,8 +141,7 @@ def page_of(path: Path) -> str:
         folder = path
         if path.is_file():
             try:
-                with tarfile.open(path) as archive:
-                    archive.extractall(temporary, filter="data")
+                unpack(path, Path(temporary), "data")
             except (tarfile.TarError, OSError) as error:
                 raise Error(
                     f"--page {path}: not an archive of this command ({error}); name the folder or "
