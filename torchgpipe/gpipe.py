@@ -153,7 +153,7 @@ class GPipe(Partitioned):
                 f"engine={engine!r} is for CPU devices, but got {sorted({str(d) for d in chosen})}"
             )
         self._engine_name: EngineName = engine
-        self._of_graph_engine = {"dependency": dependency, "copy_streams": copy_streams}
+        self._dependency, self._copy_streams = dependency, copy_streams
         self._portals = portals
         self._hold(chosen, init)
 
@@ -163,17 +163,17 @@ class GPipe(Partitioned):
         on_cpu = [stage.device.type == "cpu" for stage in self._stages]
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
+        streams = self._copy_streams
         self._engine = self._steps = WorkersEngine(
-            self._stages,
-            arrangement,
-            threads=threads,
-            copy_streams=self._of_graph_engine["copy_streams"],
+            self._stages, arrangement, threads=threads, copy_streams=streams
         )
         # The finalizer refers to the worker threads only. If it referred to the engine, which has
         # the layers, a layer that refers to this pipeline would keep the pipeline alive forever.
         weakref.finalize(self, self._steps.workers.close)
         if not threads:
-            self._engine = GraphEngine(self._stages, arrangement, **self._of_graph_engine)
+            self._engine = GraphEngine(
+                self._stages, arrangement, dependency=self._dependency, copy_streams=streams
+            )
 
     def _layout(self) -> list[Crossing]:
         self._shared_buffers = shared_buffers(self.partitions, self.partitions)

@@ -38,7 +38,7 @@ def run_experiment(
         seconds: The seconds after which the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record. If the run has written no record, a text that says how the run ended.
+        The record. If no row of the run has ended, a text that says how the run ended.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def _await_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def about_failures(result: Fields) -> list[str]:
-    """Return a line for each experiment that left no record: its name, and the reason."""
+    """Return a line for each experiment without a row: its name, and the reason."""
     return [f"{name}: {why}" for name, why in result.get("failed", {}).items()]
 
 

@@ -70,7 +70,7 @@ def test_each_device_has_a_copy_and_trains_as_without_a_pipeline(attention: bool
     assert len(expected) == (10 if attention else 8)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name].grad)
-    # All names of a parameter are names of one parameter.
+    # The parameters of a module that was copied are still single parameters, with several names.
     assert len([*model.parameters()]) == len(expected)
     assert model.state_dict().keys() == plain.state_dict().keys()
 

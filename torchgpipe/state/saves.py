@@ -146,9 +146,8 @@ class Saves:
         kind_of: dict[str, str] = {}
         options: Content = {}
         groups: Groups = {}
-        for rank, (theirs, their_kinds, their_kind_of, their_options, their_groups) in enumerate(
-            told
-        ):
+        for rank, of_rank in enumerate(told):
+            theirs, their_kinds, their_kind_of, their_options, their_groups = of_rank
             if rank != ranks.own:
                 _check_same(ranks.own, given, rank, theirs)
             kinds |= {*their_kinds}
@@ -157,8 +156,9 @@ class Saves:
             groups |= their_groups
         content = state.content()
         if ranks.own == 0:
-            about = {"optimizer": sorted(kinds), "kind_of": kind_of, "options": options}
-            content["training"] = training | about | {"groups": groups}
+            about: Content = {"optimizer": sorted(kinds), "kind_of": kind_of}
+            about |= {"options": options, "groups": groups}
+            content["training"] = training | about
         write(content, part, ranks)
         if ranks.own == 0:
             self._complete(part, training["step"])

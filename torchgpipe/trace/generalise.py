@@ -17,7 +17,7 @@ from torchgpipe.trace.code.call import Call
 from torchgpipe.trace.code.modes import ByMode
 from torchgpipe.trace.code.sizes import Size, Sizes, fitted
 from torchgpipe.trace.parts import same
-from torchgpipe.trace.refuse import Untraceable, Where, refused, where
+from torchgpipe.trace.refuse import Untraceable, Where, own_loss, refused, where
 
 _OTHER_CALLS = (
     "keep the submodule that has this line as one layer, whole=[ItsClass], or say which arguments "
@@ -134,34 +134,6 @@ def _check_ends(recordings: Sequence[RecordedCalls]) -> None:
         )
 
 
-_OWN_LOSS = (
-    "leave {0} out of the sample, and call model.step(criterion, input, {0}, weight=count): "
-    "criterion(output, {0}) is the module's own loss, and count({0}) is how many entries it "
-    "counts; "
-)
-_OF_DECODERS = (
-    "for Hugging Face's models that predict the next token, criterion = lambda output, {0}: "
-    "module.loss_function(output['logits'], {0}, module.config.vocab_size), and count = "
-    "lambda {0}: ({0}[:, 1:] != -100).sum()"
-)
-_OF_ENCODER_DECODERS = (
-    "for Hugging Face's encoder-decoders, put decoder_input_ids = "
-    "module.prepare_decoder_input_ids_from_labels({0}) into the sample and the input, and give "
-    "criterion = lambda output, {0}: torch.nn.functional.cross_entropy("
-    "output['logits'].flatten(0, 1), {0}.flatten()), and count = lambda {0}: ({0} != -100).sum()"
-)
-"""The labels of an encoder-decoder are not shifted: the decoder's inputs are shifted instead."""
-
-
-def _own_loss(module: nn.Module) -> str:
-    """Return what to do about a module that computes its own loss; `{0}` stands for its labels."""
-    if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return _OWN_LOSS + _OF_DECODERS
-    if hasattr(module, "prepare_decoder_input_ids_from_labels"):
-        return _OWN_LOSS + _OF_ENCODER_DECODERS
-    return _OWN_LOSS.removesuffix("; ")
-
-
 def check_batch(
     module: nn.Module, recordings: Sequence[RecordedCalls], names: Sequence[str]
 ) -> dict[int, int]:
@@ -217,7 +189,7 @@ def check_batch(
             labels = [name for name in names if name in ("label", "labels", "target", "targets")]
             if shape == () and labels:
                 why = "it returns a loss, but outputs of micro-batches are concatenated"
-                raise refused(module, at, why, _own_loss(module).format(labels[0]))
+                raise refused(module, at, why, own_loss(module, labels[0]))
             raise refused(
                 module,
                 at,

@@ -27,6 +27,25 @@ WITHOUT_CACHE = (
 """What to do if a module keeps keys and values of earlier tokens in a cache."""
 
 
+_OWN_LOSS = (
+    "leave {0} out of the sample, and call model.step(criterion, input, {0}, weight=count): "
+    "criterion(output, {0}) is the module's own loss, and count({0}) is how many entries it "
+    "counts"
+)
+_OF_DECODERS = (
+    "for Hugging Face's models that predict the next token, criterion = lambda output, {0}: "
+    "module.loss_function(output['logits'], {0}, module.config.vocab_size), and count = "
+    "lambda {0}: ({0}[:, 1:] != -100).sum()"
+)
+_OF_ENCODER_DECODERS = (
+    "for Hugging Face's encoder-decoders, put decoder_input_ids = "
+    "module.prepare_decoder_input_ids_from_labels({0}) into the sample and the input, and give "
+    "criterion = lambda output, {0}: torch.nn.functional.cross_entropy("
+    "output['logits'].flatten(0, 1), {0}.flatten()), and count = lambda {0}: ({0} != -100).sum()"
+)
+"""The labels of an encoder-decoder are not shifted: the decoder's inputs are shifted instead."""
+
+
 class Untraceable(TypeError):
     """The error for a module that `sequential` cannot cut into layers.
 
@@ -124,3 +143,18 @@ def _ours(file: str) -> bool:
     if file.startswith(_FOLDERS):
         return True
     return file.startswith("<") or file.endswith(("/contextlib.py", "/copy.py"))
+
+
+def own_loss(module: nn.Module, labels: str) -> str:
+    """Return what to do about a module that computes its own loss.
+
+    Args:
+        module: The module.
+        labels: The name of the argument that has the labels.
+    """
+    advice = [_OWN_LOSS]
+    if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        advice.append(_OF_DECODERS)
+    elif hasattr(module, "prepare_decoder_input_ids_from_labels"):
+        advice.append(_OF_ENCODER_DECODERS)
+    return "; ".join(advice).format(labels)
