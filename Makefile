@@ -16,6 +16,7 @@ help:
 	@echo "make reproduce-amoebanet  run the AmoebaNet-D experiments here (ARGS='--scale small --steps 5')"
 	@echo "make reproduce-unet       run the U-Net experiments here"
 	@echo "make reproduce-resnet     run the ResNet-101 experiments here (DATA=folder of ImageNet)"
+	@echo "                          (to continue after Ctrl-C: python -m reproduce run NAMES --resume)"
 	@echo "make results              write anew all tables that are made from records"
 	@echo "make compare A=… B=…      compare two sides: records, folders, runs by name, git revisions (ARGS='--metric speedup')"
 	@echo "make report               write results/report.html, a page of everything in results/ and runs/"

@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = continued(record, load(path))
 
     models = LISTS[listed]()
+    for name in options.model or ():
+        if name not in models:
+            parser.error(f"--model {name}: unknown; choose from {', '.join(models)}")
     known = by_case(record).get(listed, {})
     missing = [Result(listed, name, "not run") for name in models if name not in known]
     record = replace(record, results=[*record.results, *missing])

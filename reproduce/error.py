@@ -55,6 +55,10 @@ class Interrupted(Error):
         self.exit_code = getattr(interrupt, "exit_code", INTERRUPTED)
 
 
+class Unwritable(Error):
+    """The error for a file that cannot be written, for example because the disk is full."""
+
+
 class Worse(Error):
     """The error for a result that is slower or worse than it should be, or for an outdated file."""
 

@@ -206,6 +206,26 @@ def test_nothing_is_read_before_it_is_there(
         assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
 
 
+@ways(*ON_GPUS, *WITH_HOST)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_step_reads_nothing_before_it_is_there(
+    engine: str, devices: Places, checkpoint: Any, schedule: str
+) -> None:
+    """Check that in a step, too, tasks and copies wait for the tensors that they need."""
+    n = len(devices)
+    module = Sequential(*(Late() for _ in range(n)))
+    options: Options = {"engine": engine, "devices": devices, "schedule": schedule}
+    model = piped(module, [1] * n, checkpoint=checkpoint, **options)
+    numbers = torch.randint(3, (6, 1 << 18)).float()
+    x = numbers.to(devices[0]).requires_grad_()
+    for step in range(1, 4):
+        loss = model.step(lambda y, _: y.sum(), x, None, reduction="sum")
+        assert loss.item() == pytest.approx(numbers.sum().item() * 2**n)
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, float(2**n * step)))
+
+
 @ways(*ON_GPUS)
 def test_a_pinned_input_may_be_refilled_after_the_call(engine: str, devices: Places) -> None:
     n = len(devices)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
-from torchgpipe.engine.batch import Batch, WorkersEngine
+from torchgpipe.engine.batch import Batch, ProgramsEngine
 from torchgpipe.engine.graph import GraphEngine
 from torchgpipe.layers.batches import check_sizes, divided, joined, the_input
 from torchgpipe.layers.checks import shared_buffers
@@ -100,7 +100,7 @@ class GPipe(Partitioned):
     """
 
     devices: list[torch.device]
-    _engine: GraphEngine | WorkersEngine
+    _engine: GraphEngine | ProgramsEngine
 
     def __init__(  # noqa: PLR0913 - each is an option of the user's
         self,
@@ -164,12 +164,12 @@ class GPipe(Partitioned):
         threads = engine == "workers" or (engine == "auto" and len(on_cpu) > 1 and all(on_cpu))
         arrangement = arranged(self._schedule, len(self._stages), len(self.devices))
         streams = self._copy_streams
-        self._engine = self._steps = WorkersEngine(
+        self._engine = self._programs_engine = ProgramsEngine(
             self._stages, arrangement, threads=threads, copy_streams=streams
         )
         # The finalizer refers to the worker threads only. If it referred to the engine, which has
         # the layers, a layer that refers to this pipeline would keep the pipeline alive forever.
-        weakref.finalize(self, self._steps.workers.close)
+        weakref.finalize(self, self._programs_engine.workers.close)
         if not threads:
             self._engine = GraphEngine(
                 self._stages, arrangement, dependency=self._dependency, copy_streams=streams
@@ -215,7 +215,7 @@ class GPipe(Partitioned):
         output = joined(self._mini_batch(run, len(micro_batches)))
         if copied is not None:
             copied.synchronize()
-        return self._shown(output)
+        return self._structured(output)
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._signature is None:
@@ -225,7 +225,7 @@ class GPipe(Partitioned):
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
-        # Before the input, which may be in its place.
+        # Check the criterion first: who forgets it gives the input in its place.
         check_criterion(request.criterion, request.call)
         input = self._input_of(args, kwargs)
         micro_batches, copied = self._begun(input)
@@ -234,8 +234,8 @@ class GPipe(Partitioned):
         sizes = self._sizes(micro_batches)
 
         def run() -> torch.Tensor:
-            batch = Batch(self._steps, len(micro_batches), self.checkpoint, self.observer)
-            return run_step(batch, micro_batches, sizes, request, self._seen)
+            batch = Batch(self._programs_engine, len(micro_batches), self.checkpoint, self.observer)
+            return run_step(batch, micro_batches, sizes, request, self._for_criterion)
 
         loss = self._mini_batch(run, len(micro_batches))
         if copied is not None:
@@ -254,7 +254,7 @@ class GPipe(Partitioned):
         if not self._stages:
             return [], None
         micro_batches, copied = divided(input, self.chunks, self._stages[0], self._signature)
-        if self._signature is not None and self._engine is self._steps:
+        if self._signature is not None and self._engine is self._programs_engine:
             check_sizes(micro_batches, self._stages[0].partition)
         return micro_batches, copied
 

@@ -58,7 +58,7 @@ class SeveralParts:
 class Swap(NamedTuple):
     """A temporary new value for one entry of a dictionary, such as a module's `__dict__`.
 
-    `InPlace` sets such a value, and later restores the old value. For example, to replace the
+    `Swapped` sets such a value, and later restores the old value. For example, to replace the
     parameters of a module, it replaces the dictionary `_parameters` in the module's `__dict__` by
     another dictionary. If a layer then adds a parameter in its forward, the module's own dictionary
     stays unchanged.
@@ -77,7 +77,7 @@ class Swap(NamedTuple):
     may_stay: bool = False
 
 
-class InPlace:
+class Swapped:
     """A context that replaces entries of dictionaries, such as attributes of modules.
 
     At its end, the context restores the old values. An interrupt by Ctrl-C can skip `__exit__`.
@@ -107,4 +107,4 @@ class InPlace:
     def __del__(self) -> None:
         # There is no `_before` if Ctrl-C came at the begin of `__init__`.
         if getattr(self, "_before", None) is not None:
-            InPlace.__exit__(self)
+            Swapped.__exit__(self)

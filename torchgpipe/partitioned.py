@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchgpipe.clipping import Exchange, clip_gradients
 from torchgpipe.layers.batches import samples
 from torchgpipe.layers.checks import (
+    ADDED,
     AVERAGED,
     MISSED_STEPS,
     REPLACED,
@@ -51,7 +52,7 @@ from torchgpipe.uncompiled import run_uncompiled
 T = TypeVar("T")
 P = TypeVar("P", bound="Partitioned")
 # The attributes that `_build` makes anew in a copy.
-_BUILT = ("_engine", "_steps", "_stages", "_connections", "_elsewhere", "logs")
+_BUILT = ("_engine", "_programs_engine", "_stages", "_connections", "_elsewhere", "logs")
 
 
 class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
@@ -151,7 +152,10 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
 
     @abstractmethod
     def _layout(self) -> list[Crossing]:
-        """Return the skip connections that lead from one partition to another partition."""
+        """Return the skip connections that lead from one partition to another partition.
+
+        `GPipe` also lists the shared buffers again.
+        """
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -176,7 +180,8 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
                 (criterion(model(x), t) * samples[i] / sum(samples)).backward()
 
         But `step` adds the sum over the micro-batches to `.grad` only once, at the end. So a step
-        that fails changes no gradient. An input that requires grad gets its gradient, too.
+        that fails changes no gradient. An input that requires grad gets its gradient, too. Under
+        autocast, backwards run without it, as if `backward()` were called outside of autocast.
 
         In a distributed pipeline all ranks call `step`. The rank of the first stage gives `input`.
         The rank of the last stage gives `target` and `criterion`. All ranks return the same loss.
@@ -216,7 +221,8 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         if misses_steps(self):
             raise RuntimeError(MISSED_STEPS)
         loss = self._hooked(input, request)
-        # A hook of a parameter may raise an error here, which all ranks have to learn.
+        # All tasks have gone backward already. This only adds the sums of their gradients to
+        # `.grad`. A hook of a parameter may raise an error here, which all ranks have to learn.
         with self._together("step"):
             loss.backward(torch.ones_like(loss))
         return without_backward(loss)
@@ -267,11 +273,11 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
     def _run_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Any) -> Tensor:
         """Run a mini-batch and return its loss; `args` and `kwargs` are arguments of `forward`."""
 
-    def _seen(self, output: Any) -> Any:
+    def _for_criterion(self, output: Any) -> Any:
         """Run this module's forward hooks on an output; return the output for the criterion."""
-        return seen_by_hooks(self, self._shown(output))
+        return seen_by_hooks(self, self._structured(output))
 
-    def _shown(self, output: Any) -> Any:
+    def _structured(self, output: Any) -> Any:
         return output if self._signature is None else self._signature.structured(output)
 
     def _check(self) -> None:
@@ -279,6 +285,9 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         check_settings(self.chunks, self.checkpoint)
         partitions = [stage.partition for stage in self._stages]
         layers = dict(chain.from_iterable(each._modules.items() for each in partitions))
+        added = [k for k in self._modules if k not in layers and not hasattr(type(self), k)]
+        if added:
+            raise RuntimeError(ADDED.format(added[0]))
         if self._modules != layers or partitions != [*self._partitions]:
             raise RuntimeError(REPLACED)
         for uses in self._shared:
@@ -294,20 +303,20 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         """Run a mini-batch by calling `run`; then update the statistics of deferred batch norms."""
         norms = [*chain.from_iterable(stage.deferred_norms for stage in self._stages)]
         shared, copied = self._shared_buffers, self._copied_buffers
-        # A single micro-batch in a single process runs the layers in their order.
-        several = m > 1 or len(self._stages) < len(self.balance)
+        # Only one micro-batch in one process runs the layers in their plain order.
+        reordered = m > 1 or len(self._stages) < len(self.balance)
 
         def guarded() -> T:
             with SetBackOnFailure():
                 with unchanged(copied, copy=True) if copied else NOTHING:
-                    with unchanged(shared, copy=several) if shared else NOTHING:
+                    with unchanged(shared, copy=reordered) if shared else NOTHING:
                         result = run()
                     commit(norms)
                 return result
 
         try:
             # Without gradients, a run does not replace the parameters in the layers.
-            return self._steps.in_turn(guarded) if torch.is_grad_enabled() else guarded()
+            return self._programs_engine.in_turn(guarded) if torch.is_grad_enabled() else guarded()
         except BaseException:
             for norm in norms:
                 norm.discard()

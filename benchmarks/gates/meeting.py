@@ -4,8 +4,9 @@
     python -m benchmarks.gates.meeting --base main    # ... only for faults that `main` lacks
 
 1. A simulation of the schedule tells, for each task, which other tasks have to begin while it runs.
-2. In the real pipeline, each task waits until these other tasks have begun. If the pipeline runs
-   tasks one after another, some of them cannot begin during the wait, and the wait fails.
+2. In the real pipeline, each task waits, while its layers run, until the layers of these other
+   tasks run, too. If the pipeline runs tasks one after another, some of them cannot begin during
+   the wait, and the wait fails.
 3. After a failed wait, the program prints the waiting task and a task that did not begin.
 
 A waiting task looks again and again into a shared store, where each task notes that it has begun.

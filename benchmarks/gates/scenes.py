@@ -1,10 +1,11 @@
 """Training steps whose tasks have to overlap, and simulations of when each task has to run."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import Action, make
@@ -135,4 +136,37 @@ def pipeline(scene: Scene, devices: Sequence[Any], engine: Any) -> GPipe:
 
 def layers(n: int) -> nn.Sequential:
     """Return n small layers, one for each stage."""
-    return nn.Sequential(*[nn.Linear(1, 1) for _ in range(n)])
+    return nn.Sequential(*[Layer(1, 1) for _ in range(n)])
+
+
+class Layer(nn.Linear):
+    """A linear layer whose forward and backward call the function `inside.call` of their thread.
+
+    An observer sets the function, so that tasks meet while their layers run. If tasks met when they
+    begin, a lock that a task takes later, around its layers, would not be found.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside.call()
+        output: Tensor = _CallsInBackward.apply(super().forward(x))
+        return output
+
+
+class _CallsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        inside.call()
+        return grad
+
+
+class Inside(threading.local):
+    """Holds the function that layers call, one for each thread. By default, it does nothing."""
+
+    call: Callable[[], object] = staticmethod(lambda: None)
+
+
+inside = Inside()

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from reproduce.experiments.row import Row
 from reproduce.run.training import make_optimizer, update
 from torchgpipe.engine.arrangement import arranged
-from torchgpipe.engine.batch import Batch, Enter, WorkersEngine, one_node, run_forward
+from torchgpipe.engine.batch import Batch, Enter, ProgramsEngine, one_node, run_forward
 from torchgpipe.engine.program import BatchIO, Links
 from torchgpipe.layers.split import place, split
 from torchgpipe.schedules import Action
 from torchgpipe.schedules.check import Lists
 from torchgpipe.skip.layout import Crossing, skip_layout
-from torchgpipe.task.entrance import leaves
+from torchgpipe.task.entrance import as_leaves
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors.checkpoint import Mode
 from torchgpipe.tensors.gather import gather
@@ -78,13 +78,13 @@ class Neighbours(Links):
     def give(self, action: Action, item: Any) -> None:
         """Drop what the partition sends."""
 
-    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+    def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Keep a skip in memory for as many tasks as in a real pipeline; drop a skip's gradient."""
         if action.kind == "forward":
             tasks = crossing.target - crossing.source
             self._away.setdefault(crossing, deque(maxlen=tasks)).append(skip)
 
-    def fetch(self, action: Action, crossing: Crossing) -> Any:
+    def take_skip(self, action: Action, crossing: Crossing) -> Any:
         """Return zeros in place of a skip to this partition or, in backward, a skip's gradient."""
         skip = self.skips[crossing]
         if action.kind == "forward":
@@ -98,7 +98,7 @@ class Neighbours(Links):
     def _item_like(self, item: Item) -> Item:
         zeros = tuple(map(self._zeros_like, item.flat))
         needs = [x is not None and x.requires_grad for x in item.flat]
-        return Item(leaves(zeros, needs), item.form, item.shared)
+        return Item(as_leaves(zeros, needs), item.form, item.shared)
 
     def _gradients_of(self, item: Item) -> Flat:
         found: list[Tensor | None] = []
@@ -124,7 +124,7 @@ class _Recorder(Neighbours):
         """Keep the output of a partition."""
         self.outputs[action.stage] = item
 
-    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+    def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Keep the skip of a partition."""
         self.skips[crossing] = skip
 
@@ -132,14 +132,14 @@ class _Recorder(Neighbours):
 class _AloneBatch(Batch):
     """A mini-batch that runs through only one partition in this process."""
 
-    def __init__(self, engine: WorkersEngine, m: int, mode: Mode, links: Links) -> None:
+    def __init__(self, engine: ProgramsEngine, m: int, mode: Mode, links: Links) -> None:
         super().__init__(engine, m, mode, None)
         self._links = links
 
     def run(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         """Run the forwards or the backwards that the schedule lists for the partition's device."""
         ((d, program),) = self.programs.items()
-        with self._in_place, modes():
+        with self._stand_ins, modes():
             program.run(lists[d], self._links, io, keep=keep)
 
 
@@ -177,8 +177,8 @@ class Partitions:
                 if x is not None and x.is_floating_point():
                     x.requires_grad_()
 
-    def _engine(self, stage: Stage) -> WorkersEngine:
-        return WorkersEngine([stage], arranged("GPipe", len(self.layers)))
+    def _engine(self, stage: Stage) -> ProgramsEngine:
+        return ProgramsEngine([stage], arranged("GPipe", len(self.layers)))
 
     def _stage(self, j: int, device: torch.device) -> Stage:
         stage = Stage(j, self.layers[j], device)
@@ -223,7 +223,7 @@ class Alone:
         self,
         row: Row,
         stage: Stage,
-        engine: WorkersEngine,
+        engine: ProgramsEngine,
         links: Links,
         inputs: Sequence[TensorOrTensors],
         target: Tensor | None,
@@ -252,7 +252,7 @@ class Alone:
             loss = self._row.criterion(gather(outputs), self._target)
         else:
             # A rank that does not have the last partition runs its backward as that of a scalar.
-            leaf = leaves((torch.zeros((), device=self._stage.device),), (True,))
+            leaf = as_leaves((torch.zeros((), device=self._stage.device),), (True,))
             (node,) = one_node(batch.guards, batch.backward, [1], leaf, self._inputs)
             assert node is not None
             loss = node

@@ -17,6 +17,7 @@ from benchmarks.gpu.experiments import (
     NO_TIME,
     about_failures,
     about_rows,
+    few_rows,
     run_experiment,
     summary,
 )
@@ -57,7 +58,8 @@ def run(context: Context) -> Fields:
         if seconds < LEAST and paper:
             result.setdefault("failed", {})[name] = NO_TIME
             continue
-        record = run_experiment(context, name, options, seconds)
+        rows = few_rows(name, seconds) if paper else ()
+        record = run_experiment(context, name, (*options, *rows), seconds)
         if isinstance(record, str):
             result.setdefault("failed", {})[name] = record
         else:

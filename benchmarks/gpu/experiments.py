@@ -19,6 +19,14 @@ NO_TIME = "no time was left for it"
 """Why an experiment did not run."""
 ENDING = 5.0
 """Seconds that an interrupted run may take to write its record."""
+FEW_SECONDS = 120.0
+"""An experiment that has less time runs only the rows in `FEW_ROWS`."""
+FEW_ROWS = {
+    "amoebanet-speed": ("n2m1", "n8m1", "n8m32"),
+    "unet-speed": ("baseline", "pipeline-8"),
+    "resnet101-speed": ("baseline", "pipeline-8"),
+}
+"""The rows of an experiment that its most important numbers need."""
 SLOWER = 0.95
 """A row whose speed is below this share of its usual speed counts as slower."""
 
@@ -28,8 +36,8 @@ def run_experiment(
 ) -> Record | str:
     """Run `python -m reproduce run` for an experiment, and return its record.
 
-    The run writes its record and its tables into `DIR/records`. The record is saved after each row,
-    so a run that is ended early leaves a record of its finished rows.
+    The run writes its record and its tables into `DIR/records`. The record is saved after each
+    round, in which each row runs one step. So a run that is ended early leaves its earlier rounds.
 
     Args:
         context: The context of the part.
@@ -38,7 +46,7 @@ def run_experiment(
         seconds: The seconds after which the run is interrupted, as by Ctrl-C.
 
     Returns:
-        The record. If no row of the run has ended, a text that says how the run ended.
+        The record. If it has no number, a text that says how the run ended.
     """
     folder = context.folder.parent / RECORDS
     folder.mkdir(exist_ok=True)
@@ -54,9 +62,23 @@ def run_experiment(
     written = set(folder.glob("*.json")) - before
     if written:
         record = load(written.pop())
-        if record.results:
+        if any(result.samples or result.values for result in record.results):
             return record
-    return f"its run ended with code {process.returncode} before its first row; see its log"
+    return f"its run ended with code {process.returncode} before its first round; see its log"
+
+
+def few_rows(name: str, seconds: float) -> list[str]:
+    """Return the options that choose a few rows of an experiment, if there is little time.
+
+    Args:
+        name: The name of the experiment.
+        seconds: How much time the experiment has.
+    """
+    options: list[str] = []
+    if seconds < FEW_SECONDS:
+        for row in FEW_ROWS[name]:
+            options += ["--row", row]
+    return options
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> None:

@@ -25,9 +25,6 @@ LAUNCHES = 500
 """How many kernels are launched one after another. CUDA queues about a thousand."""
 ASKED = {"topology.txt": ("topo", "-m"), "nvidia-smi.txt": ("-q",)}
 """The files with what nvidia-smi prints, and its arguments."""
-SMI_SECONDS = 20
-"""How long nvidia-smi may take. Where the driver is not loaded all the time, it starts slowly."""
-
 Copy = tuple[str, Tensor, Tensor]
 """What is copied where, as text, and the source and the target of the copy."""
 
@@ -37,8 +34,9 @@ def run(context: Context) -> Fields:
     device = context.devices[0]
     described = msgspec.to_builtins(machine())
     result: Fields = {"machine": described, "versions": versions(), "nvidia-smi": False}
+    context.write(result)
     for file, arguments in ASKED.items():
-        printed = _nvidia_smi(*arguments)
+        printed = _nvidia_smi(max(1.0, context.seconds_left() / 3), *arguments)
         if printed is not None:
             result["nvidia-smi"] = True
             (context.folder / file).write_text(printed)
@@ -58,11 +56,16 @@ def run(context: Context) -> Fields:
     return result
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
-    """Run nvidia-smi, and return what it prints. If it is not installed or fails, return None."""
+def _nvidia_smi(seconds: float, *arguments: str) -> str | None:
+    """Run nvidia-smi, and return what it prints. If it is not installed or fails, return None.
+
+    Args:
+        seconds: How long it may take. If the driver is not loaded all the time, it starts slowly.
+        arguments: The arguments of nvidia-smi.
+    """
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=seconds
         )
     except (OSError, subprocess.SubprocessError):
         return None

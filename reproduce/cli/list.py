@@ -16,7 +16,7 @@ from reproduce.experiments.choose import choose_scale, why_not
 from reproduce.experiments.row import Experiment, Row, Scale
 from reproduce.machine.devices import Devices, find_devices
 from reproduce.records.places import MEASURED, RUNS
-from reproduce.records.record import ranked, readable
+from reproduce.records.record import is_continued, ranked, readable
 from reproduce.tables.layout import Column, Table, many
 from reproduce.tables.layout import table as make_table
 from reproduce.tables.output import Number, written
@@ -39,7 +39,6 @@ PARTIAL = (
     "--emulate",
     "--no-emulate",
     "--seeds",
-    "--resume",
 )
 SUFFIXES = (
     "run --all or --row: .../mb, at equal micro-batch size, and .../pb, in the published balance"
@@ -188,7 +187,7 @@ def _minutes_in(folder: Path, name: str, scale: str) -> Minutes | None:
         run = record.run
         if run is None or run.state != "finished" or record.scale != scale:
             continue
-        if any(word.startswith(PARTIAL) for word in run.command):
+        if is_continued(record) or any(word.startswith(PARTIAL) for word in run.command):
             continue
         names = {result.experiment for result in record.results}
         return Minutes(round(run.seconds / 60), len(names) == 1, folder)

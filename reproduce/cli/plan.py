@@ -205,14 +205,20 @@ class Options:
 
     @property
     def note(self) -> str:
-        """The text that tells the user which hardware is assumed; empty if hardware was given."""
-        if not self.by_default:
-            return ""
-        here = "" if self.grows else f"{HERE}, which times the layers on this machine, or "
-        return (
-            f"No hardware was given, so {self.hardware.name} is assumed. Name yours by --hardware: "
-            f"{here}a description: {', '.join(HARDWARE)}, or a file."
-        )
+        """What is assumed about the hardware, as text for the user; empty if nothing is assumed."""
+        notes = []
+        if self.by_default:
+            here = "" if self.grows else f"{HERE}, which times the layers on this machine, or "
+            notes.append(
+                f"No hardware was given, so {self.hardware.name} is assumed. Name yours by "
+                f"--hardware: {here}a description: {', '.join(HARDWARE)}, or a file."
+            )
+        if self.hardware and self.devices and self.devices > self.hardware.devices:
+            notes.append(
+                f"{self.hardware.name} describes {self.hardware.devices} devices. All "
+                f"{self.devices} devices are assumed to be connected as fast as these."
+            )
+        return " ".join(notes)
 
 
 def conflicts(asked: Options) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,8 @@ ALL = "all"
     "--out",
     type=PATH,
     metavar="DIR",
-    help="Where to put the records. Default: results/predicted in a checkout, else predicted.",
+    help="Where to put the records; not with --run. Default: results/predicted in a checkout, else "
+    "predicted.",
 )
 def predict(  # noqa: PLR0913 - click passes each option
     experiments: list[str],
@@ -150,18 +151,17 @@ def predict_table(
 ) -> Record:
     """Predict the published table of an experiment; return the results as a record.
 
-    If `autocast` or `fp32_precision` is given, the record's name and title contain it.
+    If `autocast` or `fp32_precision` is given, it is part of the record's name and title, and of
+    the name of its hardware. So tables show predictions in several precisions as different rows.
     """
     from reproduce.predict import rows
 
     with precision(fp32_precision, autocast):
         record = rows.predict_table(experiment, hardware)
-    name = record.name
-    title = record.title
-    if autocast:
-        name += f"-autocast-{autocast}"
-        title += f", autocast-{autocast}"
-    if fp32_precision:
-        name += f"-{fp32_precision}"
-        title += f", {fp32_precision}"
-    return replace(record, name=name, title=title)
+    chosen = [f"autocast-{autocast}" if autocast else None, fp32_precision]
+    added = list(filter(None, chosen))
+    described = dict(record.hardware or {})
+    described["name"] = "-".join([described["name"], *added])
+    name = "-".join([record.name, *added])
+    title = ", ".join([record.title, *added])
+    return replace(record, name=name, title=title, hardware=described)

@@ -25,6 +25,10 @@ UNJUDGED = {
     "disturbed": "disturbed ({side}/A)",
     "base differs": "divided by a row that itself differs in {side}",
 }
+# The confidence interval of a ratio is too wide for a verdict if its ends differ by this factor.
+# For example, an interval from 0.5 to 2 could hide that a side has become half as fast.
+TOO_WIDE = 4.0
+TOO_NOISY = f"too noisy ({{side}}/A: the ends of the interval differ {TOO_WIDE:g}-fold or more)"
 ACCEPT = "--allow-missing accepts this"
 
 
@@ -176,10 +180,13 @@ def _is_judged(decision: Decision, threshold: float) -> bool:
     """Return whether a decision is clear: it shows a regression, or it shows that there is none.
 
     Numbers without samples, such as counted bytes, cannot be tested for significance. If they
-    differ by no more than the threshold, they show that there is no regression.
+    differ by no more than the threshold, they show that there is no regression. If no difference
+    was found although the interval of the ratio is wide, a regression may be hidden by noise.
     """
     if decision.outcome == "untested":
         return abs(decision.ratio - 1) <= threshold
+    if decision.outcome == "~" and decision.low is not None and decision.high is not None:
+        return decision.high < TOO_WIDE * decision.low
     return decision.outcome not in UNJUDGED
 
 
@@ -202,7 +209,8 @@ def _reason(
         return None
     decision = None if row is None else row.decisions[side]
     if decision is not None:
-        return UNJUDGED[decision.outcome].format(side=letter, needed=decision.needed)
+        reason = UNJUDGED.get(decision.outcome, TOO_NOISY)
+        return reason.format(side=letter, needed=decision.needed)
     theirs = line.entries.get(side)
     if theirs is None or theirs.result.status not in SUCCESS:
         return f"{problem_of(theirs)} in {letter}"

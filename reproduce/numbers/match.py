@@ -73,9 +73,11 @@ def match(sides: Sequence[Side]) -> list[Line]:
     """
     lines: list[Line] = []
     for number, side in enumerate(sides):
-        for entry in side.entries:
-            if not _is_published(entry):
-                _place(lines, number, entry, entry.result.experiment)
+        own = [entry for entry in side.entries if not _is_published(entry)]
+        # First place the rows that have an equal partner, so that no other row takes it.
+        rest = [entry for entry in own if not _place_beside_equal(lines, number, entry)]
+        for entry in rest:
+            _place(lines, number, entry, entry.result.experiment)
     for number, side in enumerate(sides):
         for entry in side.entries:
             if _is_published(entry):
@@ -102,10 +104,14 @@ def same_work(one: Entry, other: Entry) -> bool:
     return set(differing(one, other)) <= set(CHOSEN)
 
 
+MOST_ALIKE = 4
+
+
 def likeness(one: Entry, other: Entry) -> int:
     """Return how similar two rows are: how many of these four properties are equal in both.
 
     The properties are the name, the scale (set of sizes), the device and the hardware.
+    `MOST_ALIKE` is the number of these properties.
     """
     ours = one.result
     theirs = other.result
@@ -194,6 +200,32 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
 
     If no line has rows that match, add the row on a new line.
     """
+    best, _ = _best_line(lines, number, entry, experiment)
+    if best is None:
+        lines.append(Line(experiment, {number: entry}))
+    else:
+        best.entries[number] = entry
+
+
+def _place_beside_equal(lines: Sequence[Line], number: int, entry: Entry) -> bool:
+    """Add a row to the line with a row of the same name, scale, device and hardware.
+
+    Return whether there is such a line.
+    """
+    best, alike = _best_line(lines, number, entry, entry.result.experiment)
+    if best is None or alike < MOST_ALIKE:
+        return False
+    best.entries[number] = entry
+    return True
+
+
+def _best_line(
+    lines: Sequence[Line], number: int, entry: Entry, experiment: str
+) -> tuple[Line | None, int]:
+    """Return the line with matching rows that are most similar to a row, and how similar they are.
+
+    The line is None if no line without a row of the side `number` has matching rows.
+    """
     best = None
     most = -1
     for line in lines:
@@ -203,10 +235,7 @@ def _place(lines: list[Line], number: int, entry: Entry, experiment: str) -> Non
         if alike > most and _same(line.first, entry):
             best = line
             most = alike
-    if best is None:
-        lines.append(Line(experiment, {number: entry}))
-    else:
-        best.entries[number] = entry
+    return best, most
 
 
 def _place_published(lines: list[Line], number: int, entry: Entry) -> None:

@@ -71,9 +71,11 @@ def from_pytest_benchmark(data: Json, where: str) -> Record:
         for k, seconds in enumerate(stats.data):
             check_time(benchmark.name, seconds, f"{place}.data[{k}]")
         config = {"benchmark": benchmark.fullname, **(benchmark.params or {})}
+        # The name of a method does not have its class, but the full name does: FILE::CLASS::NAME.
+        file_name, _, row = benchmark.fullname.partition("::")
         result = Result(
-            experiment=benchmark.fullname.partition("::")[0],
-            row=benchmark.name,
+            experiment=file_name,
+            row=row or benchmark.name,
             status="measured",
             config=config,
             samples={"time": stats.data or [stats.median]},

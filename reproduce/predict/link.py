@@ -26,9 +26,9 @@ class Link:
         hardware: The hardware description.
         papers: The published rows of the experiment, by their names. The times are scaled so that
             the ratio (copy time / forward time) of a row is the one that the description predicts
-            for the published row. If there are no published rows, the ratio is the one that the
-            description predicts for the emulated row itself. If `papers` is None, times are not
-            scaled.
+            for the published row. If there are no published rows, or if the published model has
+            another number of layers, the ratio is the one that the description predicts for the
+            emulated row itself. If `papers` is None, times are not scaled.
     """
 
     def __init__(self, hardware: Hardware, papers: Mapping[str, Row] | None) -> None:
@@ -71,12 +71,15 @@ class Link:
         """Return the published row whose predicted ratio of copy time to forward time is used.
 
         This is the published row with the same name as `row` or, if there is none, the first
-        published row. If there are no published rows at all, return `row` itself.
+        published row. If there are no published rows at all, or if the published model has another
+        number of layers (`--set` can change it), return `row` itself.
         """
         if not self.papers:
             return row
         name, _, _ = (row.changed_from or row.name).partition("/")
-        return self.papers.get(name) or next(iter(self.papers.values()))
+        paper = self.papers.get(name) or next(iter(self.papers.values()))
+        layers = len(self._predictor(paper.sized).counts)
+        return paper if sum(row.balance or ()) == layers else row
 
 
 def own_links(devices: Devices) -> str | None:

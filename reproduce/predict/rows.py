@@ -59,8 +59,11 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     If `hardware` is a device of this machine, the layers of each model are timed on this device,
     with the largest micro-batch that the run uses for the model. As in an emulation, only one
     device works at a time.
+
+    Rows that have no one schedule (those of the ablation without dependencies) are left out.
     """
-    rows = [row for row in record.results if row.status == "emulated"]
+    emulated = [row for row in record.results if row.status == "emulated"]
+    rows = [row for row in emulated if not _is_unordered(row.config)]
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
     for row in rows:
         model = _model(row.config)
@@ -148,8 +151,7 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
         config=config,
         published=f"{table}/{row.row}",
     )
-    components = config.get("components")
-    if components is not None and "dependency" not in components:
+    if _is_unordered(config):
         return structs.replace(result, status="not run", reason=UNORDERED)
     counts = counted(_model(config))
     values: dict[str, Json] = {}
@@ -159,6 +161,12 @@ def predict_row(experiment: str, table: str, row: Result, hardware: Hardware) ->
     if any(name in row.values for name in RESERVED):
         values.update(_memory(counts, config))
     return structs.replace(result, values=rounded(values, DIGITS))
+
+
+def _is_unordered(config: dict[str, Json]) -> bool:
+    """Return whether a row is one of the ablation in which nothing orders the backwards."""
+    components = config.get("components")
+    return components is not None and "dependency" not in components
 
 
 def _speed(

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from reproduce.error import Error
+from reproduce.error import Error, Unwritable
 from reproduce.machine.clocks import GpuState
 from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
@@ -32,6 +32,8 @@ FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 """The format of times, which are in UTC."""
+CONTINUES = "were trained by an earlier run"
+"""Words in a note of a record whose run did not do all the work itself."""
 FREED_MEMORY = "freed_memory"
 """The setting that says whether the C library kept freed memory (`machine.allocator`)."""
 DIGITS = 10  # significant digits of a float: 0.1 ns in 1 s, finer than any clock
@@ -286,7 +288,24 @@ def _check(record: Record, where: str) -> None:
         rounds = result.samples.get("round")
         if steps is not None and rounds is not None and len(steps) != len(rounds):
             raise Error(f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps")
+        if rounds is not None and len(set(rounds)) < len(rounds):
+            raise Error(f"{here}.samples.round: two steps of {result.row!r} have the same round")
+        bubble = result.values.get("bubble")
+        if isinstance(bubble, (int, float)) and not 0 <= bubble <= 1:
+            raise Error(
+                f"{here}.values.bubble: the bubble of {result.row!r} is {bubble:g}, but it is a "
+                "share of the devices' time, from 0 to 1"
+            )
         check_times(result.row, result.samples, result.values, here)
+
+
+def is_continued(record: Record) -> bool:
+    """Return whether a part of a record's results comes from an earlier run than its own.
+
+    Then the time of the run is not the time of all its work.
+    """
+    resumed = record.run is not None and "--resume" in record.run.command
+    return resumed or any(CONTINUES in note for note in record.notes)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -295,7 +314,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     If this process is killed meanwhile, the file has either its old or its new content.
 
     Raises:
-        Error: The file cannot be written.
+        Unwritable: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if isinstance(content, str):
@@ -310,7 +329,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise Error(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise Unwritable(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def hardware_name(record: Record, result: Result) -> str | None:

@@ -44,6 +44,20 @@ def ideal(n: int, m: int) -> float:
     return n * m / (n + m - 1)
 
 
+def _places(subject: Subject) -> dict[str, Place]:
+    """Return the place of each row in the figures; leave out rows of other groups than the first.
+
+    Rows of another group have other batch sizes, or repeat rows of the first group. Published rows
+    have no groups.
+    """
+    first = next(iter(subject.rows.values())).get("group")
+    places = {}
+    for row, config in subject.rows.items():
+        if config.get("group") == first:
+            places[row] = (config.get("partitions") or 1, config.get("chunks") or 1)
+    return places
+
+
 def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     """Yield figures with captions that show how speed-ups depend on n, the number of partitions.
 
@@ -51,14 +65,13 @@ def speed_up_figures(subject: Subject) -> Iterator[Captioned]:
     only one row (configuration), there is a single figure for all rows. Its x-axis has the pairs of
     n and m.
     """
-    places: dict[str, Place] = {}
-    for row, config in subject.rows.items():
-        places[row] = (config.get("partitions") or 1, config.get("chunks") or 1)
+    places = _places(subject)
     curves: Curves = {}
     for source in subject.sources:
         points = {}
         for row, reading in subject.readings(source, "speedup").items():
-            points[places[row]] = reading
+            if row in places:
+                points[places[row]] = reading
         if len(points) > 1:
             curves[source] = points
     along = list(dict.fromkeys(places.values()))

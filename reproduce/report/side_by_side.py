@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.match import CHOSEN, differing, grouped
-from reproduce.numbers.metrics import BYTES, DISTURBED, MARK, Reading, outcome
+from reproduce.numbers.metrics import DISTURBED, MARK, Reading, outcome
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import RULE, SUCCESS
 from reproduce.report.subjects import RUN, Source, Subject
@@ -124,7 +124,7 @@ def _text(entry: Entry | None, reading: Reading | None, metric: str) -> str:
         return f"{reading.middle:.0%}{reading.mark}"
     if metric == "top1_error":
         return str(final_error(entry.result))
-    if metric == "speedup" and reading.unit not in BYTES:
+    if metric == "speedup":
         return with_quartiles(reading, ratio)
     return reading_text(reading)
 

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reproduce.error import Error
+from reproduce.error import Error, Unwritable
 from reproduce.experiments.datasets import AccuracyNeeds, Batch
 from reproduce.experiments.recipe import AccuracyRow
 from reproduce.machine.devices import Devices
 from reproduce.numbers.accuracy import final_errors
 from reproduce.records.record import SUCCESS, write_atomically
 from reproduce.run.engines.failure import explain
+from reproduce.run.recorder import described, note_earlier_run
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
 from torchgpipe.tensors import accelerator
@@ -70,6 +71,8 @@ def run_accuracy(session: Session) -> Iterator[GroupDone]:
                 continue
             try:
                 _train(session, row, seed, path, number)
+            except Unwritable:  # without checkpoints, no other row can be trained either
+                raise
             except Exception as error:  # recorded as the row's result
                 failure = explain(error)
                 failures[row.name] = failure.status
@@ -115,6 +118,7 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: in
             f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}"
         )
         session.finish(row.name, len(done) * steps)
+        note_earlier_run(session.recorder, f"{row.name}, seed {seed}", len(done), saved.get("run"))
         _put(session, row, done)
     session.start(f"building, {which}")
     training = AccuracyTraining(row, session.devices, seed, steps)
@@ -125,7 +129,8 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: in
         done.append(epoch)
         # Save the record first, so that an interrupt before the checkpoint does not lose the epoch.
         _put(session, row, [epoch])
-        save_checkpoint(path, {"epochs": done, "training": training.state()})
+        state = {"epochs": done, "training": training.state(), "run": described(session.recorder)}
+        save_checkpoint(path, state)
 
 
 def _train_epoch(  # noqa: PLR0913 - all that an epoch depends on

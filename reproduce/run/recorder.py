@@ -19,7 +19,7 @@ from reproduce.machine.devices import Devices
 from reproduce.machine.git import checkout
 from reproduce.machine.load import other_runs
 from reproduce.records.places import Json
-from reproduce.records.record import TIME, Key, Record, Result, Run, readable, save
+from reproduce.records.record import CONTINUES, TIME, Key, Record, Result, Run, readable, save
 
 # A run can only be resumed if these fields of `Run` are still the same.
 COMPARED = ("device", "devices", "threads_per_device", "machine", "versions", "git", "settings")
@@ -230,3 +230,28 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
 def now() -> str:
     """Return the current time in UTC as a text, such as 2020-04-21T10:02:05Z."""
     return datetime.now(timezone.utc).strftime(TIME)
+
+
+def described(recorder: Recorder) -> str:
+    """Return what identifies a run: when it started, and with which versions."""
+    run = recorder.empty.run
+    assert run is not None
+    revision = "unknown" if run.git is None else run.git.revision[:9]
+    return f"of {run.started}, torch {run.versions.get('torch')}, git revision {revision}"
+
+
+def note_earlier_run(recorder: Recorder, training: str, epochs: int, run: str | None) -> None:
+    """Note in the record which epochs of a training come from an earlier run, and from which one.
+
+    A run that is continued by `--resume` is the same run.
+
+    Args:
+        recorder: The record of this run.
+        training: The row and the seed of the training.
+        epochs: How many epochs its checkpoint has.
+        run: What the checkpoint says about the run that has written it.
+    """
+    if run == described(recorder):
+        return
+    note = f"{training}: epochs up to {epochs} {CONTINUES}, {run or 'of which nothing is known'}"
+    recorder.empty = replace(recorder.empty, notes=[*recorder.empty.notes, note])

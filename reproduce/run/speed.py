@@ -255,7 +255,7 @@ class _GroupRun:
                 self._expect(SoFar(done, done - undisturbed, seconds))
                 yield done
         finally:
-            self._judge_round(wanted)  # if interrupted: of the round that was not completed
+            self._judge_round(least)  # if interrupted: of the round that was not completed
             self._record()
             session.progress.stop()
 

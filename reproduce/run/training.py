@@ -91,7 +91,8 @@ class Balancer:
         (self.device,) = devices.first(1)
         # Maps a model and a number of samples to the seconds of each layer.
         self.profiles: dict[Hashable, list[float]] = {}
-        # Maps a model and a number of samples, and then a number of partitions, to a balance.
+        # Maps a model, a number of samples and the most partitions to balances, which are mapped
+        # from their numbers of partitions.
         self.plans: dict[Hashable, dict[int, Balance]] = {}
 
     def balanced(self, row: Row, model: nn.Sequential, data: FakeData) -> Row:
@@ -110,9 +111,11 @@ class Balancer:
         sample = changed(lambda x: x[:samples], data.input(row, self.device))
         key = (row.sized, samples)
         if row.configuration == PLANNED:
-            if key not in self.plans:
-                self.plans[key] = planned_balances(row, model, sample)
-            return replace(row, balance=self.plans[key][row.partitions])
+            most = max(MOST_DEVICES, row.partitions)
+            plans = self.plans.get((key, most))
+            if plans is None:
+                plans = self.plans[key, most] = planned_balances(row, model, sample, most)
+            return replace(row, balance=plans[row.partitions])
         if key not in self.profiles:
             inputs = flat(model, sample)
             self.profiles[key] = profile_times(model, inputs, PROFILE_SECONDS, self.device)
@@ -142,16 +145,19 @@ def _profiled_samples(row: Row) -> int:
     return min(samples, PROFILE_SAMPLES, row.batch_size)
 
 
-def planned_balances(row: Row, model: nn.Sequential, sample: Any) -> dict[int, Balance]:
+def planned_balances(
+    row: Row, model: nn.Sequential, sample: Any, devices: int
+) -> dict[int, Balance]:
     """Return a dictionary of the balance that `torchgpipe.plan` finds for each partition count.
 
-    The plan is made from a profile of the model on the device of `sample`, a mini-batch.
+    The plan is made from a profile of the model on the device of `sample`, a mini-batch. It has
+    balances for up to `devices` partitions.
     """
     found = plan(
         model,
         sample,
         batch_size=row.batch_size,
-        devices=MOST_DEVICES,
+        devices=devices,
         memory=NO_LIMIT,
         chunks=row.micro_batches,
         checkpoint=row.checkpoint or "never",

@@ -59,6 +59,7 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
         # A run shows its own groups one by one, each when it is finished.
         if record.run is not None and record.run.state == "running" and group is None:
             notes.append(NOT_ENDED)
+        notes += record.notes
         if EXPERIMENTS[name].measures != "memory":
             notes += _about_times(record)
         results = _without_pending(record, results)

@@ -88,7 +88,10 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     comparisons, notes = compare(asked, lines, metric, among=matched)
     found = gate(sides, lines, comparisons, rule.threshold, metric)
     first, *others = sides
-    alike = [side.letter for side in others if side.records == first.records]
+    # Predictions of the same code are equal, and may be judged. But a run is no evidence about
+    # itself.
+    ran = any(record.run is not None for record in first.records)
+    alike = [side.letter for side in others if ran and side.records == first.records]
     if alike:
         letters = " and ".join(alike)
         same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"

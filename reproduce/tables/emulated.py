@@ -63,6 +63,8 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
         ratios = {}
         off = []
         for row, speed in throughputs(own).items():
+            if row not in foreseen:
+                continue
             ratios[row] = foreseen[row] / speed
             off.append(abs(ratios[row] - 1))
         columns = [
@@ -71,8 +73,10 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
             by_row("predicted", foreseen, number),
             by_row("predicted/\nemulated", ratios, ratio),
         ]
-        apart = f"apart: median {median(off):.1%}, at most {max(off):.1%}"
-        notes = [sources, f"{apart}; where they part, one of the two is wrong"]
+        notes = [sources]
+        if off:
+            apart = f"apart: median {median(off):.1%}, at most {max(off):.1%}"
+            notes.append(f"{apart}; where they part, one of the two is wrong")
         title = f"{experiment}: emulated and predicted"
         made.append(table(title, columns, own, notes))
     return made

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from reproduce.experiments.row import Experiment
 from reproduce.numbers.metrics import outcome
-from reproduce.records.record import Result
+from reproduce.records.record import SUCCESS, Result
 from reproduce.tables.layout import Column, GiB, MiB, Table, in_lines, span
 from reproduce.tables.rows import ROW, SIZE, Rows
 
@@ -39,6 +40,10 @@ ON_META = (
 )
 ALLOCATED = "bytes allocated to tensors (torch.cuda.max_memory_allocated)"
 HELD = "bytes that the caching allocator holds (torch.cuda.max_memory_reserved), the published kind"
+ONE_GPU = (
+    "where this machine has fewer GPUs than the row has devices, one GPU took their place: there, "
+    "allocated bytes are the bytes of all tensors alive, counted, and reserved bytes are not known"
+)
 KINDS = {  # maps a device and the name of a value to a kind of bytes
     ("cpu", PEAK): Kind(PEAK, "live bytes", LIVE),
     ("meta", PEAK): Kind(PEAK, "live bytes on meta", ON_META),
@@ -117,16 +122,13 @@ def _published_models(rows: Rows) -> Table:
 
 
 def _peaks(rows: Rows, kind: Kind) -> Table:
-    most = 0
-    chunks = []
-    for result in rows:
-        most = max([most, *_peaks_of(result, kind)])
-        if result.config["chunks"] is not None:
-            chunks.append(result.config["chunks"])
+    most = max([0, *chain.from_iterable(_peaks_of(result, kind) for result in rows)])
     unit, word, form = _unit(most)
 
     def each_device(result: Result) -> str:
         peaks = [peak / unit for peak in _peaks_of(result, kind)]
+        if not peaks and result.status in SUCCESS:
+            return "-"
         return in_lines(peaks, form) or outcome(result)
 
     def total(result: Result) -> float | None:
@@ -154,13 +156,13 @@ def _peaks(rows: Rows, kind: Kind) -> Table:
         Column("model", model, form),
         Column("activations", activations, form),
     ]
-    scale = rows.results[0].scale
-    circumstances = f"scale {scale}; batch size {rows.span('batch_size')}"
-    if chunks:
-        circumstances += f"; pipelines in {span(chunks)} micro-batches"
     meaning = f"peak: {kind.meaning}; activations: the sum less the model"
-    apart = any(config.get("apart") for config in rows.configs)
-    notes = [circumstances, meaning, APART if apart else None, *rows.problems()]
+    notes = [_circumstances(rows), meaning]
+    if any(map(_one_gpu_played_several, rows)):
+        notes.append(ONE_GPU)
+    if any(config.get("apart") for config in rows.configs):
+        notes.append(APART)
+    notes.extend(rows.problems())
     return rows.table(f": measured peak, {kind.title}", columns, notes)
 
 
@@ -174,6 +176,26 @@ def _unit(most: int) -> tuple[int, str, str]:
     if most < 100 * GiB:
         return GiB, "GiB", "{:.2f}"
     return GiB, "GiB", "{:.1f}"
+
+
+def _circumstances(rows: Rows) -> str:
+    """Return a note with the scale, the batch sizes, and the numbers of micro-batches."""
+    note = f"scale {rows.results[0].scale}; batch size {rows.span('batch_size')}"
+    pipelines = [config for config in rows.configs if config["chunks"] is not None]
+    # A mini-batch with few samples has fewer micro-batches than `chunks`.
+    micro_batches = [config["micro_batches_effective"] for config in pipelines]
+    if micro_batches:
+        note += f"; pipelines in {span(micro_batches)} micro-batches"
+    return note
+
+
+def _one_gpu_played_several(result: Result) -> bool:
+    """Return whether one GPU took the place of all devices of a row.
+
+    Then its tensors were counted, and the allocator's bytes are not known.
+    """
+    counted = bool(result.values.get(PEAK)) and not result.values.get(RESERVED)
+    return result.device == "cuda" and counted
 
 
 def _peaks_of(result: Result, kind: Kind) -> list[int]:

@@ -32,7 +32,7 @@ from reproduce.error import Error
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import LIKE_PUBLISHED
 from reproduce.numbers.metrics import DISTURBED
-from reproduce.records.record import Record, load, ranked
+from reproduce.records.record import Record, is_continued, load, ranked
 from reproduce.tables.all import about_run, document, tables
 from reproduce.tables.layout import many
 
@@ -150,7 +150,7 @@ def _experiment_block(experiment: str, records: Records, page: Path, part: str) 
     if run.state != "finished":
         when += f" ({run.state})"
     # The time of a run that was continued would include the pause.
-    if run.ended is not None and "--resume" not in run.command:
+    if run.ended is not None and not is_continued(first):
         when += f" in {many(max(1, round(run.seconds / 60)), 'minute')}"
     more = link(page, path.with_suffix(".md"))
     where = f"at {about['devices']}; {about['machine']}"

@@ -29,9 +29,12 @@ from reproduce.tables.layout import (
     with_quartiles,
 )
 
+EMULATED = "emulated"
 WHAT_BUSY_IS = {
     "cpu": "busy: share of a step's time in which the device was in a task",
     "cuda": "busy: GPU utilization as the driver (NVML) reports it, mean over some steps",
+    EMULATED: "busy, emulated: share of the emulated step in which the device was in a task; this "
+    "step ends before the optimizer's update",
 }
 Cells = Column[Result]
 Config = Mapping[str, Json]
@@ -257,12 +260,14 @@ class Rows:
             f"batch size {self.span('batch_size')}",
         ]
         steps = []
-        again = 0
+        again: dict[str | None, int] = {}  # the rounds of each group of rows that were left out
         known = False
         for result in self.every:
             if "step_time" in result.samples:
                 steps.append(len(result.samples["step_time"]))
-            again = max(again, result.values.get("disturbed_rounds", 0))
+            left_out = result.values.get("disturbed_rounds", 0)
+            if left_out:
+                again[result.config.get("group")] = left_out
             if not LIMITS.keys().isdisjoint(result.samples):
                 known = True
         if steps:
@@ -271,7 +276,7 @@ class Rows:
         else:
             parts.append("no step timed")
         if again:
-            parts.append(f"{many(again, 'disturbed round')} left out")
+            parts.append(f"{many(sum(again.values()), 'disturbed round')} left out")
         if steps and not known:
             parts.append("it is not known whether other programs disturbed these steps")
         return "; ".join(parts)
@@ -300,8 +305,7 @@ class Rows:
         devices = set()
         for result in self:
             if utilization(result) is not None:
-                # An emulation simulates when devices are busy, whatever the device is.
-                devices.add("cpu" if result.emulated else result.device)
+                devices.add(EMULATED if result.emulated else result.device)
         return [meaning for device, meaning in WHAT_BUSY_IS.items() if device in devices]
 
     def problems(self) -> Iterator[str]:

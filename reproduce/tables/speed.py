@@ -247,7 +247,7 @@ def _balances(rows: Rows, profiled: Rows) -> Table:
     ]
     notes = [
         "the rows like the published once more, in the balance that suited the published machine; "
-        "speed-ups as above",
+        "speed-ups: ratios of medians",
         *rows.about_emulation(),
         *rows.problems(),
     ]

@@ -22,7 +22,7 @@ ROWS_OF_GUARDS = {
         "buffers: a parameter replaced in forward",
         "gradients: a layer that hooks its parameter",
     ],
-    "memory": ["between: the input changed"],
+    "inputs": ["between: the input changed"],
     "modes": [
         "between: autocast in forward",
         "between: a default type in backward",
@@ -45,7 +45,7 @@ ROWS_OF_GUARDS = {
         "tools: `spectral_norm`",
     ],
     "statistics": ["between: BatchNorm1d for the inside of a layer"],
-    "in_place": [
+    "stand_ins": [
         "between: a parameter that is replaced",
         "gradients: a buffer that a hypernetwork makes",
     ],

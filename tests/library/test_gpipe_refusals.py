@@ -69,6 +69,11 @@ def called_in_a_task(where: str) -> Callable[[Any], object]:
     return use
 
 
+def trained_with_a_module_beside(model: Any) -> object:
+    model.criterion = torch.nn.MSELoss()
+    return model(torch.ones(4, 2))
+
+
 class Residual(Sequential):
     """An `nn.Sequential` that overrides `forward`."""
 
@@ -92,6 +97,7 @@ NO_LIST = "a list of devices, one per partition, such as ['cuda:0', 'cuda:1'], b
 NUMBERS = (
     "balance must be a list with the number of layers of each partition, such as [2, 3], but got "
 )
+BESIDE = "the pipeline has a module 'criterion' that is none of its layers; keep modules such as "
 IN_A_TASK = "calls the pipeline in the middle of a task; call it after the step"
 WRONG_SUM = "the balance [1] sums up to 1 layers, but the module has 3"
 NONE_IN_ONE = "one layer or more, but got the balance [3, 0]"
@@ -117,6 +123,7 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda _: chosen(["cpu"], 2), IndexError, TOO_FEW),
     (lambda _: chosen("cuda:0", 2), TypeError, f"{NO_LIST}'cuda:0'"),
     (lambda _: chosen(0, 2), TypeError, f"{NO_LIST}0"),
+    (trained_with_a_module_beside, RuntimeError, BESIDE),
     (called_in_a_task("register_forward_hook"), RuntimeError, IN_A_TASK),
     (called_in_a_task("register_full_backward_hook"), RuntimeError, IN_A_TASK),
     (lambda _: parts(LAYERS, 2), TypeError, NUMBERS + "2"),

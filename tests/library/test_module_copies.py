@@ -220,8 +220,8 @@ def test_modules_that_cannot_be_copied_are_refused(make: Any, message: str) -> N
 @pytest.mark.parametrize("devices", ON_GPUS)
 def test_blocks_on_gpus_have_buffers_on_their_gpus(devices: list[str]) -> None:
     """Check the gradients, and that no check of the copied buffers makes the host wait."""
-    plain = blocks(Rotary(), len(devices))
-    x = torch.randn(8, 4)
+    plain = blocks(Rotary(), len(devices)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
     plain(x).sum().backward()
     expected = [p.grad for p in plain.parameters()]
     plain.zero_grad()  # it drops the gradients, and `expected` keeps them

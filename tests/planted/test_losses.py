@@ -83,7 +83,7 @@ def test_what_is_missing_runs_and_is_added(runs: Runs, tmp_path: Path) -> None:
 
 def test_only_losses_of_the_chosen_gates_are_planted(runs: Runs, tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
-    runs.answers = [{"meeting"}] * 3
+    runs.answers = [{"meeting"}] * 4
     assert main(["--out", str(file), "--gate", "meeting", "--runs", "1"]) == 0
     found = {result.experiment for result in load(file).results}
     assert found == {loss.kind for loss in losses.read() if "meeting" in loss.gates}

@@ -2,7 +2,7 @@
 
 Every rank has wires to every other rank, one for each purpose:
 
-    control    the first stage's rank announces that a mini-batch begins
+    control    the first stage's rank announces that a mini-batch begins; all ranks exchange tensors
     loss       the last stage's rank sends the loss
     liveness   every rank sends what it is doing now (liveness/liveness.py)
 
@@ -81,8 +81,8 @@ class Connections(Wires):
     Attributes:
         own, n, timeout: This rank's index, the number of ranks, and the timeout.
         serial: The number of the mini-batch that this rank runs now.
-        closed: Whether the connections have ended.
-        parted: Whether `close()` has ended the connections, and no rank had failed before.
+        ended: Whether the connections have ended.
+        closed: Whether `close()` has ended the connections, and no rank had failed before.
         sockets: The sockets that this process opened while gloo connected the ranks.
 
     Raises:
@@ -120,7 +120,7 @@ class Connections(Wires):
             with suppress(OSError):  # another thread may have closed its socket
                 os.set_inheritable(number, False)
         self._ends: dict[tuple[type, str, int, Stages], Any] = {}
-        self.closed = self.parted = False
+        self.ended = self.closed = False
         self._ending = threading.RLock()
         # This limit is one second longer, so that the monitor reports a problem first.
         self._limit = NEVER if timeout is None else timedelta(seconds=timeout + 1)
@@ -140,7 +140,7 @@ class Connections(Wires):
             RankFailed: If another rank raises an error during its call.
             RuntimeError: If `close` has already ended the connections.
         """
-        if self.parted:
+        if self.closed:
             raise RuntimeError(
                 "the pipeline's connections were closed by close() after the forward of this "
                 "mini-batch; call backward() before close()"
@@ -245,8 +245,8 @@ class Connections(Wires):
             sender.begin()
             sender.give(self.message((what, about), tensors))
 
-    def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Sequence[Any], Any]:
-        """Wait for a message that a rank sends with `tell`; return its tensors and plain values.
+    def hear(self, what: str, peer: int, kind: str = "control") -> tuple[Any, Sequence[Any]]:
+        """Wait for a message that a rank sends with `tell`; return its plain values and tensors.
 
         Args:
             what: The name that the message has to have.
@@ -266,24 +266,24 @@ class Connections(Wires):
                 f"all ranks have to make the same calls in the same order, but rank {peer} has "
                 f"sent the message {told!r}, while this rank waits for the message {what!r}"
             )
-        return tensors, about
+        return about, tensors
 
-    def exchange(self, what: str, own: Tensor, alike: Settings | None = None) -> list[Tensor]:
+    def exchange(self, what: str, tensor: Tensor, alike: Settings | None = None) -> list[Tensor]:
         """Send a tensor to all ranks; return the tensors of all ranks, in the order of ranks.
 
         Args:
             what: A name for the purpose of the exchange, which has to be the same on all ranks.
-            own: The tensor of this rank.
+            tensor: The tensor of this rank.
             alike: Settings that are compared, because they have to be the same on all ranks.
         """
         settings = alike or {}
-        self.tell(what, (own.cpu(), packed(settings)))
+        self.tell(what, (tensor.cpu(), packed(settings)))
         heard = {}
         for peer in self._others:
-            heard[peer], _ = self.hear(what, peer)
+            _, heard[peer] = self.hear(what, peer)
         for peer, (_, theirs) in heard.items():
             check_alike(what, settings, unpacked(theirs), self.own, peer)
-        return [own if rank == self.own else heard[rank][0] for rank in range(self.n)]
+        return [tensor if rank == self.own else heard[rank][0] for rank in range(self.n)]
 
     def deliver(self, patience: float | None = None) -> None:
         """Send all delayed messages, and wait until other ranks have received all messages.
@@ -304,12 +304,12 @@ class Connections(Wires):
     def close(self) -> None:
         """End the connections because this rank needs nothing more from other ranks."""
         with self._ending:
-            if not self.closed and not self.liveness.stopped:
+            if not self.ended and not self.liveness.stopped:
                 self._transfers.finish()
                 with suppress(RuntimeError, Stopped, Empty):
                     self.deliver(2 * GRACE)
                 self.liveness.tell_last()
-                self.parted = True
+                self.closed = True
             self.abort()
 
     def fail(self, error: BaseException) -> None:
@@ -325,9 +325,9 @@ class Connections(Wires):
         If a rank has failed, first wait (for at most two seconds) until other ranks know of this.
         """
         with self._ending:
-            if self.closed:
+            if self.ended:
                 return
-            self.closed = True
+            self.ended = True
             threads = [*self.liveness.close(), *[sender.thread for sender in self._senders()]]
             # If Python ends while a thread is inside gloo's code, the process can crash. So wait
             # for the threads, but only until a deadline, as some may stay in gloo for ever.

@@ -28,7 +28,7 @@ from torchgpipe.distributed.rank_batch import LossRequest, RankBatch, Request
 from torchgpipe.distributed.same_data import checksums, warn_if_unlike
 from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.arrangement import arranged
-from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.engine.batch import ProgramsEngine
 from torchgpipe.layers.batches import Divided, divided, the_input
 from torchgpipe.layers.checks import SHARDED
 from torchgpipe.layers.devices import choose_devices
@@ -142,7 +142,7 @@ class DistributedGPipe(Partitioned):
             )
         check_apart([own_generators(modules_of(partition)) for partition in self._partitions])
         self._crossings = skip_layout(self._partitions)
-        self._alike = checksum_of_parameters(module)
+        self._checksum = checksum_of_parameters(module)
         here = [device if rank == self.rank else None for rank in placement]
         self._tied = TiedParameters(self._partitions, placement, self.rank)
         self._hold(here, init)
@@ -156,17 +156,18 @@ class DistributedGPipe(Partitioned):
         super()._build()
         made = self._schedule
         arrangement = arranged(made, len(self.balance), len(self._ranks))
-        self._steps = WorkersEngine(self._stages, arrangement)
+        self._programs_engine = ProgramsEngine(self._stages, arrangement)
         if isinstance(made, str):
-            self._order = made.lower()
+            self._schedule_name = made.lower()
         else:
             checksum = crc32(repr(made).encode())
-            self._order = f"{made.name}, {checksum:x}"
+            self._schedule_name = f"{made.name}, {checksum:x}"
         # The names of the parameters of other ranks' layers, as long as this process has them.
         self._elsewhere = WeakTensorKeyDictionary()
         self._connections: Connections | None = None
         # Whether the guard `OtherRanksParameters` has searched the graphs of this rank's stages.
-        self._searched, self._serial = False, 0
+        self._searched = False
+        self._serial = 0  # the number of the latest mini-batch
         self._warned = False  # whether this rank has warned that ranks have different samples
 
     def _layout(self) -> list[Crossing]:
@@ -269,7 +270,7 @@ class DistributedGPipe(Partitioned):
 
     def _connected(self) -> Connections:
         """Return the open connections, and make new ones if there are none."""
-        if self._connections is None or self._connections.closed:
+        if self._connections is None or self._connections.ended:
             check_connectable(self.timeout, self._ranks[self.rank])
             self._connections = Connections(self._ranks, self.rank, self.timeout)
             # The connections' threads do not refer to the pipeline. So Python can garbage-collect
@@ -284,14 +285,15 @@ class DistributedGPipe(Partitioned):
 
     def _run(self, args: Any, kwargs: Any, request: Request) -> Any:
         connections = self._connected()
-        if connections.liveness.activity.within and backward_id() == -1:
+        in_backward = backward_id() != -1
+        if connections.liveness.activity.within and not in_backward:
             raise RuntimeError(
                 "a layer, a hook or the criterion calls the pipeline while it runs, but a call "
                 "needs all ranks at the same time; call the pipeline after the step, on all ranks"
             )
         self._serial += 1
         with connections.call(self._serial, "the call"):
-            if backward_id() != -1:
+            if in_backward:
                 raise RuntimeError(WITHIN_BACKWARD)
             if sharded([self]):
                 raise TypeError(SHARDED)
@@ -299,7 +301,7 @@ class DistributedGPipe(Partitioned):
             self._check()
             run = partial(self._run_batch, connections, args, kwargs, request)
             result = self._mini_batch(run, self.chunks)
-        is_last = self.rank == self._steps.arrangement.placement[-1]
+        is_last = self.rank == self._programs_engine.arrangement.placement[-1]
         if request is None and not is_last and not result.requires_grad:
             return None
         return result
@@ -307,22 +309,22 @@ class DistributedGPipe(Partitioned):
     def _run_batch(self, connections: Connections, args: Any, kwargs: Any, request: Request) -> Any:
         stage = self._stages[0]
         micro_batches, copied = ([], None) if stage.index else self._scattered(args, kwargs)
-        placement = self._steps.arrangement.placement
-        late = self._order == "gpipe"
+        placement = self._programs_engine.arrangement.placement
+        late = self._schedule_name == "gpipe"
         connections.meet(stage.device, placement, self._crossings, self._tied.peers, late=late)
         call, target = "forward()", None
         if request is not None:
             call = "step()" if isinstance(request, StepRequest) else "loss()"
             target = request.target
-        settings = settings_of(self, self._order, self.timeout, self._alike, call)
+        settings = settings_of(self, self._schedule_name, self.timeout, self._checksum, call)
         given = checksums(self._serial, (args, kwargs), target)
         batch = RankBatch(connections, settings, micro_batches, given, owner=self)
         if batch.last and not self._warned:
-            self._warned = warn_if_unlike(given, batch.given, self.rank, placement[0])
+            self._warned = warn_if_unlike(given, batch.first_checksums, self.rank, placement[0])
         if isinstance(request, StepRequest):
-            result = run_step(batch, micro_batches, batch.sizes, request, self._seen)
+            result = run_step(batch, micro_batches, batch.sizes, request, self._for_criterion)
         else:
-            result = batch.finished(request)
+            result = batch.run_call(request)
         if copied is not None:
             copied.synchronize()
         return result

@@ -21,12 +21,12 @@ from torchgpipe.plain import packed, unpacked
 from torchgpipe.schedules import Action
 from torchgpipe.schedules.check import Lists
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.entrance import leaves
+from torchgpipe.task.entrance import as_leaves
 from torchgpipe.tensors.item import Item
 from torchgpipe.tensors.microbatch import Flat, Form
 from torchgpipe.trace.parts import Structure
 
-_KINDS = {True: ("forward",), False: ("backward", "backward_inputs")}
+_SENDING = {True: ("forward",), False: ("backward", "backward_inputs")}
 """The kinds of actions that send a result to another stage, in forward (`True`) or in backward."""
 
 Told = tuple[Hashable, Flat]
@@ -78,13 +78,15 @@ class Messages(Links):
         self._between: dict[Stages, list[Crossing]] = defaultdict(list)
         for crossing in crossings:
             self._between[crossing.source, crossing.target].append(crossing)
-        # Maps a direction and a pair of stages to the micro-batches whose skips must still be sent.
+        # Maps a direction and a pair of stages to the micro-batches whose skips must still be sent
+        # or received, in this order.
         self._order: dict[tuple[bool, Stages], deque[int]] = {}
         for forward in {action.kind == "forward" for action in lists[connections.own]}:
             for pair in pairwise(range(len(placement))):
-                self._begin(forward, "", pair)
+                self._begin(forward, pair)
             for pair in self._between:
-                self._begin(forward, " skips", pair)
+                self._begin(forward, pair, skips=True)
+                self._order[forward, pair] = self._micro_batches(forward, pair)
         # Skips that have arrived and are not fetched yet, and skips that are not sent yet.
         self._kept: dict[tuple[bool, int, Crossing], Any] = {}
         self._left: dict[Crossing, Told] = {}
@@ -96,14 +98,14 @@ class Messages(Links):
     def give(self, action: Action, item: Any) -> None:
         s = action.stage
         if action.kind == "forward":
-            sender = self._wire(Sender, True, "", (s, s + 1))
+            sender = self._wire(Sender, True, (s, s + 1))
             sender.settle()
             about, tensors = self._packed(item, s)
             if self._in_order:
                 tensors = (*tensors, torch.get_rng_state())
             message = self._connections.message((*about, self._seeds.drew), tensors)
         else:
-            sender = self._wire(Sender, False, "", (s - 1, s))
+            sender = self._wire(Sender, False, (s - 1, s))
             sender.settle()
             message = self._connections.message("gradients", item)
         sender.give(message)
@@ -111,10 +113,10 @@ class Messages(Links):
     def take(self, action: Action) -> Any:
         s = action.stage
         if action.kind != "forward":
-            receiver = self._wire(Receiver, False, "", (s, s + 1))
+            receiver = self._wire(Receiver, False, (s, s + 1))
             _, grads = self._connections.take(receiver)
             return grads
-        receiver = self._wire(Receiver, True, "", (s - 1, s))
+        receiver = self._wire(Receiver, True, (s - 1, s))
         (*about, drew), tensors = self._connections.take(receiver)
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
@@ -124,7 +126,7 @@ class Messages(Links):
             return _item(about, others)
         return _item(about, tensors)
 
-    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+    def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
         forward = action.kind == "forward"
         pair = crossing.source, crossing.target
         if self._stays(pair):
@@ -145,7 +147,7 @@ class Messages(Links):
             about, flat = self._left.pop(each)
             abouts.append(about)
             tensors += flat
-        sender = self._wire(Sender, forward, " skips", pair)
+        sender = self._wire(Sender, forward, pair, skips=True)
         message = self._connections.message(tuple(abouts), tuple(tensors))
         sender.give(message)
         order = self._order[forward, pair]
@@ -153,12 +155,12 @@ class Messages(Links):
         if not order:
             sender.release()
 
-    def fetch(self, action: Action, crossing: Crossing) -> Any:
+    def take_skip(self, action: Action, crossing: Crossing) -> Any:
         forward = action.kind == "forward"
         pair = crossing.source, crossing.target
         wanted = forward, action.micro_batch, crossing
         while wanted not in self._kept:
-            receiver = self._wire(Receiver, forward, " skips", pair)
+            receiver = self._wire(Receiver, forward, pair, skips=True)
             abouts, tensors = self._connections.take(receiver)
             # Messages come in the order in which the sending stage does its micro-batches.
             i = self._order[forward, pair].popleft()
@@ -169,10 +171,10 @@ class Messages(Links):
                 self._kept[forward, i, arrived] = skip
         return self._kept.pop(wanted)
 
-    def _begin(self, forward: bool, what: str, pair: Stages) -> None:
+    def _begin(self, forward: bool, pair: Stages, *, skips: bool = False) -> None:
         """Begin a mini-batch on a wire (message channel), if this rank has exactly one end of it.
 
-        Also note the order in which messages for micro-batches will go through the wire.
+        For the arguments, see `_wire`.
         """
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
@@ -181,28 +183,37 @@ class Messages(Links):
         source = pair[0] if forward else pair[1]
         sends = self._placement[source] == own
         end: Any = Sender if sends else Receiver
-        self._wire(end, forward, what, pair).begin()
-        kinds = _KINDS[forward]
+        self._wire(end, forward, pair, skips=skips).begin()
+
+    def _micro_batches(self, forward: bool, pair: Stages) -> deque[int]:
+        """Return the micro-batches in the order in which a stage of a pair sends to the other."""
+        source = pair[0] if forward else pair[1]
+        kinds = _SENDING[forward]
         order: deque[int] = deque()
         for kind, i, stage in self._lists[self._placement[source]]:
             if stage == source and kind in kinds:
                 order.append(i)
-        self._order[forward, pair] = order
+        return order
 
     def _stays(self, pair: Stages) -> bool:
         """Return whether the two stages of a pair are on the same rank."""
         source, target = pair
         return self._placement[source] == self._placement[target]
 
-    def _wire(self, end: type[E], forward: bool, what: str, pair: Stages) -> E:
+    def _wire(self, end: type[E], forward: bool, pair: Stages, *, skips: bool = False) -> E:
         """Return this rank's end of the wire (a message channel) between two stages.
 
-        `what` is " skips" for the wire that carries skips. It is "" for the other wire, which
-        carries outputs in forward and gradients in backward.
+        Args:
+            end: Which end this rank has: `Sender` or `Receiver`.
+            forward: Whether the wire carries outputs or skips in forward, and not their gradients.
+            pair: The two stages, the lower first.
+            skips: Whether this is the wire of skips that lead from one stage to the other.
         """
         low, high = pair
         other = high if (end is Sender) == forward else low
-        kind = f"forward{what}" if forward else f"backward{what}"
+        kind = "forward" if forward else "backward"
+        if skips:
+            kind += " skips"
         return self._connections.wire(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
@@ -246,7 +257,7 @@ def _item(about: Sequence[Any], tensors: Sequence[Tensor | None]) -> Item:
             if x is not None:
                 vars(x).update(attributes)
     form = _form_of(name) if isinstance(name, str) else structure_of(name, values)
-    return Item(leaves(tuple(flat), needs), cast(Form, form), shared)
+    return Item(as_leaves(tuple(flat), needs), cast(Form, form), shared)
 
 
 def _form_of(name: str) -> Form:

@@ -19,7 +19,7 @@ from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.request import StepRequest, scalar
 from torchgpipe.step.targets import whole
-from torchgpipe.task.entrance import leaves
+from torchgpipe.task.entrance import as_leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors
 from torchgpipe.trace.parts import tensors_in
 
@@ -70,11 +70,11 @@ class RankBatch(Batch):
         connections: The connections of this rank. The caller has entered `Connections.call`.
         settings: The settings of the pipeline that have to be the same on all ranks.
         inputs: The micro-batches on the rank of the first stage; empty on other ranks.
-        given: Checksums of this rank's input and target.
+        checksums: Checksums of this rank's input and target.
         owner: The pipeline.
 
     Attributes:
-        given: The checksums of the input and the target on the rank of the first stage.
+        first_checksums: The checksums of the input and the target on the rank of the first stage.
         inputs: The micro-batches on the rank of the first stage.
         sizes: The size of each micro-batch, the same on all ranks.
         program: The program of this rank, which runs the rank's list of actions.
@@ -85,7 +85,7 @@ class RankBatch(Batch):
         connections: Connections,
         settings: dict[str, Any],
         inputs: list[TensorOrTensors],
-        given: list[int],
+        checksums: list[int],
         owner: Partitioned,
     ) -> None:
         # Keep the pipeline alive until the backward: when the pipeline is garbage-collected, its
@@ -95,13 +95,14 @@ class RankBatch(Batch):
         self._tied = cast(TiedParameters, owner._tied)
         self._serial = connections.serial
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
-        self._first = owner._steps.arrangement.placement[0]
-        self.given = given
+        self._first = owner._programs_engine.arrangement.placement[0]
         self.inputs = inputs
-        self.sizes = owner._sizes(inputs)
-        base = None if connections.own == self._first else self._hear_head()
+        if connections.own == self._first:
+            base, self.first_checksums, self.sizes = None, checksums, owner._sizes(inputs)
+        else:
+            base, self.first_checksums, self.sizes = self._hear_head()
         m = len(self.sizes)
-        super().__init__(owner._steps, m, owner.checkpoint, owner.observer, base=base)
+        super().__init__(owner._programs_engine, m, owner.checkpoint, owner.observer, base=base)
         self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
         if not owner._searched:
             for guards in self.guards:
@@ -125,25 +126,22 @@ class RankBatch(Batch):
 
     def _tell_head(self) -> None:
         base = self._seeds.base or 0
-        numbers = [base, *self.given, *self.sizes]
+        numbers = [base, *self.first_checksums, *self.sizes]
         head = torch.tensor(numbers, device="cpu")
         settings = tuple(self._settings.items())
         self._connections.tell("head", (head,), settings)
 
-    def _hear_head(self) -> int:
+    def _hear_head(self) -> tuple[int, list[int], list[int]]:
         """Receive the head, which is the first message of a mini-batch.
 
-        Store the head's checksums of the data, and its sizes of the micro-batches. Raise an error
-        if the head's settings differ from those of this rank. Return the number from which random
-        seeds are made.
+        Raise an error if the head's settings differ from those of this rank. Return the number from
+        which random seeds are made, the checksums of the data, and the sizes of the micro-batches.
         """
         own, first = self._connections.own, self._first
-        (head,), theirs = self._connections.hear("head", first)
+        theirs, (head,) = self._connections.hear("head", first)
         check_alike("the pipeline", self._settings, dict(theirs), own, first)
-        base: int
-        base, input_sum, target_sum, *self.sizes = head.tolist()
-        self.given = [input_sum, target_sum]
-        return base
+        base, input_sum, target_sum, *sizes = head.tolist()
+        return base, [input_sum, target_sum], sizes
 
     def tell(
         self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None
@@ -170,7 +168,7 @@ class RankBatch(Batch):
 
     def _hear_loss(self) -> None:
         last = self.orders.placement[-1]
-        (loss, *state), about = self._connections.hear("loss", last, "loss")
+        about, (loss, *state) = self._connections.hear("loss", last, "loss")
         self._needs, self._ours, self._seeds.drew = about
         if state:
             torch.set_rng_state(state[0].cpu())
@@ -191,9 +189,10 @@ class RankBatch(Batch):
         crossings = self._owner._layout()
         links = Messages(connections, crossings, self.orders.placement, lists, random)
         actions = lists[connections.own]
-        with self._in_place, modes():
+        with self._stand_ins, modes():
             self.program.run(actions, links, io, keep=keep)
-        if lists is not self.orders.forwards:
+        has_backwards = lists is not self.orders.forwards
+        if has_backwards:
             vars(self._owner)["_searched"] = True  # by `OtherRanksParameters`
             if self._tied.peers:
                 self.program.doing = "the sum of tied parameters' gradients"
@@ -201,7 +200,7 @@ class RankBatch(Batch):
         # Otherwise, a message that is not sent yet is lost if the process ends now.
         connections.deliver()
 
-    def finished(self, request: LossRequest | None) -> Any:
+    def run_call(self, request: LossRequest | None) -> Any:
         """Run all forwards of this rank, and return the result for the caller of the pipeline.
 
         If `request` (the arguments of `loss()`) is given, the result is the loss on all ranks.
@@ -211,10 +210,10 @@ class RankBatch(Batch):
         outputs = run_forward(self, self.inputs)
         if self.last:
             return self._result(outputs, request)
-        leaf = leaves((self.loss,), (self._needs,))
+        losses = as_leaves((self.loss,), (self._needs,))
         if self._ours:
-            leaf = one_node(self.guards, self.backward, [1], leaf, self.inputs)
-        (result,) = leaf
+            losses = one_node(self.guards, self.backward, [1], losses, self.inputs)
+        (result,) = losses
         assert result is not None
         return result.as_subclass(NoOutput) if request is None else result
 
@@ -226,7 +225,7 @@ class RankBatch(Batch):
         before = torch.get_rng_state()
         output = joined(outputs)
         owner = self._owner
-        result = owner._shown(output) if request is None else owner._seen(output)
+        result = owner._structured(output) if request is None else owner._for_criterion(output)
         ends = tuple([y for y in tensors_in(output) if y.requires_grad])
         if request is None:
             device = self.devices[-1]
@@ -263,7 +262,7 @@ def _with_ends(loss: Tensor, ends: tuple[Tensor, ...]) -> Tensor | None:
     def onward(grads: list[Flat], keep: bool) -> list[Flat]:
         return [(*grads[0], *[None] * len(ends))]
 
-    outputs = leaves((loss,), (True,))
+    outputs = as_leaves((loss,), (True,))
     inputs = [(loss, *ends)]
     (result,) = one_node([], onward, [1], outputs, inputs)
     return result

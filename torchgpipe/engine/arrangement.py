@@ -79,7 +79,8 @@ def _arranged(schedule: str | Schedule, stages: int, devices: int | None) -> Arr
         return Arrangement(schedule, len(schedule.lists), None, schedule.placement)
     known = make(schedule, 1, 1)
     usual = len(known.placement)  # stages on a device
-    n = max(1, stages // usual if usual == 1 or devices is None else devices)
+    n = stages // usual if usual == 1 or devices is None else devices
+    n = max(1, n)
     if stages % n or 0 < stages < usual * n:
         raise ValueError(
             f"the schedule {known.name} needs the same number of partitions, at least {usual}, on "
@@ -114,7 +115,7 @@ def orders(arrangement: Arrangement, m: int, mode: str, apart: bool) -> Orders:
         used = make(merged, 1, m, checkpoint=mode)
     else:
         used = make(once, len(once.lists), m, checkpoint=mode)
-    used.replay(buffered=1)
+    used.replay(buffered=1)  # raises an error if programs would wait for each other for ever
     # If one program serves all devices, it runs the forwards in the order in which they would start
     # on separate devices. For GPipe, this is the order of the clock cycles.
     lists = used.lists if apart else [_by_start(once)]

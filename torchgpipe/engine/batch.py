@@ -4,7 +4,7 @@ PyTorch runs all CPU nodes of a graph one after another, in the thread that call
 with one graph, the partitions could not work at the same time in backward. Here each task has its
 own graph. The whole pipeline is one node of the caller's graph, with the micro-batches and all
 parameters as inputs. The forward and the backward of this node run a program (a list of tasks) for
-each device. Each program has a thread (`WorkersEngine`), or a process (torchgpipe/distributed).
+each device. Each program has a thread (`ProgramsEngine`), or a process (torchgpipe/distributed).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ from torchgpipe.engine.arrangement import Arrangement, orders, overlaps, warn_of
 from torchgpipe.engine.pool import IN_A_TASK, SHARDED, Workers
 from torchgpipe.engine.program import BatchIO, Common, Program
 from torchgpipe.engine.relay import Relay
-from torchgpipe.engine.seeds import Seeds, in_turn
+from torchgpipe.engine.seeds import Seeds, usual_randomness
 from torchgpipe.random.seeded import ASKING_PRIVATE_GENERATORS
 from torchgpipe.schedules.check import Lists
 from torchgpipe.task.entrance import mark, refuse_unusual_backward
-from torchgpipe.task.guards.in_place import InPlaceForRun
 from torchgpipe.task.guards.modes import AmbientModes, SetBackOnFailure
 from torchgpipe.task.guards.parameters import TOKEN
+from torchgpipe.task.guards.stand_ins import StandInsForRun
 from torchgpipe.task.stage import Stage, seed_gpus_apart
 from torchgpipe.task.stage_guards import StageGuards, stand_ins_for_run
 from torchgpipe.task.turns import in_its_turn, note_stand_ins, outer_turns
@@ -44,13 +44,17 @@ T = TypeVar("T")
 Enter = Callable[[], AbstractContextManager[object]]
 
 
-class WorkersEngine:
-    """Run mini-batches through stages, with a thread for each device.
+class ProgramsEngine:
+    """Run mini-batches through stages, as a program (a list of actions) for each device.
+
+    With a thread for each device, this is the workers engine. Without threads, it runs the `step`
+    of pipelines whose `model(x)` runs on the graph engine, and the one program of a rank.
 
     Args:
         stages: The stages of this process, in order.
         arrangement: The schedule, and the device of each stage of the pipeline.
-        threads: Whether there are threads. If not, the calling thread runs everything.
+        threads: Whether each device has a thread, if the stages of several devices are here. If
+            not, the calling thread runs everything.
         copy_streams: Whether copies between GPUs have their own streams.
     """
 
@@ -67,7 +71,7 @@ class WorkersEngine:
         self.workers = Workers(max(0, arrangement.n - 1))
         devices = {stage.index: stage.device for stage in stages}
         self.path = cache(partial(CopyPath, devices, own=copy_streams))
-        self.in_place: InPlaceForRun | None = None  # the current run's changes in the layers
+        self.stand_ins: StandInsForRun | None = None  # the current run's changes in the layers
 
     def run(
         self, micro_batches: Sequence[TensorOrTensors], mode: Mode, observer: Observer | None
@@ -104,9 +108,9 @@ class WorkersEngine:
         return in_its_turn(self.stages[0].turn, run_in_turn)
 
     def _take_back(self) -> None:
-        if self.in_place is not None:
-            self.in_place.take_back()
-            self.in_place = None
+        if self.stand_ins is not None:
+            self.stand_ins.take_back()
+            self.stand_ins = None
 
 
 class Batch:
@@ -137,7 +141,7 @@ class Batch:
 
     def __init__(
         self,
-        engine: WorkersEngine,
+        engine: ProgramsEngine,
         m: int,
         mode: Mode,
         observer: Observer | None,
@@ -160,7 +164,7 @@ class Batch:
         self.orders = orders(arrangement, m, mode if recomputed else "never", apart)
 
         self._seeds = Seeds(
-            n, recomputed=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
+            n, recomputes=recomputed > 0, grad=ambient.grad, distributed=distributed, base=base
         )
         # Only tasks that run at the same time need seeds. All other tasks draw from the default
         # generator, in the same order as layers without a pipeline. On GPUs, tasks need no seeds,
@@ -170,7 +174,7 @@ class Batch:
             seed_gpus_apart(stages, arrangement.placement)
         seeded = self._overlaps and not on_gpu
         self.seeding: AbstractContextManager[object] = self._seeds if seeded else NOTHING
-        self.draws = self._seeds.of if seeded else in_turn
+        self.draws = self._seeds.seeded_randomness if seeded else usual_randomness
 
         held: dict[int, list[Stage]] = {}
         for stage in stages:
@@ -180,7 +184,7 @@ class Batch:
         self.guards: list[StageGuards] = []
         for program in self.programs.values():
             self.guards.extend(program.guards.values())
-        self._in_place = stand_ins_for_run(self.guards)
+        self._stand_ins = stand_ins_for_run(self.guards)
         self._outer = outer_turns()
         for guards in self.guards:
             note_stand_ins({id(x) for x in guards.parameters.by_parameter.values()})
@@ -209,7 +213,7 @@ class Batch:
             # another number can change the last bits of results, or start more threads than cores.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            with self._in_place, modes():
+            with self._stand_ins, modes():
                 self.programs[d].run(lists[d], relay, io, keep=keep)
 
         if len(self.programs) == 1:
@@ -223,18 +227,19 @@ class Batch:
                 raise RuntimeError(IN_A_TASK)
         if any(sharded(stage.modules) for stage in self._engine.stages):
             raise RuntimeError(SHARDED)
-        with self._in_place, ASKING_PRIVATE_GENERATORS:
+        # Enter the context here, too, so that no thread that ends early takes the stand-ins away.
+        with self._stand_ins, ASKING_PRIVATE_GENERATORS:
             in_order = sorted(self.programs, key=lambda d: d == own)
             self._engine.workers.run(relay, [partial(run, d) for d in in_order])
 
     def _run_noted(self, lists: Lists, io: BatchIO, modes: Enter, *, keep: bool = False) -> None:
         # An interrupt can come before any line, so record the changes before they are made.
-        noted = bool(self.guards) and self._engine.in_place is None
+        noted = bool(self.guards) and self._engine.stand_ins is None
         if noted:
-            self._engine.in_place = self._in_place
+            self._engine.stand_ins = self._stand_ins
         self.run(lists, io, modes, keep=keep)
         if noted:
-            self._engine.in_place = None
+            self._engine.stand_ins = None
 
     def forward(self, lists: Lists, io: BatchIO) -> None:
         """Run all lists of actions (see `run`), in the modes of the calling thread.
@@ -304,7 +309,7 @@ def _in_a_row(flats: Iterable[Flat]) -> Flat:
 
 
 def one_node(
-    stages: Sequence[StageGuards],
+    all_guards: Sequence[StageGuards],
     backward: Callable[..., list[Flat]],
     widths: list[int],
     outputs: Sequence[Tensor | None],
@@ -313,7 +318,8 @@ def one_node(
     """Make a node of the caller's graph, whose backward runs the whole mini-batch's backward.
 
     Args:
-        stages: The guards of the stages, which have the parameters and the sums of their gradients.
+        all_guards: The guards of the stages, which have the parameters and the sums of their
+            gradients.
         backward: A function that the node's backward calls with the gradients of the outputs of
             each micro-batch. It returns the gradients of `inputs`.
         widths: The number of output tensors of each micro-batch.
@@ -324,18 +330,18 @@ def one_node(
         The outputs of the node, which have the data of `outputs`.
     """
     given = _in_a_row([tensors_of(each) for each in inputs])
-    parameters = _in_a_row([tuple(guards.parameters.by_parameter) for guards in stages])
-    node = _Node.apply(stages, backward, widths, outputs, *given, *parameters, TOKEN)
+    parameters = _in_a_row([tuple(guards.parameters.by_parameter) for guards in all_guards])
+    node = _Node.apply(all_guards, backward, widths, outputs, *given, *parameters, TOKEN)
     return cast(Flat, node)
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stages: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor
+        ctx: Any, all_guards: Any, backward: Any, widths: list[int], outputs: Flat, *inputs: Tensor
     ) -> Flat:
         ctx.set_materialize_grads(False)
-        ctx.stages, ctx.run, ctx.widths = stages, backward, widths
+        ctx.all_guards, ctx.run, ctx.widths = all_guards, backward, widths
         mark(ctx, outputs)
         return tuple(outputs)
 
@@ -354,7 +360,7 @@ class _Node(torch.autograd.Function):
             shorten(error)
             raise
         sums: list[Tensor | None] = []
-        for guards in ctx.stages:
+        for guards in ctx.all_guards:
             sums.extend(guards.parameters.take(last=not keep))
         # The first four arguments are not tensors, and the last one is the dummy input.
         return (None, None, None, None, *_in_a_row(input_grads), *sums, None)

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from torchgpipe.engine.arrangement import Arrangement, orders
 from torchgpipe.engine.batch import one_node
-from torchgpipe.engine.graph_nodes import NodeTask, Recomputation, TaskNode
+from torchgpipe.engine.graph_nodes import FencedTask, Recomputation, TaskNode
 from torchgpipe.engine.in_partitions import InPartitions
-from torchgpipe.engine.seeds import in_turn
+from torchgpipe.engine.seeds import usual_randomness
 from torchgpipe.skip.scope import SkipKey
-from torchgpipe.task.guards.in_place import InPlaceForTask
 from torchgpipe.task.guards.modes import AmbientModes
+from torchgpipe.task.guards.stand_ins import StandInsForTask
 from torchgpipe.task.stage import Stage, seed_gpus_apart
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.where import note_task
@@ -113,12 +113,10 @@ class _MiniBatch:
         self._observer = observer
         # Autograd has a thread for each GPU.
         self._ambient = AmbientModes(engine.devices, threads=engine.tied)
-        self._checkpointed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
+        self._recomputed = checkpointed(mode, len(micro_batches)) if self._ambient.grad else 0
         # Under autocast, give each task its own graph. In one graph, all micro-batches would share
         # autocast's low-precision copy of a weight, and sum the gradients in low precision.
-        self._one_graph = not (
-            self._checkpointed or engine.copies or observer or self._ambient.casts
-        )
+        self._one_graph = not (self._recomputed or engine.copies or observer or self._ambient.casts)
         self._apart = self._ambient.grad and not self._one_graph
         if self._apart:
             refuse_transforms()
@@ -140,8 +138,8 @@ class _MiniBatch:
         self._latest: list[Tensor | None] = [None] * len(self._stages)
 
     def _guarded(self, stage: Stage) -> StageGuards:
-        guards = StageGuards(stage, self._ambient, recomputed=self._checkpointed > 0)
-        guards.add(InPlaceForTask(guards.parameters.swaps))
+        guards = StageGuards(stage, self._ambient, recomputes=self._recomputed > 0)
+        guards.add(StandInsForTask(guards.parameters.swaps))
         return guards
 
     def _gate(self, guards: StageGuards) -> Tensor:
@@ -162,36 +160,36 @@ class _MiniBatch:
 
     def _run_within(self, i: int, j: int, item: Item) -> Item:
         """Run a forward whose layers record their operations in the caller's graph."""
-        stage, departure = self._stages[j], self._fence(j)
-        randomness = in_turn(i, stage, False)
+        stage, outputs_fence = self._stages[j], self._fence(j)
+        randomness = usual_randomness(i, stage, False)
         item.fence.arrive(item.flat)
         with stage.lock, observed(self._observer, "forward", i, j), randomness.around():
             outputs, form = stage.run(item.flat, item.form, item.shared)
-        departure.leave()
+        outputs_fence.leave()
         if not self._one_graph:
             shared = shared_by(outputs, item.flat, item.shared)
-            return Item(outputs, form, shared, departure)
+            return Item(outputs, form, shared, outputs_fence)
         # If all tasks share one graph, autograd itself finds forbidden in-place changes. So a task
         # may change a skip that waits for a later partition. Record the skip's new version (its
         # count of in-place changes), so that the later partition does not raise an error.
         for skip in self._waiting(i):
             skip.versions = versions(skip.flat)
-        return Item(outputs, form, (False,) * len(outputs), departure)
+        return Item(outputs, form, (False,) * len(outputs), outputs_fence)
 
     def _run_apart(self, i: int, j: int, item: Item) -> Item:
         """Run a forward as one node of the caller's graph; the task has its own graph."""
         stage, guards = self._stages[j], self._guards[j]
-        recomputed = i < self._checkpointed
-        task = NodeTask(
-            in_turn(i, stage, recomputed),
+        checkpoint = i < self._recomputed
+        task = FencedTask(
+            usual_randomness(i, stage, checkpoint),
             stage,
             guards,
             i,
             self._observer,
-            recomputed,
+            checkpoint,
             stream=self._streams[j],
-            arrival=item.fence,
-            departure=self._fence(j),
+            inputs_fence=item.fence,
+            outputs_fence=self._fence(j),
             inside=self._inside,
         )
         # The node takes two ties (empty tensors that make graph edges): the tie of the previous
@@ -206,11 +204,14 @@ class _MiniBatch:
             if task.checkpoint:
                 tie = Recomputation.apply(task, tie)
         shared = shared_by(tuple(outputs), item.flat, item.shared, guards.held)
-        return Item(tuple(outputs), task.output_form, shared, task.departure, tie)
+        return Item(tuple(outputs), task.output_form, shared, task.outputs_fence, tie)
 
     def end(self) -> list[TensorOrTensors]:
         """After all forwards, check that layers and modes are unchanged; return the outputs."""
         self._ambient.all_have_run()
+        if self._apart and self._ambient.casts:
+            # Autocast has cached casts of this mini-batch's stand-ins, which no other can use.
+            torch.clear_autocast_cache()
         for guards in self._guards:
             guards.after_all_forwards()
         if len(self._items) == 1 and self._apart:
@@ -248,11 +249,11 @@ class _MiniBatch:
             item, self._portals[i, departure.key] = item.parted()
         self._latest[j] = item.tie if self._engine.dependency else None
         following = min(j + 1, len(self._stages) - 1)
-        path, arrival = self._engine.path(j, following), self._fence(following)
-        if path.elsewhere:
-            copied = path.copy(item.flat, i, (item.fence, arrival), item.tie, self._observer)
+        path, inputs_fence = self._engine.path(j, following), self._fence(following)
+        if path.crosses_devices:
+            copied = path.copy(item.flat, i, (item.fence, inputs_fence), item.tie, self._observer)
             item = Item(copied, item.form, item.shared)
-        item.fence = arrival
+        item.fence = inputs_fence
         self._items[i] = item
 
     def _fence(self, j: int) -> StreamFence:

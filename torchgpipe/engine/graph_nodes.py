@@ -22,20 +22,20 @@ from torchgpipe.tensors.microbatch import Flat, Form
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class NodeTask(TaskGraph):
-    """A task that is a node of the caller's graph.
+class FencedTask(TaskGraph):
+    """A task that is a node of the caller's graph, with its stream and its fences.
 
     Attributes:
         stream: The stream of the task; `None` on devices without streams.
-        arrival: The fence (which makes streams wait for each other) for copies of the inputs.
-        departure: The fence for copies of the outputs.
+        inputs_fence: The fence (which makes streams wait for each other) for copies of the inputs.
+        outputs_fence: The fence for copies of the outputs.
         inside: The context in which a backward runs; it counts the threads that run partitions.
-        output_form: The class of the output: `Tensor`, or a tuple class.
+        output_form: The form of the output.
     """
 
     stream: torch.Stream | None
-    arrival: StreamFence
-    departure: StreamFence
+    inputs_fence: StreamFence
+    outputs_fence: StreamFence
     inside: AbstractContextManager[object]
     output_form: Form = Tensor
 
@@ -59,13 +59,17 @@ class NodeTask(TaskGraph):
         shorten(error)
 
 
+_BEFORE_INPUTS = 6
+"""How many arguments of `TaskNode` come before the inputs of the task."""
+
+
 class TaskNode(torch.autograd.Function):
     """A node of the caller's graph whose forward and backward run a task."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - each input of a node is an argument
         ctx: Any,
-        task: NodeTask,
+        task: FencedTask,
         item: Item,
         tied: bool,
         gate: Tensor,
@@ -91,11 +95,11 @@ class TaskNode(torch.autograd.Function):
         """
         ctx.task, ctx.tied = task, tied
         ctx.set_materialize_grads(False)
-        task.arrival.arrive(inputs)
+        task.inputs_fence.arrive(inputs)
         # The setting lasts until this function ends.
         let_gradients_go_forward(True)
         outputs, task.output_form = task.forward(item)  # the tensors of `item` are `inputs`
-        task.departure.leave()
+        task.outputs_fence.leave()
         mark(ctx, outputs)
         return (*outputs, torch.empty(0, device="cpu")) if tied else outputs
 
@@ -109,15 +113,15 @@ class TaskNode(torch.autograd.Function):
             task.guards.backward_begins(backward_id())
         else:
             task.recompute_now()
-        task.departure.arrive(grads)
+        task.outputs_fence.arrive(grads)
         with task.inside:
             try:
                 input_grads = task.backward(grads, keep=keeps_graph())
             except Exception as error:
                 task.note(error, "backward")
                 raise
-        task.arrival.leave()
-        return (*[None] * 6, *input_grads)
+        task.inputs_fence.leave()
+        return (*[None] * _BEFORE_INPUTS, *input_grads)
 
 
 class Recomputation(torch.autograd.Function):
@@ -127,7 +131,7 @@ class Recomputation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, task: NodeTask, tie: Tensor) -> Tensor:
+    def forward(ctx: Any, task: FencedTask, tie: Tensor) -> Tensor:
         """Return the tie unchanged, because this node does its work in its backward.
 
         Args:

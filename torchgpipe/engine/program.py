@@ -25,7 +25,7 @@ from torch import Tensor
 from torchgpipe.engine.seeds import Draws
 from torchgpipe.schedules import Action
 from torchgpipe.skip.layout import Crossing
-from torchgpipe.task.entrance import all_none, leaves
+from torchgpipe.task.entrance import all_none, as_leaves
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
@@ -35,7 +35,7 @@ from torchgpipe.task.where import note_task
 from torchgpipe.tensors.copy import CopyPath, StreamFence
 from torchgpipe.tensors.item import Item, shared_by
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, form_of, tensors_of
-from torchgpipe.tensors.observe import Observer, observed
+from torchgpipe.tensors.observe import NOTHING, Observer, observed
 
 
 class Links(Protocol):
@@ -61,7 +61,7 @@ class Links(Protocol):
         First wait until the receiving stage has taken the previous item.
         """
 
-    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+    def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
         """Send a skip to the partition that pops it.
 
         In backward, send the skip's gradient to the partition that has stashed the skip.
@@ -72,8 +72,8 @@ class Links(Protocol):
             skip: The skip as an `Item`; in backward its gradient, a tensor or `None`.
         """
 
-    def fetch(self, action: Action, crossing: Crossing) -> Any:
-        """Return the skip, or in backward its gradient, that another stage has sent by `leave`."""
+    def take_skip(self, action: Action, crossing: Crossing) -> Any:
+        """Return the skip that another stage has sent by `give_skip`; in backward, its gradient."""
 
 
 class BatchIO:
@@ -86,12 +86,18 @@ class BatchIO:
         self.outputs: dict[int, Item] = {}
         self.input_grads: dict[int, Flat] = {}
 
-    def leave(self, i: int, output: Item) -> None:
-        """Store the output of micro-batch i; the output has no autograd graph."""
+    def forward_ended(self, i: int, output: Item) -> None:
+        """Store the output of micro-batch i; the output has no autograd graph.
+
+        In a `step`, the subclass `Losses` calls the criterion here.
+        """
         self.outputs[i] = output
 
-    def output_grads(self, i: int) -> Flat:
-        """Return the gradients of micro-batch i's outputs; called once for each micro-batch."""
+    def begin_backward(self, i: int) -> Flat:
+        """Return the gradients of micro-batch i's outputs; called once for each micro-batch.
+
+        In a `step`, the subclass `Losses` runs the backward of the loss here.
+        """
         return self._output_grads[i]
 
     def take_sum(self, p: Tensor) -> Tensor | None:
@@ -112,7 +118,7 @@ class Common(NamedTuple):
 
     Attributes:
         n: The number of stages of the pipeline.
-        recomputed: The number of checkpointed micro-batches; these are the first ones.
+        recomputed: How many micro-batches are recomputed; these are the first ones.
         ambient: The caller's modes, such as autocast.
         draws: A function that returns the object by which a task draws its random numbers.
         observer: A function that returns a context in which a task runs, such as a timer.
@@ -146,13 +152,14 @@ class Program:
         if common.ambient.grad:
             self._make_guards()
         # Whether this program runs the stages of several devices.
-        self._moves = len({stage.device for stage in stages}) > 1
+        self._several_devices = len({stage.device for stage in stages}) > 1
         # If so, for each task that has run, by micro-batch and stage: the fence of its outputs or,
         # after a backward, of its gradients. Copies to other devices wait for this fence.
         self._fences: dict[tuple[int, int], StreamFence] = {}
         self._graphs: dict[tuple[int, int], TaskGraph] = {}
         # Tensors between two stages of this program, by micro-batch and the later action's stage.
         self._kept: dict[tuple[int, int], Any] = {}
+        self._leaves_autocast = False
         self.doing = "forward"
         self.computing: str | None = None
 
@@ -161,10 +168,10 @@ class Program:
         outer: set[int] = set()
         for turn in outer_turns():
             outer |= turn.stand_ins
-        recomputed = self._common.recomputed > 0
+        recomputes = self._common.recomputed > 0
         for s, stage in self.stages.items():
             self.guards[s] = StageGuards(
-                stage, self._common.ambient, recomputed=recomputed, outer=outer
+                stage, self._common.ambient, recomputes=recomputes, outer=outer
             )
 
     def run(
@@ -180,6 +187,9 @@ class Program:
         """
         for graph in self._graphs.values():
             graph.check_unspent()  # before anything waits for another program
+        # In a step, backwards run within the autocast of the forwards, which they must not use.
+        in_step = any(action.kind == "forward" for action in actions)
+        self._leaves_autocast = in_step and self._common.ambient.casts
         for action in actions:
             kind, i, s = action
             doing = "recomputation" if kind == "recompute" else kind
@@ -196,34 +206,39 @@ class Program:
                 self.computing = None
             del given  # nothing is held while this waits
             if kind not in _ALONE:
-                if self._moves:
+                if self._several_devices:
                     self._fences[i, s] = fence = StreamFence(self.stages[s].device)
                     fence.leave()
                 self._give(action, result, links)
             del result
 
     def _take(self, action: Action, links: Links, io: BatchIO) -> Any:
-        """Wait for the tensors that an action needs from other stages: inputs or gradients."""
+        """Return the inputs of a forward, or the gradients for a backward, on the stage's device.
+
+        Wait for them if they come from another program.
+        """
         kind, i, s = action
         stage = self.stages[s]
         if kind == "forward":
-            item: Item = self._taken(action, s - 1, links) if s else self._enter(io.inputs[i])
+            item: Item = (
+                self._from_neighbour(action, s - 1, links) if s else self._enter(io.inputs[i])
+            )
             # On stage 0, the micro-batches are views of one tensor, and share its version counter.
             if s:
                 item.check_handed_on(s)
             for arrival in stage.arrivals:
-                item = item.with_skip(links.fetch(action, arrival), s)
-            return self._moved(item, i, stage) if self._moves else item
+                item = item.with_skip(links.take_skip(action, arrival), s)
+            return self._on_device(item, i, stage) if self._several_devices else item
         # The last stage gets its outputs' gradients in `_compute`, because they are computed there.
-        grads: Flat = self._taken(action, s + 1, links) if s + 1 < self._n else ()
-        if self._moves:
+        grads: Flat = self._from_neighbour(action, s + 1, links) if s + 1 < self._n else ()
+        if self._several_devices:
             grads = self._copied(grads, i, s + 1, s)
         for departure in stage.departures:
-            grad = (links.fetch(action, departure),)
-            grads += self._copied(grad, i, departure.target, s) if self._moves else grad
+            grad = (links.take_skip(action, departure),)
+            grads += self._copied(grad, i, departure.target, s) if self._several_devices else grad
         return grads
 
-    def _moved(self, item: Item, i: int, stage: Stage) -> Item:
+    def _on_device(self, item: Item, i: int, stage: Stage) -> Item:
         """Copy the inputs of a forward to the stage's device: those of the stage before, and skips.
 
         Args:
@@ -236,7 +251,7 @@ class Program:
         for arrival, skip in zip(stage.arrivals, item.flat[count:], strict=True):
             flat += self._copied((skip,), i, arrival.source, s)
         needs = [x is not None and x.requires_grad for x in item.flat]
-        return Item(leaves(flat, needs), item.form, item.shared)
+        return Item(as_leaves(flat, needs), item.form, item.shared)
 
     def _copied(self, tensors: Flat, i: int, source: int, target: int) -> Flat:
         """Copy tensors of micro-batch i from one stage's device to that of another stage.
@@ -246,10 +261,10 @@ class Program:
         if all_none(tensors):
             return tensors
         path = self._common.path(source, target)
-        arrival = StreamFence(self.stages[target].device)
-        fences = self._fences[i, source], arrival
+        inputs_fence = StreamFence(self.stages[target].device)
+        fences = self._fences[i, source], inputs_fence
         copies = path.send(tensors, i, fences, self._common.observer)
-        arrival.arrive(copies)
+        inputs_fence.arrive(copies)
         return copies
 
     def _compute(self, action: Action, given: Any, io: BatchIO, keep: bool) -> Any:
@@ -258,15 +273,17 @@ class Program:
         if kind == "forward":
             item = self._forward(i, self.stages[s], given)
             if s + 1 == self._n:
-                io.leave(i, item)
+                io.forward_ended(i, item)
             return item
         graph = self._graphs[i, s]
         if kind == "recompute":
             return graph.recompute(keep=keep)
-        if kind == "backward_weights":
-            return graph.backward_weights()
-        grads = given if s + 1 < self._n else io.output_grads(i)
-        grads = graph.backward(grads, keep=keep, kind=kind)
+        uncast = self._common.ambient.without_autocast() if self._leaves_autocast else NOTHING
+        with uncast:
+            if kind == "backward_weights":
+                return graph.backward_weights()
+            grads = given if s + 1 < self._n else io.begin_backward(i)
+            grads = graph.backward(grads, keep=keep, kind=kind)
         if not s:
             io.input_grads[i] = grads
         return grads
@@ -278,12 +295,12 @@ class Program:
         if kind == "forward" and s + 1 < self._n:
             for departure in reversed(stage.departures):
                 result, skip = result.parted()
-                links.leave(action, departure, skip)
+                links.give_skip(action, departure, skip)
                 del skip
             target = s + 1
         elif kind != "forward" and s:
             for arrival in reversed(stage.arrivals):
-                links.leave(action, arrival, result[-1])
+                links.give_skip(action, arrival, result[-1])
                 result = result[:-1]
             target = s - 1
         else:
@@ -293,28 +310,30 @@ class Program:
         else:
             links.give(action, result)
 
-    def _taken(self, action: Action, source: int, links: Links) -> Any:
+    def _from_neighbour(self, action: Action, source: int, links: Links) -> Any:
         return self._kept.pop(action[1:]) if source in self.stages else links.take(action)
 
     def _enter(self, micro_batch: TensorOrTensors) -> Item:
         flat: Flat = tensors_of(micro_batch)
         if self._common.ambient.grad:
-            entered = leaves(flat, [x is not None and x.requires_grad for x in flat])
+            entered = as_leaves(flat, [x is not None and x.requires_grad for x in flat])
         else:
             entered = flat
         return Item(entered, form_of(micro_batch), shared_by(flat))
 
     def _forward(self, i: int, stage: Stage, item: Item) -> Item:
-        _, recomputed, _, draws, observer, _ = self._common
+        common = self._common
+        observer = common.observer
         flat, s = item.flat, stage.index
         if not self.guards:
-            randomness = draws(i, stage, False)
+            randomness = common.draws(i, stage, False)
             with stage.lock, observed(observer, "forward", i, s), randomness.around():
                 outputs, form = stage.run(flat, item.form, item.shared)
             return Item(outputs, form, shared_by(outputs, flat, item.shared))
         guards = self.guards[s]
-        checkpoint = i < recomputed
-        graph = TaskGraph(draws(i, stage, checkpoint), stage, guards, i, observer, checkpoint)
+        checkpoint = i < common.recomputed
+        randomness = common.draws(i, stage, checkpoint)
+        graph = TaskGraph(randomness, stage, guards, i, observer, checkpoint)
         self._graphs[i, s] = graph
         outputs, form = graph.forward(item)
         return Item(outputs, form, shared_by(outputs, flat, item.shared, guards.held))

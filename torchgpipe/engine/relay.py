@@ -94,10 +94,10 @@ class Relay(Links):
         _get(tickets)
         items.put(item)
 
-    def leave(self, action: Action, crossing: Crossing, skip: Any) -> None:
+    def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
         self._left[action.kind == "forward", action.micro_batch, crossing] = skip
 
-    def fetch(self, action: Action, crossing: Crossing) -> Any:
+    def take_skip(self, action: Action, crossing: Crossing) -> Any:
         # No need to wait: the skip was left before the item that this program has already taken.
         return self._left.pop((action.kind == "forward", action.micro_batch, crossing))
 

@@ -2,10 +2,10 @@
 
 There are four cases:
 
-    the layers' usual generators (`in_turn`)   if tasks run one after another, in one thread
-    a private generator (`PrivateGenerator`)   if tasks run at the same time, in worker threads
-    the seeded default (`SeededDefault`)       if tasks of a rank run one at a time in its process
-    no generator (`Seeds._watch`)              if the partition's first task has drawn no numbers
+    the usual generators (`usual_randomness`)   if tasks run one after another, in one thread
+    a private generator (`PrivateGenerator`)    if tasks run at the same time, in worker threads
+    the seeded default (`SeededDefault`)        if tasks of a rank run one at a time in its process
+    no generator (`Seeds._watch`)               if the partition's first task has drawn no numbers
 
 The usual generators are those that layers draw from without a pipeline.
 
@@ -66,20 +66,20 @@ _AS_THEY_ARE = Randomness()
 """For tasks that run only once, and draw from the usual generators."""
 
 
-def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
+def usual_randomness(i: int, stage: Stage, checkpoint: bool) -> Randomness:
     """Return the guard of a task's random numbers, if tasks run one after another.
 
     With this guard, the task draws from the same generators as without a pipeline, and its
     recomputation draws the same numbers as its forward.
 
     Args:
-        i: The index of the task's micro-batch. Only `Seeds.of`, which has the same arguments,
-            uses the index.
+        i: The index of the task's micro-batch. Only `Seeds.seeded_randomness`, which has the same
+            arguments, uses the index.
         stage: The stage of the task.
-        recomputed: Whether the task's forward will run again in backward.
+        checkpoint: Whether the task's forward will run again in backward.
     """
     outer = PrivateGenerator.present()
-    if outer is None and not recomputed:
+    if outer is None and not checkpoint:
         return _AS_THEY_ARE
     if outer is None:
         return Randomness([*default_generators(stage.device), *stage.generators])
@@ -88,7 +88,7 @@ def in_turn(i: int, stage: Stage, recomputed: bool) -> Randomness:
     # its own. The seed is drawn from the outer task's generator, so a recomputation of the outer
     # task draws the same seed again.
     seed = int(torch.randint(2**62, (), device="cpu"))
-    own = stage.generators if recomputed else ()
+    own = stage.generators if checkpoint else ()
     return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
 
 
@@ -101,7 +101,7 @@ class Seeds:
 
     Args:
         n: The number of partitions.
-        recomputed: Whether forwards of some tasks will run again in backward.
+        recomputes: Whether forwards of some tasks will run again in backward.
         grad: Whether gradients are on.
         distributed: Whether this process is one of several ranks. A rank runs one task at a time.
         base: The number from which the seeds of tasks are made. By default, it is drawn from a copy
@@ -116,7 +116,7 @@ class Seeds:
         self,
         n: int,
         *,
-        recomputed: bool,
+        recomputes: bool,
         grad: bool,
         distributed: bool = False,
         base: int | None = None,
@@ -124,7 +124,7 @@ class Seeds:
         self._n, self._distributed = n, distributed
         self.base = base
         self.drew = False
-        self._recomputed = recomputed
+        self._recomputes = recomputes
         self._grad = grad
         self._drew = [False] * (n + 1)  # whether a task of each partition has, and a criterion
         self._unseen: bool | None = (
@@ -132,7 +132,7 @@ class Seeds:
         )
         self._first: dict[int, int] = {}  # which micro-batch came first to each partition
 
-    def of(self, i: int, stage: Stage, recomputed: bool) -> Randomness:
+    def seeded_randomness(self, i: int, stage: Stage, checkpoint: bool) -> Randomness:
         """Return the guard of a task's random numbers, if tasks run at the same time.
 
         With this guard, the task draws from a generator with a seed of its own, if it draws at all,
@@ -141,14 +141,14 @@ class Seeds:
         Args:
             i: The index of the task's micro-batch.
             stage: The stage of the task.
-            recomputed: Whether the task's forward will run again in backward.
+            checkpoint: Whether the task's forward will run again in backward.
         """
-        j, own = stage.index, stage.generators if recomputed else ()
+        j, own = stage.index, stage.generators if checkpoint else ()
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:
             passes = count()
             return Randomness(
-                own, (lambda: self._watch(next(passes))) if self._recomputed else None
+                own, (lambda: self._watch(next(passes))) if self._recomputes else None
             )
         seed = (self.base or 0) + (
             i * self._n + j if j < self._n else -1 - i

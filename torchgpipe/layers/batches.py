@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
-from torchgpipe.task.guards.memory import begins_in_place
+from torchgpipe.task.guards.inputs import begins_in_place
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.gather import ONE_AT_A_TIME, gather

@@ -46,6 +46,11 @@ REPLACED = (
     "steps)"
 )
 
+ADDED = (
+    "the pipeline has a module {!r} that is none of its layers; keep modules such as a criterion "
+    "outside of the pipeline"
+)
+
 
 def check_module(module: object) -> None:
     """Check that a module only runs a sequence of distinct layers, as a pipeline does.

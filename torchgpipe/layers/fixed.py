@@ -7,7 +7,7 @@ from torch import nn
 
 from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import ScheduleView
-from torchgpipe.engine.batch import WorkersEngine
+from torchgpipe.engine.batch import ProgramsEngine
 from torchgpipe.task.stage import Stage
 from torchgpipe.tensors.checkpoint import Mode
 
@@ -21,7 +21,7 @@ class Fixed(nn.Module):
     chunks: int
     checkpoint: Mode
     _balance: list[int]
-    _steps: WorkersEngine
+    _programs_engine: ProgramsEngine
     _stages: Sequence[Stage]
 
     @property
@@ -43,7 +43,9 @@ class Fixed(nn.Module):
     @property
     def schedule(self) -> ScheduleView:
         """The schedule in use; its `report()` says how each stage's backward is split."""
-        return ScheduleView(self._steps.arrangement, self._stages, self.chunks, self.checkpoint)
+        return ScheduleView(
+            self._programs_engine.arrangement, self._stages, self.chunks, self.checkpoint
+        )
 
     @schedule.setter
     def schedule(self, schedule: object) -> NoReturn:

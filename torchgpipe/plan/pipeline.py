@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.layers.devices import check_list
+from torchgpipe.layers.devices import check_list, choose_devices
 from torchgpipe.plan.hardware.hardware import Hardware
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.schedules import Schedule
 from torchgpipe.step.request import Criterion
 from torchgpipe.tensors.checkpoint import MODES, Mode
+from torchgpipe.trace.parts import Slots
 from torchgpipe.trace.sequential import sequential
 from torchgpipe.trace.whole import Whole
 
@@ -63,7 +64,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
         memory: The memory of each device, in bytes or as text such as "24GiB".
         headroom: The memory to leave free for PyTorch's allocator, as for `plan`.
         hardware: The hardware to predict for: a hardware description, its name or its file. By
-            default, the layers are timed on the sample's device.
+            default, the layers are timed on the first device.
         optimizer: The name of the optimizer, as for `plan`.
         chunks: The numbers of micro-batches to choose from, or a single number.
         checkpoint: The checkpoint modes to choose from, or a single mode.
@@ -91,7 +92,7 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     layers = sequential(module, sample, whole=whole, shared=shared, dynamic_shapes=dynamic_shapes)
     found = plan(
         layers,
-        sample,
+        sample_on(given[:1], sample) if hardware == HERE else sample,
         batch_size=batch_size,
         devices=len(given),
         memory=memory,
@@ -116,6 +117,21 @@ def pipeline(  # noqa: PLR0913 - each is an option of the user's
     model = found.gpipe(devices=given)
     model.plan = found
     return model
+
+
+def sample_on(devices: Sequence[int | str | torch.device], sample: Any) -> Any:
+    """Return a copy of a sample on the first of some devices, where a plan times the layers.
+
+    Args:
+        devices: The devices. If there are none, the sample is returned as it is.
+        sample: The arguments of a module.
+    """
+    slots = Slots()
+    taken = slots.taken(sample)
+    chosen = choose_devices(devices, len(devices))
+    if not chosen:
+        return sample
+    return slots.put_back(taken, [x.to(chosen[0]) for x in slots.tensors])
 
 
 def schedules_of(

@@ -16,7 +16,7 @@ from torchgpipe.distributed.checks import check_group
 from torchgpipe.distributed.gpipe import DistributedGPipe
 from torchgpipe.layers.split import Init
 from torchgpipe.plan.hardware.hardware import Hardware
-from torchgpipe.plan.pipeline import schedules_of
+from torchgpipe.plan.pipeline import sample_on, schedules_of
 from torchgpipe.plan.planner import HERE, plan
 from torchgpipe.plan.report import Plan
 from torchgpipe.schedules import Schedule
@@ -102,9 +102,10 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     told: list[Plan | Exception | None] = [None]
     if dist.get_rank() == ranks[0]:
         try:
+            own = [] if device is None else [device]
             found = plan(
                 layers,
-                sample,
+                sample_on(own, sample) if hardware == HERE else sample,
                 batch_size=batch_size,
                 devices=len(ranks),
                 memory=memory,

@@ -136,4 +136,6 @@ def listed(balance: Iterable[int], width: int) -> str:
 
 
 def _gib(nbytes: float, width: int) -> str:
-    return f"{nbytes / GiB:>{width}.2f}"
+    """Format bytes in GiB: with two decimals or, if the number is small, with two digits."""
+    number = nbytes / GiB
+    return f"{number:>{width}.2f}" if number >= 0.1 or not number else f"{number:>{width}.2g}"

@@ -8,12 +8,16 @@ from itertools import pairwise, repeat, starmap
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
+from typing import Literal, get_args
 
 from torchgpipe.schedules.action import Action, needs
 from torchgpipe.schedules.check import Lists, check, in_turn
 from torchgpipe.schedules.replay import Copies, Event, Seconds, Timeline, units
 from torchgpipe.schedules.texts import drawn, read, written
 
+Mode = Literal["always", "except_last", "never"]
+"""A checkpoint mode: which micro-batches are checkpointed."""
+MODES: tuple[Mode, ...] = get_args(Mode)
 Targets = defaultdict[int, list[tuple[int, int, float]]]
 """Maps a stage to the stages that it sends to, each with its device and the seconds of a copy."""
 
@@ -245,6 +249,15 @@ class Schedule:
         return room
 
 
+def checkpointed(mode: Mode, m: int) -> int:
+    """Return how many of `m` micro-batches are checkpointed, beginning with the first one.
+
+    The mode `except_last` does not checkpoint the last micro-batch, because its backward follows
+    directly after its forward (torchgpipe paper, section 3.2.3).
+    """
+    return {"always": m, "except_last": m - 1, "never": 0}[mode]
+
+
 def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
     """Shorten lists to the first m micro-batches, and add recomputations before backwards.
 
@@ -256,10 +269,10 @@ def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
     Raises:
         ValueError: If `checkpoint` is none of these three texts.
     """
-    checkpointed = {"always": m, "except_last": m - 1, "never": 0}
-    if checkpoint not in checkpointed:
-        allowed = ", ".join(map(repr, checkpointed))
+    if checkpoint not in MODES:
+        allowed = ", ".join(map(repr, MODES))
         raise ValueError(f"checkpoint is one of {allowed}, not {checkpoint!r}")
+    recomputed = checkpointed(checkpoint, m)
     new: list[list[Action]] = []
     for actions in lists:
         own: list[Action] = []
@@ -267,7 +280,7 @@ def with_recomputations(lists: Lists, m: int, checkpoint: str) -> Lists:
             kind, i, stage = action
             if kind == "recompute" or i >= m:
                 continue
-            if kind in ("backward", "backward_inputs") and i < checkpointed[checkpoint]:
+            if kind in ("backward", "backward_inputs") and i < recomputed:
                 own.append(Action("recompute", i, stage))
             own.append(Action(kind, i, stage))
         new.append(own)

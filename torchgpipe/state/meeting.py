@@ -56,7 +56,8 @@ class Meeting:
         files = [folder / f"told-{self._told}-{rank}" for rank in range(self.n)]
         torch.save(own, files[self.own])
         self.all(None)  # now every rank has written its file
-        return [torch.load(file, weights_only=False) for file in files]
+        # On the CPU, because a tensor of another rank can be on a GPU that this rank does not use.
+        return [torch.load(file, weights_only=False, map_location="cpu") for file in files]
 
     def first(self, folder: Path, name: Callable[[], str | None]) -> Path | None:
         """Let rank 0 choose a subfolder for all ranks, and return the subfolder's path.

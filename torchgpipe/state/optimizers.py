@@ -174,7 +174,8 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
 
     Raises:
         TypeError: If `optimizers` is neither an optimizer, nor a list of optimizers, nor `None`.
-        ValueError: If two optimizers have the same parameter.
+        ValueError: If two optimizers have the same parameter, or if an optimizer's state is spread
+            over replicas.
     """
     if optimizers is None:
         return []
@@ -184,6 +185,13 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
             "optimizer must be a torch.optim.Optimizer, a list of these, or None, but got "
             f"{type(optimizers).__name__}"
         )
+    for optimizer in listed:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise ValueError(
+                "the state of a ZeroRedundancyOptimizer is spread over replicas, so one replica "
+                "cannot save or load it; use the optimizer itself, or fully_shard and "
+                "torch.distributed.checkpoint"
+            )
     states = [OptimizerState(optimizer, parameters) for optimizer in listed]
     taken: set[str] = set()
     for state in states:

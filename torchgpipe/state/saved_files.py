@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchgpipe.caught import caught, in_one_line
@@ -190,6 +191,19 @@ class _File(io.BufferedWriter):
             super().flush()
 
 
+class _ToCpu(DefaultLoadPlanner):
+    """Reads values that are no tensors themselves, but contain tensors; puts these on the CPU.
+
+    Such a tensor may have been saved on a GPU that this process does not use, or does not have.
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        on_cpu = io.BytesIO()
+        torch.save(torch.load(value, weights_only=False, map_location="cpu"), on_cpu)
+        on_cpu.seek(0)
+        super().load_bytes(read_item, on_cpu)
+
+
 def read(
     path: Path, saved: Metadata, keys: list[str], own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -210,7 +224,7 @@ def read(
             content[key] = present.detach().clone()
         else:
             content[key] = _blank(saved.state_dict_metadata[key])
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _ToCpu(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(content, saved, True)
     reader = FileSystemReader(path)
     reader.set_up_storage_reader(saved, True)

@@ -121,7 +121,7 @@ class Saves:
             )
         with model._together("save") as exchange, self._reported(step, others):
             ranks = Meeting(model.rank, exchange)
-            check_whole(model, ranks.n)
+            check_whole(model)
             state = State(model, optimizer, ranks.own)
             part = cast(Path, ranks.first(self.folder, self._begin))
             training = {"step": step, "others": others, "ranks": ranks.n}
@@ -209,7 +209,7 @@ class Saves:
         self, ranks: Meeting, model: nn.Module, optimizer: Optimizers
     ) -> dict[str, Any] | None:
         if optimizer is not None:
-            check_whole(model, ranks.n)
+            check_whole(model)
         if ranks.n > 1:
             path = ranks.first(self.folder, self._newest)
             return None if path is None else self._load(path, ranks, model, optimizer)

@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 from torch import Generator, Tensor, nn, sparse_coo, strided
 from torch.distributed.tensor import DTensor
 
@@ -13,20 +12,18 @@ from torchgpipe.random.generators import default_generators
 from torchgpipe.state.optimizers import Content, Groups, Optimizers, Options, parameter, states_of
 
 
-def check_whole(model: nn.Module, n: int) -> None:
-    """Raise `ValueError` if other ranks than the pipeline's `n` ranks hold parts of its parameters.
+def check_whole(model: nn.Module) -> None:
+    """Raise `ValueError` if other ranks than the pipeline's may hold parts of its parameters.
 
     An example is `fully_shard` over several replicas of the pipeline. The ranks of one replica
     cannot save or load the state of the optimizer then.
     """
-    if not dist.is_initialized() or dist.get_world_size() == n:
-        return
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise ValueError(
-                f"several ranks hold parts of the parameter {name!r} (it is a DTensor, as made by "
-                "fully_shard), so the pipeline's ranks cannot save or load it alone; use "
-                "torch.distributed.checkpoint directly (see docs/processes.md)"
+                f"the parameter {name!r} is a DTensor, as made by fully_shard, of which several "
+                "replicas can hold parts, so the pipeline's ranks cannot save or load it alone; "
+                "use torch.distributed.checkpoint directly (see docs/processes.md)"
             )
 
 

@@ -25,6 +25,7 @@ Examples are a mean over samples that is summed over features, and weights whose
 """
 
 _MOST_TERMS = 20
+_MOST_AROUND = 6
 
 _INDEXED = ("IndexBackward0", "MaskedSelectBackward0")
 """The nodes of losses that a mask has chosen, as in `losses[mask]`."""
@@ -76,7 +77,7 @@ def counted(loss: Tensor) -> Counted | None:
         return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
     if loss.is_meta:
         return None
-    for _ in _AROUND:  # a limit, because a sum can have many terms
+    for _ in range(_MOST_AROUND):
         if node is None:
             return None
         divisor = _divisor(node)

@@ -13,6 +13,7 @@ PyTorch runs the hooks that are registered on a module when the module is called
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,7 +39,7 @@ def run_with_hooks(
     Raises:
         RuntimeError: If the pipeline has a full backward hook, which would not see the outputs.
     """
-    if model._backward_hooks or model._backward_pre_hooks:
+    if torch.is_grad_enabled() and (model._backward_hooks or model._backward_pre_hooks):
         raise RuntimeError(
             "a full backward hook on a pipeline does not see the outputs of step(); put the hook "
             "on the first or last layer, or train with loss.backward() on a loss of model(x)"

@@ -19,8 +19,8 @@ from torchgpipe.step.request import (
     start_scaler,
 )
 from torchgpipe.step.shares import Shares
-from torchgpipe.step.targets import parted, sample_counts, with_tensors
-from torchgpipe.task.entrance import leaves
+from torchgpipe.step.targets import detached, parted, sample_counts, with_tensors
+from torchgpipe.task.entrance import as_leaves
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.where import note
 from torchgpipe.tensors import accelerator
@@ -30,7 +30,8 @@ from torchgpipe.tensors.microbatch import Flat, TensorOrTensors, carrying, toget
 from torchgpipe.tensors.observe import NOTHING
 from torchgpipe.trace.parts import tensors_in
 
-Shown = Callable[[Any], Any]
+IN_STEP = 0
+"""The number of the backward of a step, which is no backward of autograd."""
 
 
 class Losses(BatchIO):
@@ -48,7 +49,7 @@ class Losses(BatchIO):
         inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`, such as the criterion and the target.
-        shown: A function that converts an output to the first argument of the criterion.
+        for_criterion: A function that converts an output to the first argument of the criterion.
 
     Attributes:
         targets: The target of each micro-batch.
@@ -64,12 +65,12 @@ class Losses(BatchIO):
         inputs: Sequence[TensorOrTensors],
         sizes: Sequence[int],
         request: StepRequest,
-        shown: Shown,
+        for_criterion: Callable[[Any], Any],
     ) -> None:
         super().__init__(inputs)
         if request.target is None:
             check_without_target(request)
-        self._batch, self._request, self._shown = batch, request, shown
+        self._batch, self._request, self._for_criterion = batch, request, for_criterion
         self._stage = Stage(len(batch.orders.placement), nn.Identity(), batch.devices[-1])
         # The keys are the leaves that replace targets with a graph, and the values these targets.
         self._cut: dict[Tensor, Tensor] = {}
@@ -101,7 +102,7 @@ class Losses(BatchIO):
 
         return with_tensors(cut, target)
 
-    def leave(self, i: int, output: Item) -> None:
+    def forward_ended(self, i: int, output: Item) -> None:
         """Compute the loss of micro-batch i from the last stage's output.
 
         After the last micro-batch, call `batch.tell` with the loss of the mini-batch.
@@ -112,7 +113,9 @@ class Losses(BatchIO):
         since = sequence_number()
         result = self._loss_of(i, output)
         if isinstance(result, tuple) and len(result) == 2:
-            result, self._logs[i] = result
+            result, log = result
+            # A graph would keep the outputs alive, although the backward has freed what it saved.
+            self._logs[i] = detached(log)
         loss = scalar(result)
         if self._looks:
             self.counted[i] = counted(loss)
@@ -140,7 +143,7 @@ class Losses(BatchIO):
         on_device = accelerator.current(self._stage.device)
         with on_device, self._batch.draws(i, self._stage, False).around():
             try:
-                given = self._shown(together(output.form, handed(output.flat)))
+                given = self._for_criterion(together(output.form, handed(output.flat)))
                 return self._request.criterion(given, self.targets[i])
             except Exception as error:
                 note(error, f"the criterion, micro-batch {i}{self._hint(i, error)}")
@@ -164,7 +167,7 @@ class Losses(BatchIO):
                 )
         return ""
 
-    def output_grads(self, i: int) -> Flat:
+    def begin_backward(self, i: int) -> Flat:
         """Run the backward of micro-batch i's loss, down to the outputs of the last stage.
 
         Return the gradients of these outputs. If the criterion has used other leaf tensors, such as
@@ -294,7 +297,7 @@ def run_step(
     inputs: Sequence[TensorOrTensors],
     sizes: Sequence[int],
     request: StepRequest,
-    shown: Shown,
+    for_criterion: Callable[[Any], Any],
 ) -> Tensor:
     """Run all tasks of a mini-batch in the schedule's order, and return the mini-batch's loss.
 
@@ -307,7 +310,7 @@ def run_step(
         inputs: The micro-batches, if the first stage is in this process.
         sizes: The number of samples of each micro-batch.
         request: The arguments of `step` or `evaluate`.
-        shown: A function that converts an output to the first argument of the criterion.
+        for_criterion: A function that converts an output to the first argument of the criterion.
 
     Raises:
         RuntimeError: If the caller wants a backward, but gradients are disabled.
@@ -324,9 +327,10 @@ def run_step(
         )
     io = BatchIO(inputs)
     if batch.last:
-        io = Losses(batch, inputs, sizes, request, shown)
+        io = Losses(batch, inputs, sizes, request, for_criterion)
+    # A step mixes forwards and backwards, so its backward begins before its first forward.
     for guards in batch.guards:
-        guards.backward_begins(0)
+        guards.backward_begins(IN_STEP)
     lists = batch.orders.all if batch.guards else batch.orders.forwards
     with batch.seeding:
         batch.forward(lists, io)
@@ -336,13 +340,13 @@ def run_step(
         warn_of_other_means(request, io.targets, io.sizes, io.counted)
     if not batch.guards:
         return batch.loss
-    given = [*inputs]
-    found = [grads for _, grads in sorted(io.input_grads.items())]
+    node_inputs = [*inputs]
+    input_grads = [grads for _, grads in sorted(io.input_grads.items())]
     if isinstance(io, Losses):
         used, sums = io.sums()
-        given.append(used)
-        found.append(sums)
-    leaf = leaves((batch.loss,), (True,))
-    (loss,) = one_node(batch.guards, lambda *_, keep: found, [1], leaf, given)
+        node_inputs.append(used)
+        input_grads.append(sums)
+    leaf = as_leaves((batch.loss,), (True,))
+    (loss,) = one_node(batch.guards, lambda *_, keep: input_grads, [1], leaf, node_inputs)
     assert loss is not None
     return loss

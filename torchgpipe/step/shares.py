@@ -111,11 +111,12 @@ def _weights(weight: Callable[[Any], Any], targets: Sequence[Any]) -> list[Any]:
 def _number(weight: Any) -> Any:
     """Check that a micro-batch's weight is a number or a scalar tensor, and return it.
 
-    A tensor is converted to float64, because a sum of weights could overflow a smaller dtype.
+    A tensor is converted to float64, because a sum of weights could overflow a smaller dtype. A
+    tensor on the CPU becomes a number: if it had to be copied to a GPU, the host would wait.
     """
     if isinstance(weight, Tensor):
         if not weight.dim():
-            return weight.double()
+            return weight.item() if weight.device.type == "cpu" else weight.double()
         given = f"a tensor of shape {tuple(weight.shape)}"
     elif isinstance(weight, SupportsFloat):
         return weight

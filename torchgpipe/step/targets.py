@@ -115,6 +115,18 @@ def with_tensors(function: Callable[[Tensor], Tensor], target: Any) -> Any:
     return make([with_tensors(function, x) for x in values])
 
 
+def detached(log: Any) -> Any:
+    """Return a copy of a value in which each tensor is detached from its autograd graph.
+
+    Tensors within mappings, lists, tuples and dataclasses are detached, too. If no tensor has a
+    graph, return the value itself.
+    """
+    if isinstance(log, Tensor):
+        return log.detach() if log.requires_grad else log
+    values, make = _taken_apart(log)
+    return make([detached(x) for x in values])
+
+
 def _taken_apart(target: Any) -> tuple[Values, Callable[[Values], Any]]:
     """Return the values in a container `target`, and a function that replaces them in a copy.
 

@@ -29,7 +29,7 @@ def entered(inputs: Flat, needs: tuple[bool, ...], input_grads: list[Tensor | No
         input_grads: The list to which a backward writes the gradients.
     """
     if True not in needs:
-        return leaves(inputs, needs)
+        return as_leaves(inputs, needs)
     outputs: Flat = _Entrance.apply(input_grads, needs, inputs, TOKEN)
     return outputs
 
@@ -45,7 +45,7 @@ class _Entrance(torch.autograd.Function):
     ) -> Flat:
         ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
-        outputs = leaves(inputs, needs)
+        outputs = as_leaves(inputs, needs)
         mark(ctx, outputs)
         return outputs
 
@@ -90,7 +90,7 @@ def mark(ctx: Any, outputs: Iterable[Tensor | None]) -> None:
         ctx.mark_non_differentiable(*others)
 
 
-def leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
+def as_leaves(tensors: Flat, needs: Iterable[bool]) -> Flat:
     """Return the tensors as leaves: detached from their autograd graphs.
 
     Args:

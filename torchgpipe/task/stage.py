@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.caught import how_many
-from torchgpipe.modules import InPlace, Swap, modules_of, modules_of_pipelines
+from torchgpipe.modules import Swap, Swapped, modules_of, modules_of_pipelines
 from torchgpipe.random.generators import own_generators, seed_apart
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
@@ -149,13 +149,13 @@ class Stage:
 
         Args:
             inputs: The tensors of the micro-batch, then the skips.
-            form: The class of the micro-batch: `Tensor`, or a class of tuples.
+            form: The form of the micro-batch.
             shared: For each input, whether it shares memory with another tensor. The layers must
                 not change such an input in place.
 
         Returns:
             A tuple of tensors (those of the output, then the skips that leave the partition), and
-            the form of the output: its class, or a function that makes the output from its tensors.
+            the form of the output.
         """
         before = versions(inputs) if True in shared else []
         skips: Flat = ()
@@ -175,7 +175,7 @@ class Stage:
         count = len(inputs) - len(self._keys)
         arrived = dict(zip(self._keys, inputs[count:], strict=True))
         # The current device matters for layers that create tensors on device "cuda".
-        on_device, copies = accelerator.current(self.device), InPlace(self._copies())
+        on_device, copies = accelerator.current(self.device), Swapped(self._copies())
         with on_device, copies, skip_scope(arrived) as scope:
             y = self.partition(together(form, inputs[:count]))
             skips = [scope[departure.key] for departure in self.departures]

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.modules import InPlace, Swap
+from torchgpipe.modules import Swap, Swapped
 from torchgpipe.task.batchnorm import norms_in_training
 from torchgpipe.task.guards.attention import SlowAttention
 from torchgpipe.task.guards.buffers import Buffers
 from torchgpipe.task.guards.cast_cache import WithoutCastCache
 from torchgpipe.task.guards.gradients import OutputGradients
 from torchgpipe.task.guards.guard import Before, Context, Guard, GuardedTask, Nested
-from torchgpipe.task.guards.in_place import InPlaceForRun, InPlaceForTask
+from torchgpipe.task.guards.inputs import KeptInputs
 from torchgpipe.task.guards.layers import UnchangedLayers
-from torchgpipe.task.guards.memory import KeptInputs
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
+from torchgpipe.task.guards.stand_ins import StandInsForRun, StandInsForTask
 from torchgpipe.task.guards.stateful import StatefulModes
 from torchgpipe.task.guards.statistics import Statistics
 from torchgpipe.task.stage import Stage
@@ -51,21 +51,21 @@ class StageGuards:
     Args:
         stage: The stage.
         ambient: The modes (such as autocast) that are active in the caller's code.
-        recomputed: Whether some tasks are recomputed, so that they run the layers twice.
+        recomputes: Whether some tasks are recomputed, so that they run the layers twice.
         outer: The ids of stand-ins (detached parameters that tasks use) of an outer run. An outer
             run is another mini-batch, in which a layer or a hook has called this pipeline.
 
     Attributes:
         index: The index of the stage.
         parameters: The guard of the parameters.
-        memory: The guard of the tasks' inputs; only if some tasks are recomputed.
+        inputs: The guard of the tasks' inputs; only if some tasks are recomputed.
         gradients: The guard that finds out which outputs require grad; only if some tasks are
             recomputed.
         held: Numbers that identify the storages of the stage's parameters and buffers, to find
             outputs that share memory with them.
     """
 
-    memory: KeptInputs
+    inputs: KeptInputs
     gradients: OutputGradients
 
     def __init__(
@@ -73,13 +73,13 @@ class StageGuards:
         stage: Stage,
         ambient: AmbientModes,
         *,
-        recomputed: bool,
+        recomputes: bool,
         outer: Set[int] = frozenset(),
     ) -> None:
         self.index = stage.index
         self.lock: Lock = stage.lock
         self.ambient = ambient
-        self._recomputed = recomputed
+        self._recomputes = recomputes
         # The keys are names of methods, such as "before_first_pass". The value of a key is a list
         # with this method of each guard that overrides it, the outermost guard first.
         self._at: dict[str, list[Callable[..., Any]]] = {moment: [] for moment in _MOMENTS}
@@ -88,7 +88,7 @@ class StageGuards:
             self.parameters = StandInParameters(stage.index, stage.modules, outer, stage.away)
             self.held = _storages(stage.modules)
             self.add(self.parameters)
-            if recomputed:
+            if recomputes:
                 self._add_for_recomputations(stage)
 
     def _add_for_recomputations(self, stage: Stage) -> None:
@@ -98,17 +98,17 @@ class StageGuards:
         # Compiled code always reads and updates the running statistics of batch norms. So if layers
         # are compiled, the guard `Buffers` restores these statistics like all other buffers.
         norms = set[nn.Module]() if stage.compiled else norms_in_training(modules)
-        self.memory = KeptInputs(index, stage.partition)
+        self.inputs = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
         modes = [getattr(module, "training", False) for module in modules]
         kind = (*modes, *self.parameters.needs)
         self.gradients = OutputGradients(
             stage.gradients_of(kind),
             self.parameters.ids,
-            self.memory.begins_in_place,
+            self.inputs.begins_in_place,
             compiled=stage.compiled,
         )
-        self.add(self.memory)
+        self.add(self.inputs)
         self.add(ambient)
         if stage.compiled and ambient.casts:
             self.add(WithoutCastCache())
@@ -185,7 +185,7 @@ class StageGuards:
         Raises:
             RuntimeError: If layers or gradients have changed since the forward.
         """
-        if self.parameters.begin(backward) and self._recomputed:
+        if self.parameters.begin(backward) and self._recomputes:
             refuse_cached_parametrizations()
             for check in self._at["backward_begins"]:
                 check()
@@ -216,7 +216,7 @@ def _storages(modules: Sequence[nn.Module]) -> frozenset[int]:
     return frozenset(found)
 
 
-def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
+def stand_ins_for_run(all_guards: Sequence[StageGuards]) -> StandInsForRun:
     """Return a context that replaces the layers' parameters by stand-ins during a whole run.
 
     A stand-in is a detached parameter that tasks use in place of the parameter. If several stages
@@ -224,18 +224,18 @@ def stand_ins_for_run(stages: Sequence[StageGuards]) -> InPlaceForRun:
     replaced only while a task runs, by the stand-ins of the task's stage.
     """
     times = Counter[int]()
-    for guards in stages:
+    for guards in all_guards:
         times.update({id(each.place) for each in guards.parameters.swaps})
     parts = []
-    for guards in stages:
+    for guards in all_guards:
         own: list[Swap] = []
         common: list[Swap] = []
         for each in guards.parameters.swaps:
             (own if times[id(each.place)] == 1 else common).append(each)
         if common:
-            guards.add(InPlaceForTask(common))
-        parts.append((guards.lock, InPlace(own)))
-    return InPlaceForRun(parts)
+            guards.add(StandInsForTask(common))
+        parts.append((guards.lock, Swapped(own)))
+    return StandInsForRun(parts)
 
 
 def _refuse_dropout_of_cudnn(modules: Iterable[nn.Module]) -> None:

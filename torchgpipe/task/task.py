@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.task.entrance import SPENT, all_none, entered, explain, leaves, used
+from torchgpipe.task.entrance import SPENT, all_none, as_leaves, entered, explain, used
 from torchgpipe.task.guards.guard import Context, GuardedTask
-from torchgpipe.task.guards.memory import check_attributes
+from torchgpipe.task.guards.inputs import check_attributes
 from torchgpipe.task.guards.parameters import BY_ANOTHER_WAY
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
@@ -46,8 +46,7 @@ class TaskGraph(GuardedTask):
     def forward(self, item: Item) -> tuple[Flat, Form]:
         """Run the layers on a micro-batch; return the detached outputs and the output's form.
 
-        A detached output requires grad if the real output does. The form is the output's class, or
-        a function that makes the output from its tensors.
+        A detached output requires grad if the real output does.
 
         Args:
             item: The tensors from the previous task.
@@ -63,14 +62,15 @@ class TaskGraph(GuardedTask):
                 around = self.guards.around("before_single_pass", self)
                 with torch.enable_grad():
                     _, outputs, form = self._build(item.flat, item.shared, around)
-                self.claimed = self.found
-        return leaves(outputs, self.claimed), form
+                self.claimed_needs = self.graph_needs
+        return as_leaves(outputs, self.claimed_needs), form
 
     def _first_pass(self, inputs: Flat, shared: Shared) -> tuple[Flat, Form]:
         self.inputs = inputs
+        # The guard of the gradients also sets `with_graph`: whether this pass makes a graph.
         around = self.guards.around("before_first_pass", self)
         # A layer may put hooks on its input, or read its `requires_grad`.
-        given = leaves(self.guards.memory.given(inputs, self.form), self.needs)
+        given = as_leaves(self.guards.inputs.for_layers(inputs, self.form), self.needs)
         with CheckpointPhase(checkpointing=True), torch.set_grad_enabled(self.with_graph):
             if self.with_graph:
                 given, outputs, form = self._build(given, shared, around)
@@ -78,8 +78,8 @@ class TaskGraph(GuardedTask):
                 with around:
                     outputs, form = self.stage.run(given, self.form, shared)
         self.guards.after_first_pass(self, outputs)
-        self.claimed = self.guards.gradients.claim(self, given, outputs)
-        self.edges = None
+        self.claimed_needs = self.guards.gradients.claim(self, given, outputs)
+        self.edges = None  # a graph was needed only to see which outputs require grad
         return outputs, form
 
     def recompute(self, *, keep: bool = False) -> None:
@@ -98,7 +98,7 @@ class TaskGraph(GuardedTask):
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
         with inference, torch.enable_grad(), CheckpointPhase(recomputing=True):
             around = self.guards.around("before_recomputation", self)
-            given = self.guards.memory.given(inputs, self.form)
+            given = self.guards.inputs.for_layers(inputs, self.form)
             _, outputs, _ = self._build(given, (), around)
             self.guards.after_recomputation(self, outputs)
         if not keep:
@@ -114,14 +114,13 @@ class TaskGraph(GuardedTask):
             around: The context in which the layers run.
 
         Returns:
-            The inputs that the layers got, the outputs, and the form of the output: its class, or a
-            function that makes the output from its tensors.
+            The inputs that the layers got, the outputs, and the form of the output.
         """
         given = entered(inputs, self.needs, self._input_grads)
         with around:
             outputs, form = self.stage.run(given, self.form, shared)
         check_attributes(self.stage.index, outputs)
-        self.found = [y is not None and y.requires_grad for y in outputs]
+        self.graph_needs = [y is not None and y.requires_grad for y in outputs]
         self.edges = [edge_of(y) if y is not None and y.requires_grad else None for y in outputs]
         return given, outputs, form
 
@@ -144,16 +143,22 @@ class TaskGraph(GuardedTask):
             raise RuntimeError(BY_ANOTHER_WAY)
         if self.edges is None and not all_none(grads):
             self.recompute(keep=keep)
+        # A checkpointed task is recomputed for each backward, so its graph need not stay.
         keep_graph = keep and not self.checkpoint
         with self.guards.lock, observed(self.observer, kind, self.i, self.stage.index):
-            edges, given = used(self.edges or (), grads)
+            edges, edge_grads = used(self.edges or (), grads)
             if edges:
                 run = self.stage.halves.run_inputs if kind == "backward_inputs" else run_backward
-                self._later = self._go(lambda: run(edges, given, keep_graph=keep_graph))
+                # `run_inputs` returns the second half of the backward, and `run_backward` nothing.
+                self._later = self._run_guarded(
+                    lambda: run(edges, edge_grads, keep_graph=keep_graph)
+                )
             input_grads = tuple(self._input_grads) or (None,) * len(self.needs)
             self._input_grads.clear()
-            self.edges = self.edges if keep_graph else None
-            self.inputs = self.inputs if keep else None
+            if not keep_graph:
+                self.edges = None
+            if not keep:
+                self.inputs = None
         return input_grads
 
     def backward_weights(self) -> None:
@@ -164,9 +169,9 @@ class TaskGraph(GuardedTask):
         ):
             later, self._later = self._later, None
             if later is not None:
-                self._go(later)
+                self._run_guarded(later)
 
-    def _go(self, backward: Callable[[], Any]) -> Any:
+    def _run_guarded(self, backward: Callable[[], Any]) -> Any:
         with self.guards.around("before_backward", self):
             try:
                 return backward()

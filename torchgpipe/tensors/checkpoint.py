@@ -1,14 +1,16 @@
-"""Checkpointing: which micro-batches are checkpointed, and which pass of a task is running.
+"""Checkpointing: find out which pass of a checkpointed task is running.
+
+`torchgpipe.schedules.schedule.checkpointed` says which micro-batches are checkpointed.
 
 A checkpointed task runs twice. The first pass keeps no activations. The second pass, in backward,
 recomputes the activations.
 """
 
 import threading
-from typing import Literal, get_args
 
-Mode = Literal["always", "except_last", "never"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+from torchgpipe.schedules.schedule import MODES as MODES
+from torchgpipe.schedules.schedule import Mode as Mode
+from torchgpipe.schedules.schedule import checkpointed as checkpointed
 
 
 class _Thread(threading.local):
@@ -18,15 +20,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def checkpointed(mode: Mode, m: int) -> int:
-    """Return how many of `m` micro-batches are checkpointed, beginning with the first one.
-
-    The mode `except_last` does not checkpoint the last micro-batch, because its backward follows
-    directly after its forward (torchgpipe paper, section 3.2.3).
-    """
-    return {"always": m, "except_last": m - 1, "never": 0}[mode]
 
 
 def is_checkpointing() -> bool:

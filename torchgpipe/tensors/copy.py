@@ -97,7 +97,7 @@ class CopyPath:
             that are current at the time of the copy.
 
     Attributes:
-        elsewhere: Whether the two devices differ. If they are equal, nothing is copied.
+        crosses_devices: Whether the two devices differ. If they are equal, nothing is copied.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class CopyPath:
     ) -> None:
         self._ends = source, target
         self._devices = devices[source], devices[target]
-        self.elsewhere = devices[source] != devices[target]
+        self.crosses_devices = devices[source] != devices[target]
         self._own: list[Stream | None] = [None, None]
-        if own and self.elsewhere:
+        if own and self.crosses_devices:
             self._own = [accelerator.new_stream(device) for device in self._devices]
 
     def copy(
@@ -131,7 +131,7 @@ class CopyPath:
                 tensor goes backward after the backward of this copy.
             observer: The observer of the mini-batch, such as a timer of all tasks.
         """
-        if not self.elsewhere:
+        if not self.crosses_devices:
             return tensors
         streams = self._streams()
         with accelerator.using(*streams):
@@ -154,7 +154,7 @@ class CopyPath:
             fences: As for `copy`.
             observer: The observer of the mini-batch, such as a timer of all tasks.
         """
-        if not self.elsewhere:
+        if not self.crosses_devices:
             return tensors
         with accelerator.using(*self._streams()):
             return self.move(i, fences, observer, tensors)
@@ -188,15 +188,15 @@ class CopyPath:
             back: Whether to copy gradients from the target back to the source.
         """
         here, there = (1, 0) if back else (0, 1)
-        departure, arrival = fences
-        departure.hold(self._own[here], tensors)
+        outputs_fence, inputs_fence = fences
+        outputs_fence.hold(self._own[here], tensors)
         device = self._devices[there]
         # The host can read a copy on the CPU at once, so it must have arrived. The host can also
         # overwrite a pinned tensor as soon as a call of the pipeline has returned.
         runs_later = all(accelerator.current_stream(each) is not None for each in self._devices)
         with observed(observer, "copy", i, self._ends[here]):
             copies = moved(tensors, device, non_blocking=runs_later)
-        arrival.expect(self._own[there])
+        inputs_fence.expect(self._own[there])
         return copies
 
 

@@ -28,7 +28,7 @@ class Item:
 
     Attributes:
         flat: The tensors of a micro-batch, then its skips.
-        form: The class of the micro-batch: `Tensor`, `tuple` or a subclass of `tuple`.
+        form: The form of the micro-batch.
         shared: For each tensor, whether it shares memory with another tensor.
         fence: The fence of the task that made the tensors. The fence makes a copy of the tensors
             wait for the task's GPU stream; only the graph engine uses it.

@@ -19,12 +19,12 @@ TensorOrTensors = Tensor | tuple[Tensor, ...]
 Flat = tuple[Tensor | None, ...]
 """A task's inputs or outputs: the tensors of the micro-batch, then its skips."""
 
-Form = type[Any]
-"""The class of a micro-batch: `Tensor` for a single tensor, `tuple`, or a subclass of `tuple`.
+Form = type[Any] | Callable[[Any], Any]
+"""The form of a micro-batch: its class, or a function that makes it from its tensors.
 
-The form of a tensor subclass is `Tensor`, too. Named tuples are subclasses of `tuple`. If the last
-partition returns another structure, such as a dictionary, its form is a function that makes the
-structure of its tensors. The same holds for the input of the first partition.
+The class is `Tensor` for a single tensor (also of a subclass of `Tensor`), `tuple`, or a subclass
+of `tuple`, such as a named tuple. The form is a function if the last partition returns another
+structure, such as a dictionary. The same holds for the input of the first partition.
 """
 
 
@@ -104,12 +104,11 @@ def tensors_of(value: TensorOrTensors) -> tuple[Tensor, ...]:
 def form_of(value: TensorOrTensors) -> Form:
     """Return the form of a micro-batch, from which `together` makes a micro-batch again.
 
-    The form of a tensor is `Tensor`, and the form of a tuple is its class. The form of a
-    `Structured`, which has the tensors of a dictionary, for example, is the function that makes the
-    dictionary from the tensors.
+    The form of a `Structured`, which has the tensors of a dictionary, for example, is the function
+    that makes the dictionary from the tensors.
     """
     if isinstance(value, Structured):
-        return value.form  # type: ignore[return-value]
+        return value.form
     return Tensor if isinstance(value, Tensor) else type(value)
 
 
@@ -124,7 +123,7 @@ def together(form: Form, tensors: Flat) -> Any:
     """Make a micro-batch from its tensors: the inverse of `tensors_of`.
 
     Args:
-        form: The class of the micro-batch, or a function that makes it from the tensors.
+        form: The form of the micro-batch.
         tensors: The tensors.
     """
     if form is Tensor:

@@ -319,3 +319,15 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
             parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
     around = (*within, id(x))
     return type(x), [_form(part, around) for part in parts]
+
+
+def in_order_of(given: Any, value: Any) -> Any:
+    """Return an argument whose dictionaries have their keys in the order of those in the sample.
+
+    Args:
+        given: The argument in the sample.
+        value: The argument in a call.
+    """
+    if type(value) is dict and type(given) is dict and value.keys() == given.keys():
+        return {key: in_order_of(given[key], value[key]) for key in given}
+    return value

@@ -30,7 +30,13 @@ from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import NEEDS_CONTENTS, in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable, advising_a_tuple
 from torchgpipe.trace.signature import Signature, Tensors, arguments
-from torchgpipe.trace.whole import Whole, hooks_of, kept_by_user, refuse_own_checkpointing
+from torchgpipe.trace.whole import (
+    Whole,
+    hooks_of,
+    kept_by_user,
+    refuse_own_checkpointing,
+    warn_of_own_modes,
+)
 
 Batched = tuple[bool, ...]
 """For each input tensor, whether it has a batch dimension."""
@@ -107,6 +113,9 @@ def sequential(
             argument that the module does not have; if `dynamic_shapes` does not fit the sample; or
             if the module is on `meta`, and the sample is not.
         TypeError: If `whole` or `shared` is not a list, or the sample has no tensors.
+
+    Warns:
+        UserWarning: If a part of the module that is cut has its own method `train` or `eval`.
     """
     _check_root(module)
     refuse_own_checkpointing(module)
@@ -162,6 +171,7 @@ def _first_that_fits(
                     check_other_mode(module, layers, signature, inputs)
                     check_samples(module, signature, inputs, kept)
                     check_one_sample(module, layers, signature, inputs)
+                    warn_of_own_modes(module, layers)
                     return layers
         if first is None:
             raise Untraceable(
@@ -342,9 +352,10 @@ def flat(module: Module, sample: Any) -> TensorOrTensors:
 
 
 def batched(module: Module) -> Sequence[bool] | None:
-    """Return for each input of `module` whether it has a batch dimension; `None` if all have one.
+    """Return for each input of `module` whether it has a batch dimension.
 
-    Only layers that `sequential` has made (`Layers`) can have inputs without a batch dimension.
+    Only layers that `sequential` has made (`Layers`) can have inputs without a batch dimension. For
+    other layers, return `None`.
     """
     signature = module.signature if isinstance(module, Layers) else None
     return None if signature is None else signature.batched

@@ -20,7 +20,7 @@ from torchgpipe.tensors.microbatch import (
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import refuse_concatenated
-from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample, same
+from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample, in_order_of, same
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
 Tensors = Sequence[Tensor]
@@ -188,10 +188,12 @@ class Signature:
         If the only argument is `MicroBatches`, the result is `MicroBatches`, too: each micro-batch
         has the form of the sample, and is replaced by the tensors in it.
         """
-        if len(args) == 1 and args[0] is None:
-            check(None)  # raises an error
-        if len(args) == 1 and isinstance(args[0], MicroBatches):
-            return MicroBatches([self.flat(*self.arguments(each)) for each in args[0]])
+        if len(args) == 1 and not kwargs:
+            (only,) = args
+            if only is None:
+                check(None)  # raises an error
+            if isinstance(only, MicroBatches):
+                return MicroBatches([self.flat(*self.arguments(each)) for each in only])
         return self.flat(args, kwargs)
 
     def flat(self, args: Sequence[Any], kwargs: ByName) -> TensorOrTensors:
@@ -217,8 +219,8 @@ class Signature:
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
             refuse_array(value, name)
-            taken = slots.taken(value)
             given = self._given[name]
+            taken = slots.taken(in_order_of(given, value))
             if taken != given and not same(taken, given):
                 raise ValueError(
                     f"argument {name} is {shortened(taken)}, but was {shortened(given)} in the "
@@ -235,14 +237,14 @@ class Signature:
             if tuple(alike)[first:] != shape[first:] or x.dtype != dtype:
                 batch = " (the first is the batch size)" if batched else ""
                 or_else = ""
-                unlike = [k for k, n in enumerate(shape) if alike[k : k + 1] != [n] and k >= first]
                 is_argument = isinstance(self._given[name], Slot)
-                if len(alike) == len(shape) and x.dtype == dtype and unlike[0] and is_argument:
-                    dimension = unlike[0]
-                    or_else = (
-                        ", or, if this length changes from call to call, with dynamic_shapes="
-                        f"{{{name!r}: {{{dimension}: torch.export.Dim('length')}}}}"
-                    )
+                if len(alike) == len(shape) and x.dtype == dtype and is_argument:
+                    unlike = [k for k, n in enumerate(shape) if alike[k] != n and k >= first]
+                    if unlike[0] > 0:
+                        or_else = (
+                            ", or, if this length changes from call to call, with dynamic_shapes="
+                            f"{{{name!r}: {{{unlike[0]}: torch.export.Dim('length')}}}}"
+                        )
                 raise ValueError(
                     f"argument {name} has shape {tuple(x.shape)} and type {x.dtype}, but had shape "
                     f"{shape} and type {dtype} in the sample that sequential got"

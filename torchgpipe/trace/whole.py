@@ -4,6 +4,7 @@ For example, a submodule is kept whole if it uses something that a recording of 
 repeat, such as a random state. A note says what the submodule uses, and in which line.
 """
 
+import warnings
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -204,3 +205,23 @@ def small_modules(notes: Notes, root: Module) -> set[Module]:
     if not small:
         check_notes(root, notes)
     return small
+
+
+def warn_of_own_modes(module: Module, layers: Module) -> None:
+    """Warn if a part of a module that was cut into layers has its own method `train` or `eval`.
+
+    Such a method sets, for example, frozen batch norms to evaluation mode again. The layers have
+    only the submodules that were not cut, so `layers.train()` does not call it.
+    """
+    not_cut = {*layers.modules()}
+    for part in module.modules():
+        own = type(part).train is not Module.train or type(part).eval is not Module.eval
+        if own and part not in not_cut:
+            kind = type(part).__name__
+            warnings.warn(
+                f"{kind} has its own method train() or eval(), which a pipeline does not call, "
+                f"because {kind} is cut into layers; after each model.train() or model.eval(), "
+                "call the same method of the module itself, whose submodules the pipeline shares",
+                stacklevel=4,
+            )
+            return

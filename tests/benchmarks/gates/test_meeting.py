@@ -67,12 +67,21 @@ def locked(tasks: str = "", locks: int = 1) -> Plant:
         tasks: Only tasks whose kind starts with this text hold a lock.
         locks: The number of locks. Tasks of partition j hold the lock number j modulo `locks`.
     """
+    methods = [method for kind, method in METHODS.items() if kind.startswith(tasks)]
+    return lock_in(*methods, locks=locks)
+
+
+def lock_in(*methods: str, locks: int = 1) -> Plant:
+    """Return a function that plants a fault: methods of `TaskGraph` hold a lock while they run.
+
+    Args:
+        methods: The names of the methods.
+        locks: The number of locks. Tasks of partition j hold the lock number j modulo `locks`.
+    """
     made = [threading.RLock() for _ in range(locks)]
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        for kind, method in METHODS.items():
-            if not kind.startswith(tasks):
-                continue
+        for method in methods:
             run = getattr(TaskGraph, method)
 
             def under(self: TaskGraph, *given: Any, run: Any = run, **options: Any) -> Any:
@@ -146,6 +155,14 @@ LOSSES: dict[str, Row] = {
     "a lock around backwards": (over_workers, AHEAD, locked("backward"), "backward of micro-batch"),
     "a lock around 1F1B": (over_workers, STEPS, locked(), "micro-batch"),
     "a lock around halves": (over_workers, HALVES, locked("backward_"), "backward_"),
+    "a lock in first passes": (over_workers, ALWAYS, lock_in("_first_pass"), "forward of"),
+    "a lock in recomputations": (over_workers, ALWAYS, lock_in("_recompute"), "recompute of"),
+    "a lock in backwards": (
+        over_workers,
+        AHEAD,
+        lock_in("_run_guarded"),
+        "backward of micro-batch",
+    ),
     "late recomputations of 1F1B": (over_workers, RECOMPUTED_STEPS, late, "recompute"),
     "a lock of two partitions": (over_workers, ALWAYS, locked(locks=3), "forward of micro-batch"),
     "late recomputations": (over_workers, ALWAYS, late, LATE),

@@ -104,7 +104,7 @@ def test_a_run_without_a_row_says_so(
 
         monkeypatch.setattr(subprocess, "Popen", begin)
     found = run_experiment(context(tmp_path), "amoebanet-speed", [], 5.0)
-    assert found == "its run ended with code 1 before its first row; see its log"
+    assert found == "its run ended with code 1 before its first round; see its log"
 
 
 def test_experiments_without_time_are_named(tmp_path: Path) -> None:

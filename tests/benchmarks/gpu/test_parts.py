@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import compiled, cuda_tests, issued, machine, machinery
+from benchmarks.gpu import compiled, issued, machine, machinery
 from benchmarks.gpu.frame.command import PAGE
 from benchmarks.gpu.issued import Call, covered, summed_up
 from benchmarks.gpu.part import PARTS, RESULT, Context
@@ -263,27 +263,6 @@ def test_the_page_names_the_first_faults() -> None:
 
 def context(folder: Path) -> Context:
     return Context("a part", "tiny", folder, deadline=0.0)
-
-
-def test_tests_are_counted_as_they_end(tmp_path: Path) -> None:
-    counting = cuda_tests.Counting(context(tmp_path))
-    session = SimpleNamespace(items=[1, 2, 3, 4], shouldstop=False)
-    counting.pytest_collection_finish(session)
-    for name, when, ended in (
-        ("a", "setup", "passed"),
-        ("a", "call", "passed"),
-        ("b", "setup", "skipped"),
-        ("c", "call", "failed"),
-        ("c", "teardown", "failed"),
-    ):
-        report: Any = SimpleNamespace(nodeid=f"tests/{name}", when=when)
-        for each in cuda_tests.ENDS:
-            setattr(report, each, each == ended)
-        counting.pytest_runtest_logreport(report)
-
-    result = json.loads((tmp_path / RESULT).read_text())
-    assert cuda_tests.lines(result) == ["1 passed, 1 failed, 1 skipped, of 4 tests", "failed: c"]
-    assert session.shouldstop == "no time is left"
 
 
 def test_copies_within_a_device_count_twice(

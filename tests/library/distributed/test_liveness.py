@@ -26,6 +26,7 @@ from torchgpipe.distributed import RankFailed, connections, gathering
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
+from torchgpipe.tensors import accelerator
 
 from ...parts import Fails
 from ...start import python
@@ -256,6 +257,27 @@ def test_ranks_that_have_ended_are_named_where_all_others_wait() -> None:
         expected = "ranks 1, 2 were at home; rank 3 had ended. Has a rank left out"
         for told in (wrong, beside):
             assert expected in told.get(timeout=10)
+
+
+def test_ranks_on_gpus_may_wait_for_a_slow_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that ranks that wait for each other are no error if another replica may be slow.
+
+    The hosts do not see that their GPUs wait for the other replica.
+    """
+    monkeypatch.setattr(accelerator, "all_devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for world, expected in ((4, False), (8, True)):
+        monkeypatch.setattr(dist, "get_world_size", lambda world=world: world)
+        with (
+            monitoring(0.5, heard=(1, 2, 3), waits=True) as (_, activity, wrong),
+            activity.call(4, "the call", None),
+        ):
+            activity.hears = True
+            if expected:
+                time.sleep(1.5)
+                assert wrong.empty()
+            else:
+                assert "all ranks wait for each other" in wrong.get(timeout=10)
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,10 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_call(
 # The argument `engine` of `GPipe`, the devices, and the class of the engine that must be chosen.
 CASES: list[tuple[EngineName, list[str], str]] = [
     ("auto", ["cpu"], "GraphEngine"),
-    ("auto", ["cpu", "cpu"], "WorkersEngine"),
+    ("auto", ["cpu", "cpu"], "ProgramsEngine"),
     ("auto", ["cpu", "meta"], "GraphEngine"),
     ("graph", ["cpu", "cpu"], "GraphEngine"),
-    ("workers", ["cpu"], "WorkersEngine"),
+    ("workers", ["cpu"], "ProgramsEngine"),
 ]
 
 

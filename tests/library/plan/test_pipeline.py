@@ -155,3 +155,23 @@ def test_fewer_ranks_would_be_faster() -> None:
         str(each.message) for each in caught if "of these 2 ranks would be" in str(each.message)
     ]
     assert len(told) == (1 if dist.get_rank() == 0 else 0)
+
+
+def test_layers_are_timed_on_the_devices_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a plan from a profile is made on the first device, not where the sample is."""
+    module, sample = net()
+    seen: list[Any] = []
+
+    def refused(layers: Any, sample: Any, **_: Any) -> None:
+        seen.append(sample)
+        raise Impossible("nothing is planned")
+
+    monkeypatch.setattr("torchgpipe.plan.pipeline.plan", refused)
+    for given in (sample, {"x": sample}):
+        with pytest.raises(Impossible):
+            pipeline(module, given, devices=["meta", "meta"], batch_size=BATCH)
+    with pytest.raises(Impossible):
+        made(devices=["meta"])
+
+    assert seen[0].device.type == seen[1]["x"].device.type == "meta"
+    assert seen[2] is not None and seen[2].device.type == "cpu"

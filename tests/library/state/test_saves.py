@@ -328,3 +328,34 @@ def test_a_weight_whose_class_wraps_other_tensors(tmp_path: Path) -> None:
     assert isinstance(weight.detach(), TwoTensor)
     assert torch.equal(weight.a, expected.a)
     assert torch.equal(weight.b, expected.b)
+
+
+def test_values_with_tensors_are_read_onto_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a value such as a loss is read onto the CPU, whichever GPU it was saved on."""
+    places: list[Any] = []
+    load_file = torch.load
+
+    def noting(*args: Any, **options: Any) -> Any:
+        places.append(options.get("map_location"))
+        return load_file(*args, **options)
+
+    model = piped(0)
+    saves = Saves(tmp_path)
+    saves.save(1, model, None, best=torch.tensor(0.5))
+    monkeypatch.setattr(torch, "load", noting)
+    found = saves.load(piped(0), None)
+    assert found is not None and found["best"] == 0.5
+    assert "cpu" in places
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """An optimizer with the name of PyTorch's optimizer whose state is spread over replicas."""
+
+
+def test_an_optimizer_whose_state_is_spread_is_refused(tmp_path: Path) -> None:
+    model = piped(0)
+    optimizer = ZeroRedundancyOptimizer(model.parameters())
+    with pytest.raises(ValueError, match="is spread over replicas, so one replica cannot save"):
+        Saves(tmp_path).save(1, model, optimizer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from torchgpipe import GPipe, MicroBatches
+from torchgpipe.step.shares import _number
 from torchgpipe.step.targets import parted
 
 X = torch.arange(4)
@@ -150,6 +151,12 @@ def test_weights_of_small_types_do_not_overflow(dtype: torch.dtype) -> None:
     many = torch.tensor(60000 if dtype is torch.float16 else 200, dtype=dtype)
     loss = model.step(mse_loss, x, x + 1, weight=lambda part: many)
     torch.testing.assert_close(loss, model.evaluate(mse_loss, x, x + 1))
+
+
+def test_a_weight_on_the_cpu_is_a_number() -> None:
+    """Check that a weight from the CPU is a number: the host waits for a GPU to copy a tensor."""
+    assert _number(torch.tensor(3)) == 3
+    assert not isinstance(_number(torch.tensor(3)), Tensor)
 
 
 @pytest.mark.parametrize("weight", [lambda t: None, lambda t: t[:, 0], lambda t: "1"])

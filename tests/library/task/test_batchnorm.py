@@ -245,10 +245,12 @@ def test_commit_launches_as_much_for_many_layers_and_waits_for_none(
             layers.append(layer)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
-        with Launches() as launches:
-            commit(layers)
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+        try:
+            with Launches() as launches:
+                commit(layers)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
         counts.append(launches.count)
     for_one, for_ten, for_a_hundred = counts
     assert for_one == for_ten == for_a_hundred

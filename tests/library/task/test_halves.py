@@ -38,9 +38,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.task import halves, sides
-from torchgpipe.task.guards.in_place import InPlaceForTask
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
+from torchgpipe.task.guards.stand_ins import StandInsForTask
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.stage_guards import StageGuards
 from torchgpipe.task.task import TaskGraph
@@ -224,8 +224,8 @@ class Tasks:
         self.stage.connect([])
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             ambient = AmbientModes([CPU])
-        guards = StageGuards(self.stage, ambient, recomputed=again)
-        guards.add(InPlaceForTask(guards.parameters.swaps))
+        guards = StageGuards(self.stage, ambient, recomputes=again)
+        guards.add(StandInsForTask(guards.parameters.swaps))
         self.stand_ins = guards.parameters
         self.each: list[tuple[TaskGraph, tuple[Tensor | None, ...]]] = []
         for i in range(2):

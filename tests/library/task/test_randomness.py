@@ -129,7 +129,7 @@ def numbers(
     Only the first partition draws numbers, once for each of three micro-batches. The function
     `meanwhile` runs after that.
     """
-    seeds = Seeds(2, recomputed=True, grad=True, distributed=alone)
+    seeds = Seeds(2, recomputes=True, grad=True, distributed=alone)
     drawn: list[list[float]] = []
     stages = [Stage(j, nn.Identity(), torch.device("cpu")) for j in range(2)]
     for stage in stages:
@@ -137,7 +137,7 @@ def numbers(
     with seeds:
         for i in range(3):
             for stage in stages:
-                with seeds.of(i, stage, True).around():
+                with seeds.seeded_randomness(i, stage, True).around():
                     if stage.index == 0:
                         drawn.append(torch.rand(4).tolist())
         meanwhile()
@@ -241,5 +241,5 @@ def test_a_step_gives_each_device_a_number_of_its_own(
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2, engine="graph", schedule=schedule)
     monkeypatch.setattr("torchgpipe.tensors.accelerator.KIND", "cpu")
-    batch.Batch(model._steps, 2, "never", None)
+    batch.Batch(model._programs_engine, 2, "never", None)
     assert [[*placement] for placement in given] == [[0, 1]]

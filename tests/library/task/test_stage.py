@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.modules import InPlace, Swap
-from torchgpipe.task.guards.in_place import InPlaceForRun
+from torchgpipe.modules import Swap, Swapped
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.parameters import StandInParameters
+from torchgpipe.task.guards.stand_ins import StandInsForRun
 from torchgpipe.task.stage import Stage
 from torchgpipe.task.turns import in_its_turn, outer_turns
 from torchgpipe.tensors._autograd import accumulator_of
@@ -124,7 +124,7 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
     places = [Place(held="parameter") for _ in range(3)]
     swaps = [Swap(place, "held", "leaf") for place in places]
     Place.count = count
-    with pytest.raises(KeyboardInterrupt), InPlace(swaps):
+    with pytest.raises(KeyboardInterrupt), Swapped(swaps):
         assert [place["held"] for place in places] == ["leaf"] * 3
     gc.collect()
     assert [place["held"] for place in places] == ["parameter"] * 3
@@ -133,10 +133,10 @@ def test_an_interrupt_leaves_nothing_exchanged(count: int) -> None:
 def test_stand_ins_are_exchanged_with_whatever_a_layer_has_and_back_with_what_it_had() -> None:
     layer = nn.Linear(2, 2)
     before = dict(layer._parameters)
-    with InPlace(StandInParameters(0, [layer]).swaps):
+    with Swapped(StandInParameters(0, [layer]).swaps):
         inner = dict(layer._parameters)
         # A pipeline that is called within its own layers does this.
-        with InPlace(StandInParameters(0, [layer]).swaps):
+        with Swapped(StandInParameters(0, [layer]).swaps):
             layer.register_parameter("more", nn.Parameter(torch.zeros(2)))
         assert layer._parameters == inner
         assert layer.weight is not before["weight"]
@@ -191,7 +191,7 @@ def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """
     place = {"held": "parameter"}
     swap = Swap(place, "held", "stand-in")
-    in_place = InPlaceForRun([(threading.Lock(), InPlace([swap]))])
+    in_place = StandInsForRun([(threading.Lock(), Swapped([swap]))])
     inside = threading.Event()
     leave = threading.Event()
 

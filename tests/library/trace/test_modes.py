@@ -234,3 +234,42 @@ def test_a_pipeline_is_traced_and_exported_in_evaluation() -> None:
     assert_close(exported(other), layers(other))
     with pytest.raises(RuntimeError, match=r"call model.eval\(\) first"):
         torch.jit.trace(model.train(), X)
+
+
+class Frozen(nn.Module):
+    """A module whose method `train` keeps its backbone in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.relu(self.backbone(x)))
+        return y
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+def test_a_module_with_a_mode_of_its_own_is_warned_of() -> None:
+    module = Frozen().train()
+    with pytest.warns(
+        UserWarning, match=r"^Frozen has its own method train\(\) or eval\(\), which"
+    ):
+        layers = sequential(module, X)
+    model = GPipe(layers, [1, len(layers) - 1], devices=["cpu"] * 2, chunks=2)
+    norm: Any = module.backbone[1]
+    model.train()
+    assert norm.training
+
+    module.train()  # as the warning advises
+
+    before = norm.running_mean.clone()
+    model(X)
+    assert torch.equal(norm.running_mean, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sequential(nn.Sequential(Frozen(), nn.Linear(6, 6)), X, whole=[Frozen])

@@ -286,3 +286,25 @@ def test_a_balanced_and_a_planned_pipeline(name: str, hardware: str) -> None:
     outputs = [*tensors_in(called(model, sample))]
     expected = [*tensors_in(called(module, sample))]
     assert_close(outputs, expected)
+
+
+class TakesDict(nn.Module):
+    """A module that takes a dictionary of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        y: Tensor = self.two(torch.relu(self.one(batch["x"])) * batch["mask"])
+        return y
+
+
+def test_a_dictionary_may_have_its_keys_in_another_order() -> None:
+    x, mask = torch.randn(4, 6), torch.rand(4, 1).round()
+    module = TakesDict()
+    layers = sequential(module, ({"x": x, "mask": mask},))
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
+    expected = module({"x": x, "mask": mask})
+    assert_close(model({"x": x, "mask": mask}), expected)
+    assert_close(model({"mask": mask, "x": x}), expected)

@@ -14,18 +14,21 @@ import pytest
 
 from reproduce.numbers.notes import IN_TURN
 from reproduce.records.places import MEASURED, RESULTS
-from reproduce.records.record import Result, save
+from reproduce.records.record import Record, Result, save
 from reproduce.tables.layout import WIDTH
 from reproduce.tables.output import FIELDS
 
 from ..made import STEADY, one_line, record, row
 
 PAPER, SPEED = shlex.quote(str(RESULTS / "paper")), "--filter experiment=amoebanet-speed"
+NOISY = [0.2, 0.25, 0.3, 0.9, 1.1, 3.0, 4.0, 5.0]
+"""Times of steps, in seconds."""
 BETTER = "e: throughput in samples/s; higher is better"
 NO_SPEED = "no throughput could be judged, so it is not known whether there is a regression"
 NONE_JUDGED = "no row could be judged, so it is not known whether there is a regression"
 ACCEPT = "--allow-missing accepts this"
 TOO_FEW = "too few samples (B/A; needs 5)"
+TOO_NOISY = "too noisy (B/A: the ends of the interval differ 4-fold or more)"
 MISSING = "missing in B: n2m4 (e), n10m1 (e), n10m4 (e)"
 LACKING = "missing in B: n2m1 (e), n2m4 (e)"
 LINKED = "n10m1 (e), n10m4 (e)"
@@ -78,6 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "bubbly": [n2m1, row("bubbles", experiment="e-bubble", values={"bubble": 0.1})],
         "mixed-few": [sized(2, 1, [1.0]), memory],
         "busy": [sized(2, 1, list(STEADY), others=busy)],
+        "noisy": [n2m1, sized(2, 4, NOISY), n10m1, n10m4],
         "fast": published(0.5),
         "slow": published(1.0),
         "failing": [n2m1, sized(2, 4, [1.0]), sized(10, 1, 1.0, status="failed", samples={})],
@@ -95,6 +99,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, rows in sides.items():
         save(record(*rows), Path(name))
+    foreseen = row("n2m1", status="predicted", hardware="p40x8", values={"throughput": 2.0})
+    for name in ("foreseen", "foreseen-again"):
+        save(Record(name, "Title", "predicted", {}, [foreseen]), Path(name))
     for name, rows in elsewhere.items():
         save(record(*rows, cpu="another CPU"), Path(name))
 
@@ -190,6 +197,7 @@ ALLOWED = "--allow-missing"
 GATE: list[tuple[str, int, str, str]] = [
     ("a b", 0, "", "geometric mean"),
     ("b a", 1, "2 rows worse than in A: n2m4 (e), n10m4 (e)", "geometric mean"),
+    ("a noisy", 2, f"1 row of A could not be judged: {TOO_NOISY}: n2m4 (e); {ACCEPT}", "n2m4"),
     ("b a --threshold 2.0", 0, "", "geometric mean"),
     (
         "b a few",
@@ -231,6 +239,7 @@ GATE: list[tuple[str, int, str, str]] = [
     ("bubbly b", 2, "1 row of A could not be judged: missing in B: bubbles (e-bubble)", "n2m1"),
     ("mixed b", 2, "1 row of A could not be judged: missing in B: bytes (e-memory)", "n2m1"),
     ("counted counted-again", 0, "", "no samples"),
+    ("foreseen foreseen-again", 0, "", "no samples"),
     ("counted counted-more", 2, f"{NONE_JUDGED}: no samples (B/A): n2m1 (e)", "no samples"),
     ("a busy", 2, f"{NONE_JUDGED}: disturbed (B/A): n2m1 (e); {MISSING}", " disturbed\n"),
     (

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from reproduce.experiments import EXPERIMENTS
+from reproduce.numbers.sources import load_side
 from reproduce.predict.largest import Largest
 from reproduce.records.record import save
 from reproduce.tables.layout import WIDTH
@@ -61,6 +62,11 @@ def without_loss(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
             "on p40x8 No hardware was given, so p40x8 is assumed. Name yours by --hardware: here",
         ),
         (f"{HERE}:own", "--input 8 --autocast bfloat16 --hardware h100x8", "sgd, autocast to bf"),
+        (
+            f"{HERE}:deep",
+            "--hardware rtx4090x4 --batch-size 8 --devices 5",
+            "rtx4090x4 describes 4 devices. All 5 devices are assumed to be connected as fast",
+        ),
         (
             "unet",
             "--size 1 4 --hardware here --batch-size 6 --profile 6",
@@ -256,3 +262,17 @@ def test_a_run_is_predicted_row_by_row(
         ours, predicted, times = map(float, cells[name])
         assert ours == 20
         assert predicted / ours == pytest.approx(times, rel=0.02)
+
+
+def test_predictions_in_several_precisions_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """Check that predictions of one table in two precisions are different rows of a comparison."""
+    monkeypatch.chdir(tmp_path)
+    for more in ((), ("--autocast", "bfloat16")):
+        asked = ("resnet101-speed", "--hardware", "h100x8", "--out", "mine", *more)
+        command("predict", *asked)
+    side = load_side("A", "mine")
+    assert side.superseded == 0
+    found = {entry.hardware for entry in side.entries}
+    assert found == {"h100x8", "h100x8-autocast-bfloat16"}

@@ -149,6 +149,10 @@ for in_row in (True, False):
         [[p40, h100], [h100]],
         [("x (p40)", {0: "x"}), ("x (h100)", SHARED)],
     )
+    PLACED[f"predictions for two machines, the first of which is new, {in_row}"] = (
+        [[p40], [h100, p40]],
+        [("x (p40)", SHARED), ("x (h100)", {1: "x"})],
+    )
 PLACED |= {
     "its own configuration": (
         [[PUBLISHED], [reproducing("exact"), reproducing("other", L=6)]],

@@ -236,3 +236,20 @@ def test_tables_say_what_was_measured_and_where(name: str, said: str, epoch: boo
         *_, before_last_row, last_row = table.rows
         assert before_last_row[-1] == "not run"
         assert last_row[-1] == "123.4*"
+
+
+def test_methods_of_two_classes_are_two_rows(tmp_path: Path) -> None:
+    """Check that pytest-benchmark's results of equally named methods are kept apart."""
+    data = json.loads(FOREIGN.read_text())
+    for k, kind in enumerate(("TestEncode", "TestDecode")):
+        data["benchmarks"][k].update(name="test_it", fullname=f"tests/test_it.py::{kind}::test_it")
+    file = tmp_path / "benchmark.json"
+    file.write_text(json.dumps(data))
+
+    side = load_side("A", str(file))
+
+    assert [each.result.row for each in side.entries] == [
+        "TestEncode::test_it",
+        "TestDecode::test_it",
+    ]
+    assert side.superseded == 0

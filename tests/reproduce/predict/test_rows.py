@@ -16,12 +16,15 @@ from reproduce.numbers.metrics import read
 from reproduce.numbers.sources import Entry
 from reproduce.predict.asked import PAPERS
 from reproduce.predict.largest import Asked, largest
-from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_table
+from reproduce.predict.rows import SPEED_TABLES, predict_row, predict_run, predict_table
 from reproduce.records.places import RESULTS
 from reproduce.records.published import published
 from reproduce.records.record import Record, load
+from reproduce.tables.emulated import beside_emulated
 from reproduce.tables.predicted import predicted_tables, speed_up_errors, throughput_errors
 from torchgpipe.plan.hardware.hardware import HEADROOM, load_hardware
+
+from ..made import ran
 
 P40 = load_hardware("p40x8")
 # For each table that takes long, one row to test.
@@ -183,3 +186,15 @@ def test_the_largest_is_not_searched_among_ever_more_layers() -> None:
     asked = Asked(family, (5, 64), 32, 8, 2.0**30, "sgd", P40)
     found = largest(asked, 0, [(5, 64)], lambda _: 1.0, lambda sizes: sizes[0])
     assert found == ((40, 64), None)
+
+
+def test_a_row_in_which_nothing_orders_backwards_is_not_predicted() -> None:
+    """Check that an emulated row of the ablation that has no one schedule gets no prediction."""
+    results = ran("unet-ablation", "small", lambda row: [1.0], emulated=True)
+    emulated = Record("run", "Run", "measured", {}, results)
+    unordered = [r.row for r in emulated.results if "dependency" not in r.config["components"]]
+    assert unordered
+    predicted = predict_run(emulated, P40)
+    assert {r.row for r in predicted.results} == {r.row for r in emulated.results} - {*unordered}
+    (table,) = beside_emulated(emulated, predicted)
+    assert "apart: median" in " ".join(table.notes)

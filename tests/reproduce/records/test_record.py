@@ -249,6 +249,11 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
             of_row(samples={"step_time": [1, 2], "round": [0]}),
             "results[0].samples.round: 1 rounds for 2 steps",
         ),
+        (
+            of_row(samples={"step_time": [1, 2], "round": [3, 3]}),
+            "results[0].samples.round: two steps of 'r' have the same round",
+        ),
+        (of_row(values={"bubble": 1.7}), "results[0].values.bubble: the bubble of 'r' is 1.7, but"),
         (fields(kind="guessed"), "kind: Invalid enum value 'guessed'"),
         (fields(color=1), "Object contains unknown field `color`"),
         (OLD("results", to=3), "results: Expected `array`, got `int`"),

@@ -16,7 +16,7 @@ from reproduce.numbers.metrics import MARK
 from reproduce.numbers.sources import side_of
 from reproduce.records.record import SUCCESS, Record, Result
 from reproduce.report.figure import VARIABLES
-from reproduce.report.figures import ideal
+from reproduce.report.figures import _places, ideal
 from reproduce.report.page import page
 from reproduce.report.side_by_side import side_by_side
 from reproduce.report.subjects import find_subjects, unpublished
@@ -325,3 +325,15 @@ def test_two_gpus_are_two_columns() -> None:
     assert [source.record.name for source in subject.sources] == ["run 2021", "run 2022"]
     (alone,) = find_subjects(runs[1:2])
     assert [source.label for source in alone.sources] == ["measured (small, CUDA)"]
+
+
+def test_figures_of_own_runs_have_the_rows_of_one_group() -> None:
+    """Check that rows of other groups, which have other batch sizes, are in no figure."""
+    made = run("2020", 1, 1)
+    others = []
+    for result in made.results:
+        config = {**result.config, "group": "another"}
+        others.append(replace(result, row=f"{result.row}/mb", config=config))
+    results = [replace(r, config={**r.config, "group": "first"}) for r in made.results]
+    (subject,) = find_subjects([replace(made, results=[*results, *others])])
+    assert set(_places(subject)) == {result.row for result in results}

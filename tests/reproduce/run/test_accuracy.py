@@ -9,18 +9,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from msgspec import structs
 
+from reproduce.error import Unwritable
 from reproduce.machine.devices import Devices
-from reproduce.records.record import Result, save
-from reproduce.run import accuracy
+from reproduce.records.record import Result, is_continued, save
+from reproduce.run import accuracy, recorder
 from reproduce.run.accuracy import SERIES, AccuracyTraining
 from reproduce.run.session import UNITS
 from reproduce.tables.layout import WIDTH
 
+from ..made import one_line
 from ..tiny import TINY
 from .conftest import Runner
 
@@ -261,3 +264,33 @@ def test_the_learning_rate_follows_the_recipe_and_wrong_classes_are_counted() ->
     batches = [(images[:7], classes[:7]), (images[7:], classes[7:])]
     assert second.top1_error(batches) == 25
     assert second.model.training
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_says_so(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a record says which of its epochs an earlier run has trained.
+
+    Otherwise, the time and the versions of the later run would seem to be those of all epochs.
+    """
+    with monkeypatch.context() as patch:
+        fail(patch, KeyboardInterrupt(), STEPS + 1)
+        run(NAME, status=130)
+    first = run.record
+    monkeypatch.setattr(recorder, "described", lambda recorder: "of now")
+    run(NAME)
+
+    (note,) = run.record.notes
+    assert note.startswith("plain, seed 0: epochs up to 1 were trained by an earlier run, of 20")
+    assert not is_continued(first)
+    assert is_continued(run.record)
+    assert note in one_line(run.out)
+
+
+def test_without_room_for_checkpoints_no_other_row_is_trained(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Mock(side_effect=Unwritable("x.pt: cannot be written (No space left on device)"))
+    monkeypatch.setattr(accuracy, "write_atomically", written)
+    run(NAME, status=2, early=True)
+    written.assert_called_once()

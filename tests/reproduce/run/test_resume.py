@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reproduce.error import Error
+from reproduce.machine.load import Load
 from reproduce.records.record import Result, load
 from reproduce.run.groups import (
     LARGEST_SHARE,
@@ -204,3 +205,24 @@ def test_epochs_that_a_publication_does_not_time_count_as_a_warm_up() -> None:
         assert least_steps(session, task) == steps
         assert not takes_too_long(session, group, task, LARGEST_SHARE * 100.0 / steps)
         assert takes_too_long(session, group, task, LARGEST_SHARE * 101.0 / steps)
+
+
+def test_an_interruption_in_a_disturbed_round_keeps_the_good_rounds(
+    fake: type[Fake], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a disturbed round that Ctrl-C breaks off is left out, if others are enough.
+
+    Otherwise the rows would count as disturbed, and `--resume` would run all rounds again.
+    """
+    monkeypatch.setattr(Load, "begin", lambda self: setattr(self, "left", iter([0.0] * 3)))
+    monkeypatch.setattr(Load, "round", lambda self: {"others": next(self.left, 0.2)})
+
+    def interrupt(*_: object) -> None:
+        if fake.order.count("GPipe n2m4") == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reproduce.run.speed.check_same", interrupt)
+        found = run("tiny-speed", "--steps=5", status=130, least_steps=3)
+    assert not any(result.disturbed for result in found.values())
+    assert len(found["GPipe n2m4"].samples["step_time"]) == 3

@@ -131,6 +131,20 @@ def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(
     assert asked["checkpoint"] == "always"
 
 
+def test_a_planned_balance_may_have_more_partitions_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that `--set n=…` may ask for more partitions than an experiment has by itself."""
+    planned = Mock(side_effect=lambda row, model, sample, most: {most: (1,) * most})
+    monkeypatch.setattr("reproduce.run.training.planned_balances", planned)
+    unet = EXPERIMENTS["unet-speed"].scale("small").rows[0]
+    row = replace(unet, size=(1, 2), input_shape=(3, 64, 64), equal="model", configuration=PLANNED)
+    row = replace(row, batch_size=16, chunks=16, partitions=16, balance=None)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(16)])
+    found = Balancer(CPU).balanced(row, model, FakeData([row], 0))
+    assert found.balance == (1,) * 16
+
+
 @pytest.mark.parametrize(("n", "balance"), [(1, (9,)), (2, (5, 4)), (4, (3, 2, 2, 2))])
 def test_equal_layers(n: int, balance: tuple[int, ...]) -> None:
     row = replace(NAIVE, configuration=EQUAL_LAYERS, partitions=n, balance=None)

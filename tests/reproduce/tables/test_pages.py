@@ -92,6 +92,12 @@ MEASURED = ran("amoebanet-speed", "paper", gpipe_is_faster)
 SPEED = record(*MEASURED)
 EMULATED = record(*both("amoebanet-speed", "paper"), device="cpu", threads_per_device=1, load=None)
 LIVE = memory("small", "cpu", lambda n: [(100 + j) * MiB for j in range(n)], model_bytes=50 * MiB)
+ON_ONE_GPU = memory(
+    "paper",
+    "cuda",
+    lambda n: [20 * GiB] * n,
+    peak_reserved=lambda row: [21 * GiB] if row.devices == 1 else [],
+)
 CUDA = memory("paper", "cuda", lambda n: [20 * GiB] * n, peak_reserved=[21 * GiB])
 
 
@@ -234,7 +240,14 @@ PAGES: list[tuple[Record, list[str]]] = [
             "| pipeline-1 | (18, 416) | 21.00 | 21.00 | 20.62 | 0.38 |",
         ],
     ),
-    (memory("small", "cpu", lambda n: []), ["| pipeline-1 | (18, 32) | measured |"]),
+    (memory("small", "cpu", lambda n: []), ["| pipeline-1 | (18, 32) | - |"]),
+    (
+        ON_ONE_GPU,
+        [
+            "| pipeline-2 | (18, 544) | - |",
+            "one GPU took their place: there, allocated bytes are the bytes of all tensors alive",
+        ],
+    ),
     (
         lacking("out of memory"),
         ["| GPipe | 4 | 4 | out of memory | |", "| pipeline-4 | (36, 40) | out of memory | | | |"],

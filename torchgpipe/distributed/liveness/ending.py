@@ -103,7 +103,7 @@ def _leave_all() -> None:
     _kept.extend(open_connections)
     open_connections.clear()
     for connections in _kept:
-        connections.closed = True  # this process has no threads that can close the connections
+        connections.ended = True  # this process has no threads that can close the connections
         connections.liveness.activity.beside.clear()
         # Close the sockets here, because otherwise they stay open when the parent process ends.
         for number, _ in connections.sockets & sockets():

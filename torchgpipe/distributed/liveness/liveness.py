@@ -23,7 +23,7 @@ from torchgpipe.plain import packed, unpacked
 GRACE = 1.0
 """How many seconds a rank waits until other ranks have received its final message."""
 
-_LABEL, _HEARD, _LAST = range(3)
+_LABEL, _ANSWER, _LAST = range(3)
 """The kinds of messages: what a rank does now; an answer to a final message; a final message."""
 
 Broken = Callable[[BaseException], None]
@@ -221,7 +221,7 @@ class Liveness:
             why = self._heard_until_last(peer, receiver)
         except Stopped:
             why = self._died(peer)
-        self._has_heard(peer)  # the other rank has ended, and needs no final message of this rank
+        self._note_answer(peer)  # the other rank has ended, and needs no final message of this rank
         if why is not None:
             self.fail(why, told_by=peer)
             return
@@ -249,12 +249,12 @@ class Liveness:
             what, *told = unpacked(message.tensors[0])
             if what == _LABEL:
                 self._monitor.heard(peer, Label(*told))
-            elif what == _HEARD:
-                self._has_heard(peer)
+            elif what == _ANSWER:
+                self._note_answer(peer)
             else:
                 break
         with self._telling, suppress(Stopped):
-            self._senders[peer].give_last(_message(_HEARD))
+            self._senders[peer].give_last(_message(_ANSWER))
         why: str | None = told[0]
         return why
 
@@ -270,7 +270,7 @@ class Liveness:
             f"{self._monitor.last(peer)} ({self._lost[peer]})"
         )
 
-    def _has_heard(self, peer: int) -> None:
+    def _note_answer(self, peer: int) -> None:
         """Record that a rank has received this rank's final message, or has ended."""
         with self._changed:
             self._answered.add(peer)

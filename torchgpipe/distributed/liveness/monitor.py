@@ -22,8 +22,11 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from torchgpipe.distributed.liveness.idle import Idle, place
 from torchgpipe.engine.program import Program
+from torchgpipe.tensors import accelerator
 from torchgpipe.tensors._autograd import sharded
 
 _TALK = 0.001
@@ -304,16 +307,16 @@ class RankMonitor:
             f"used the CPU, in {where}"
         )
 
-    def _circle(self, own: Label) -> str | None:
-        labels = {self._own: own}
-        for peer, (_, label) in self._heard.copy().items():
-            labels[peer] = label
+    def _circle(self, label: Label) -> str | None:
+        labels = {self._own: label}
+        for peer, (_, theirs) in self._heard.copy().items():
+            labels[peer] = theirs
         all_known = len(labels) > len(self.others)
-        waits = all_known and all(label.waits for label in labels.values())
+        waits = all_known and all(each.waits for each in labels.values())
         if labels != self._labels or not waits:
             self._labels = labels
             self._unchanged_since = self._now()
-        if self._now() - self._unchanged_since < self._timeout:
+        if self._now() - self._unchanged_since < self._timeout or self._may_wait_for_replica():
             return None
         gone = self._all - self.others
         ended = f"; {_named(gone)} had ended" if gone else ""
@@ -322,6 +325,15 @@ class RankMonitor:
             f"{self._timeout:g} s: {_each(labels)}{ended}. Has a rank left out a call of the "
             "pipeline, or a backward()?"
         )
+
+    def _may_wait_for_replica(self) -> bool:
+        """Return whether a GPU of this pipeline may wait for another replica, which is only slow.
+
+        The ranks would then wait for each other, too, but only until their GPUs go on.
+        """
+        if not accelerator.all_devices() or not dist.is_initialized():
+            return False
+        return dist.get_world_size() > 1 + len(self._all)
 
 
 def _each(labels: dict[int, Label]) -> str:

@@ -38,8 +38,13 @@ def described(value: Any, values: list[Any]) -> Described:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind], *[described(part, values) for part in value]
     if kind is dict:
-        items = [(described(key, values), described(x, values)) for key, x in value.items()]
-        return "dict", *items
+        # Keys are a part of the description, because they are the same in all micro-batches. (Plain
+        # values are sent with each micro-batch, and a receiver on a GPU has to wait for them.)
+        plain = all(type(key) in _VALUES for key in value)
+        items = []
+        for key, x in value.items():
+            items.append((key if plain else described(key, values), described(x, values)))
+        return "dict" if plain else "dict of any keys", *items
     raise TypeError(
         f"a layer returned a {kind.__name__} in a structure for another rank; return only tuples, "
         "lists, dictionaries, tensors, numbers and strings"
@@ -74,6 +79,6 @@ def _undescribed(told: Any, values: Iterator[Any], slots: list[Slot]) -> Any:
         return _MADE_BY[kind]([_undescribed(part, values, slots) for part in parts])
     made = {}
     for key, x in parts:
-        name = _undescribed(key, values, slots)
+        name = key if kind == "dict" else _undescribed(key, values, slots)
         made[name] = _undescribed(x, values, slots)
     return made

@@ -4,7 +4,7 @@ The floating-point operations come from PyTorch's own formulas (`torch.utils.flo
 operator without a formula counts as one that only moves bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,25 +61,71 @@ VIEWS = (
 
 
 class Counter(TorchDispatchMode):
-    """Within this context, list this thread's operators, but not operators that make views."""
+    """Within this context, list this thread's operators, but not operators that make views.
 
-    def __init__(self) -> None:
+    Args:
+        weights: The parameters that get gradients.
+
+    Attributes:
+        operators: The operators.
+        products: Those of the operators that are convolutions or matrix products in which a weight,
+            or what was computed from weights alone, is a factor.
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
+        self.products: list[Operator] = []
+        # The keys are the storages of weights, and of what was computed from weights alone, such as
+        # casts. The values keep these storages alive, so that no other storage gets a key.
+        self._weights = {x.untyped_storage()._cdata: x for x in weights}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = len(self.operators)
         with without_torch_function():
-            result = func(*args, **kwargs)
-            if func is torch.ops.aten.convolution.default:
-                self.operators += convolution(args, [result])
-            elif func is torch.ops.aten.convolution_backward.default:
-                self.operators += convolution(args, result)
-            elif (fused := attention_operator(func, args, kwargs, result)) is not None:
-                self.operators.append(fused)
-            else:
-                self.operators += _operators(func, args, kwargs, result)
-            return result
+            result = self._run(func, args, kwargs)
+        self._note_weights(func, args, result, self.operators[before:])
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and list it; return its result."""
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.convolution.default:
+            self.operators += convolution(args, [result])
+        elif func is torch.ops.aten.convolution_backward.default:
+            self.operators += convolution(args, result)
+        elif (fused := attention_operator(func, args, kwargs, result)) is not None:
+            self.operators.append(fused)
+        else:
+            self.operators += _operators(func, args, kwargs, result)
+        return result
+
+    def _note_weights(self, func: Any, args: Any, result: Any, made: Sequence[Operator]) -> None:
+        """Note products with weights, and results that were computed from weights alone.
+
+        Args:
+            func: The operator that has run.
+            args: Its arguments.
+            result: Its result.
+            made: What was listed for it.
+        """
+        # The first argument of an operator such as `addmm` is a bias, and the last argument of a
+        # convolution is, too.
+        if not self._weights:
+            return
+        factors = args[1:3] if "add" in func.__name__ else args[:2]
+        of_weights = [self._is_weight(x) for x in tensors_in(factors)]
+        if not any(of_weights):
+            return
+        if all(of_weights):
+            self._weights |= {x.untyped_storage()._cdata: x for x in tensors_in(result)}
+        else:
+            products = [each for each in made if each.flops and "attention" not in each.kind]
+            self.products += products
+
+    def _is_weight(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._weights
 
 
 def _operators(
@@ -140,7 +186,8 @@ def count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
     for key, skip in rehearsal.scope.items():
         if skip is not None:
             rehearsal.scope[key] = _Entry.apply(reached, -1, skip)
-    forward, backward = Counter(), Counter()
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    forward, backward = Counter(weights), Counter()
     try:
         with forward:
             rehearsal.forward(like(value, given))
@@ -171,6 +218,7 @@ def count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
     return LayerCount(
         name=name,
         forward=tuple(forward.operators),
+        products=tuple(forward.products),
         backward=tuple(backward.operators),
         accumulate=tuple(accumulate),
         output=float(sum([x.nbytes for x in tensors_of(rehearsal.output)])),

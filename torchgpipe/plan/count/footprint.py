@@ -100,6 +100,12 @@ class LayerCount(NamedTuple):
 
     name: str
     forward: tuple[Operator, ...]
+    products: tuple[Operator, ...]
+    """The products in the forward in which a parameter that gets a gradient is a factor.
+
+    For each of these products, the backward has an equally large one, which computes the gradient
+    of the parameter.
+    """
     backward: tuple[Operator, ...]
     accumulate: tuple[Operator, ...]
     """The operators that add a backward's gradients to the parameters' existing gradients."""
@@ -115,14 +121,3 @@ class LayerCount(NamedTuple):
     """For each input, whether the layer gives it a gradient."""
     tied: tuple[Tied, ...] = ()
     """The parameters of the layer that other layers have, too."""
-
-    @property
-    def products(self) -> tuple[Operator, ...]:
-        """The matrix products in the layer's forward in which a parameter is a factor.
-
-        For each of these products, the backward has an equally large one, which computes the
-        gradient of the parameter.
-        """
-        if not self.parameters:
-            return ()
-        return tuple([x for x in self.forward if x.flops and "attention" not in x.kind])

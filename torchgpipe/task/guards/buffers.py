@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from torchgpipe.modules import InPlace, Swap
+from torchgpipe.modules import Swap, Swapped
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 from torchgpipe.task.guards.parameters import StandInParameters
 from torchgpipe.tensors._autograd import is_compiled, storage_of
@@ -236,7 +236,7 @@ class Buffers(Guard):
         for module, buffers in own.items():
             view = buffers if compiled else BuffersOfThread(buffers, module._buffers)
             swaps.append(Swap(module.__dict__, "_buffers", view))
-        with InPlace(swaps):
+        with Swapped(swaps):
             yield
             for slot, x, version in expected:
                 kept = own[slot.module].get(slot.name) is x and versions((x,)) == version

@@ -112,8 +112,8 @@ class OutputGradients(Guard):
             return able
         watched = task.noted.pop(self, None)
         if watched is not None:
-            self._all_do[task.needs] = task.found == able and not watched.asked
-        return task.found
+            self._all_do[task.needs] = task.graph_needs == able and not watched.asked
+        return task.graph_needs
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
         """Let later first passes make a graph if `claim` was wrong about this task's outputs.
@@ -121,7 +121,7 @@ class OutputGradients(Guard):
         In the first pass, the method `claim` has assumed which outputs require grad. The
         recomputation shows which outputs really do.
         """
-        if task.claimed != task.found:
+        if task.claimed_needs != task.graph_needs:
             self._all_do[task.needs] = False
 
 

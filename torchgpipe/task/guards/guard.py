@@ -45,12 +45,12 @@ class GuardedTask:
     Attributes:
         randomness: The guard of the task's random numbers.
         inputs: The inputs of a checkpointed task, until its last recomputation.
-        form: The class of the input micro-batch: `Tensor`, or a class of tuples.
+        form: The form of the input micro-batch.
         needs: Whether each input requires grad.
-        with_graph: Whether the forward makes a graph.
-        found: Whether each output requires grad, according to the latest graph.
-        claimed: Whether each output requires grad when it is passed to the next task. Without a
-            graph, this is a guess, which `found` can later contradict.
+        with_graph: Whether a first pass makes a graph. `OutputGradients` sets it.
+        graph_needs: Whether each output requires grad, according to the latest graph.
+        claimed_needs: Whether each output requires grad when it is passed to the next task. Without
+            a graph, this is a guess, which `graph_needs` can later contradict.
         edges: For each output, its edge in the task's graph, where a backward begins, or `None` if
             the output has no graph. `edges` is `None` while the task has no graph.
         noted: For each guard, the values that the guard has recorded in the forward.
@@ -61,8 +61,8 @@ class GuardedTask:
     form: Form = field(default=Tensor, kw_only=True)
     needs: tuple[bool, ...] = field(default=(), kw_only=True)
     with_graph: bool = field(default=True, kw_only=True)
-    found: list[bool] = field(default_factory=list, kw_only=True)
-    claimed: list[bool] = field(default_factory=list, kw_only=True)
+    graph_needs: list[bool] = field(default_factory=list, kw_only=True)
+    claimed_needs: list[bool] = field(default_factory=list, kw_only=True)
     edges: list[GradientEdge | None] | None = field(default=None, kw_only=True)
     noted: dict[Guard, Any] = field(default_factory=dict, kw_only=True)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchgpipe.modules import InPlace, Swap, modules_of
+from torchgpipe.modules import Swap, Swapped, modules_of
 from torchgpipe.task.guards.guard import Guard, GuardedTask
 
 _RUN = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -72,7 +72,7 @@ class UnchangedLayers(Guard):
         """Record the modes and hooks of the layers."""
         task.noted[self] = self.states()
 
-    def before_recomputation(self, task: GuardedTask) -> InPlace | None:
+    def before_recomputation(self, task: GuardedTask) -> Swapped | None:
         """Return a context that gives the layers the modes and hooks of the task's forward.
 
         If the layers have these modes and hooks now, return None.
@@ -95,7 +95,7 @@ class UnchangedLayers(Guard):
                 for name, items in zip(_HOOKS, hooks, strict=True):
                     dictionary: Any = OrderedDict(items)  # type: ignore[arg-type]
                     swaps.append(Swap(module.__dict__, name, dictionary))
-        return InPlace(swaps)
+        return Swapped(swaps)
 
     def states(self) -> LayerStates:
         """Return the current modes and hooks of the layers."""

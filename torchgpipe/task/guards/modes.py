@@ -11,7 +11,8 @@ forward that may differ in its thread. Most often there are none.
 
 What it costs: each recomputation compares the modes of its thread with those of the forward. A
 worker thread enters all modes of the caller once in a run. If autocast is on, each recomputation
-casts the parameters again.
+casts the parameters again. In `step` and `evaluate`, and with worker threads, each forward does so,
+too, and its graph keeps its own casts until the backward.
 """
 
 from __future__ import annotations
@@ -124,6 +125,19 @@ class AmbientModes(Guard):
         phase = CheckpointPhase(checkpointing=self._checkpointing, recomputing=self._recomputing)
         inference = torch.inference_mode(self._inference)
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
+            yield
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Return a context in which autocast is off, for backwards within a `step`.
+
+        PyTorch advises to call `backward()` outside of autocast. Otherwise the backward of a
+        product that a layer computes in float32 on purpose would run in low precision.
+        """
+        with ExitStack() as stack:
+            for kind, (enabled, dtype) in self._autocast.items():
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=False))
             yield
 
     def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:

@@ -4,7 +4,7 @@ What goes wrong without this guard: the graphs of tasks end in the parameters, s
 own gradient to `.grad`. If a hook clips the gradient of a parameter, it runs for every task, and
 clips each summand instead of the sum. And `torch.autograd.grad` does not work.
 
-With this guard, the layers contain stand-ins (in_place.py puts them there), and the gradients of
+With this guard, the layers contain stand-ins (stand_ins.py puts them there), and the gradients of
 all tasks are summed in the stand-ins. The caller's graph has a node whose inputs are the
 parameters. Its backward runs after all tasks, and returns the sums as the parameters' gradients.
 
@@ -57,7 +57,7 @@ here, and kept.
 
 
 class StandInParameters(Guard):
-    """The guard that replaces parameters by stand-ins, which add up the gradients of all tasks.
+    """The guard that makes the stand-ins, and adds up the gradients of all tasks in them.
 
     A stand-in is a detached parameter. If tasks used the parameter itself, each task would add its
     own gradient to `.grad`, and hooks of the parameter would run once for each task. With the

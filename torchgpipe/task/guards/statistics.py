@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe.modules import InPlace, Swap
+from torchgpipe.modules import Swap, Swapped
 from torchgpipe.task.guards.guard import Guard, GuardedTask
 from torchgpipe.tensors._autograd import within_plain_checkpoint
 from torchgpipe.tensors.checkpoint import is_recomputing
@@ -41,21 +41,21 @@ class Statistics(Guard):
             self._unread.append(Swap(norm.__dict__, "_buffers", unread))
             self._untracked.append(Swap(norm.__dict__, "track_running_stats", False))
 
-    def before_recomputation(self, task: GuardedTask) -> InPlace:
+    def before_recomputation(self, task: GuardedTask) -> Swapped:
         """Return a context for the recomputation, in which batch norms do not update statistics.
 
         The forward has already updated these statistics. In the context, reading them raises an
         error.
         """
-        return InPlace([*self._unread, *self._untracked])
+        return Swapped([*self._unread, *self._untracked])
 
-    def before_backward(self, task: GuardedTask) -> InPlace:
+    def before_backward(self, task: GuardedTask) -> Swapped:
         """Return a context for a task's backward, in which reading running statistics is an error.
 
         In a backward, layers run again if the user's code has wrapped them in
         `torch.utils.checkpoint`, which does not handle running statistics (see `_Unread`).
         """
-        return InPlace(self._unread)
+        return Swapped(self._unread)
 
 
 class _Unread(dict[str, Any]):

@@ -191,6 +191,23 @@ def test_tf32_as_pytorch_is_set(precision: str, dtype: str) -> None:
     assert found == [dtype, dtype, "float16"]
 
 
+def test_products_are_those_with_a_trained_weight() -> None:
+    """Check which products have a backward that a schedule can split: those with a trained weight.
+
+    Frozen weights, as with LoRA, and products of activations, as in attention, do not count.
+    """
+    frozen, trained = meta(8, 8), meta(8, 8, grad=True)
+    x = meta(4, 8, grad=True)
+    with as_on("cuda"), Counter([trained]) as counter:
+        y = F.linear(x, frozen, trained[0])
+        y = F.linear(y, trained)
+        y = y @ trained.to(torch.float16).float()
+        y = y @ y.t() @ y
+    products = [operator.flops for operator in counter.products]
+    assert products == [2 * 4 * 8 * 8] * 2
+    assert len([operator for operator in counter.operators if operator.flops]) == 5
+
+
 N, C, K = 2, 8, 16
 
 # Each row has the type of a convolution, the height and width of its images, its options, whether

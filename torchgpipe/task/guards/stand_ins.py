@@ -24,11 +24,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from torchgpipe.modules import InPlace, Swap
+from torchgpipe.modules import Swap, Swapped
 from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 
-class InPlaceForRun:
+class StandInsForRun:
     """A context that puts stand-ins (detached parameters) into the layers during a whole run.
 
     A run is all forwards, all backwards, or a whole step of a mini-batch. The tasks compute with
@@ -42,7 +42,7 @@ class InPlaceForRun:
         parts: For each stage, the lock of its layers, and a context that changes these layers.
     """
 
-    def __init__(self, parts: Sequence[tuple[Context, InPlace]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Context, Swapped]]) -> None:
         self._parts = parts
         self._within: list[int] = []  # an entry for each thread; appending and popping need no lock
 
@@ -65,7 +65,7 @@ class InPlaceForRun:
                 part.__exit__()
 
 
-class InPlaceForTask(Guard):
+class StandInsForTask(Guard):
     """A guard that puts stand-ins (detached parameters) into the layers while a task runs.
 
     The stand-ins add up the gradients of all tasks. Then the parameters get the sums.
@@ -74,11 +74,11 @@ class InPlaceForTask(Guard):
     def __init__(self, swaps: Sequence[Swap]) -> None:
         self._swaps = swaps
 
-    def before_single_pass(self, task: GuardedTask) -> InPlace:
+    def before_single_pass(self, task: GuardedTask) -> Swapped:
         """Return a context that puts the stand-ins into the layers, and removes them at its end.
 
         A task enters such a context in its forward, in its recomputation and in its backward.
         """
-        return InPlace(self._swaps)
+        return Swapped(self._swaps)
 
     before_first_pass = before_recomputation = before_backward = before_single_pass

@@ -36,7 +36,7 @@ class KeptInputs(Guard):
         self._index = index
         self.begins_in_place = begins_in_place(partition)
 
-    def given(self, inputs: Flat, form: Form) -> Flat:
+    def for_layers(self, inputs: Flat, form: Form) -> Flat:
         """Return the tensors that the layers get as inputs in a forward or a recomputation.
 
         These are the task's inputs. But if the first layer changes its input in place, the layers
@@ -44,7 +44,7 @@ class KeptInputs(Guard):
 
         Args:
             inputs: The inputs of the task.
-            form: The class of the micro-batch: `Tensor`, or a class of tuples.
+            form: The form of the micro-batch.
         """
         x = inputs[0] if form is Tensor else None
         if x is None or not self.begins_in_place:
