@@ -1,6 +1,7 @@
 """Limit how long ranks (processes) wait for each other when they connect.
 
-A rank that waits prints a line after one minute. After five minutes, it ends its process.
+A rank that waits prints a line after one minute. A program of `reproduce` or `examples` also ends
+its process after five minutes.
 """
 
 import os

@@ -101,6 +101,11 @@ def reentrant(_: Net, y: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(checkpointed(F.tanh, y, use_reentrant=True), t)
 
 
+def twice(net: Net, y: Tensor, t: Tensor) -> Tensor:
+    """Compare the output with that for another input, and train with both."""
+    return F.mse_loss(y, net.layers(t))
+
+
 def consistent(net: Net, y: Tensor, t: Tensor) -> Tensor:
     with torch.no_grad():
         again = net.layers(t)
@@ -155,6 +160,7 @@ CRITERIA: dict[str, Callable[[Net], Criterion]] = {
     "one that has sparse and dense gradients": of(sparse_and_dense),
     "a reentrant checkpoint": of(reentrant),
     "the model, without gradients": of(consistent),
+    "the model, with gradients": of(twice),
     "nothing, of some micro-batches": of(sometimes_nothing),
 }
 """For each thing that a criterion can use, a function that makes the criterion for a net."""

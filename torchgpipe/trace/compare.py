@@ -110,7 +110,8 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
     """Compare the layers with the module also in the mode (training or evaluation) that is not set.
 
     This is done only if the recorded code reads the mode (`training`). If the module makes other
-    calls in the other mode, which the layers do not have, there is only a warning.
+    calls in the other mode, which the layers do not have, there is only a warning. There is also a
+    warning if the module gives a padding mask to an encoder that evaluation treats in another way.
 
     Args:
         module: The module.
@@ -118,18 +119,18 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
         signature: The module's signature.
         inputs: The tensors of the sample.
     """
-    sizes: Any = layers[0].sizes
+    check: Any = layers[0].sizes
     mode = "training" if module.training else "evaluation"
-    if sizes.both_modes and not _are_alike_in_other_mode(module, layers, signature, inputs):
-        sizes.forget_other_mode()
-    if sizes.masked_encoder:
+    if check.both_modes and not _are_alike_in_other_mode(module, layers, signature, inputs):
+        check.forget_other_mode()
+    if check.masked_encoder:
         warnings.warn(
             f"{type(module).__name__} gives a padding mask to an nn.TransformerEncoder: in "
             "evaluation without gradients, PyTorch makes the outputs of padded positions zero, but "
             "the layers do not; do not use these outputs, or set enable_nested_tensor=False",
             stacklevel=4,
         )
-    if sizes.one_mode:
+    if check.one_mode:
         warnings.warn(
             f"{type(module).__name__} makes other calls when it is not in {mode}, and its layers "
             f"only have the calls for {mode}; in the other mode, {OTHER_MODE}",

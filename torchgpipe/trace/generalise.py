@@ -248,8 +248,8 @@ def refuse_concatenated(outputs: Sequence[Tensor], compared: Mapping[int, int]) 
 class Differs(Exception):
     """An internal error: a module's recordings for several sizes cannot be merged into one.
 
-    The message says how they differ. The function `generalise` catches this error, and raises
-    `Untraceable` for the user.
+    The message says how they differ. The function `generalise` and the class `KeptResults` catch
+    this error; `generalise` raises `Untraceable` for the user.
     """
 
 

@@ -178,7 +178,8 @@ def record_all(
             if not small:
                 break
         whole |= small
-    # `check_notes` has passed, so a note that is left says that a module reads its mode.
+    # `small_modules` has refused all other notes, so a note that is left says that a module reads
+    # its mode.
     other_mode = _in_other_mode(module, signature, inputs, whole, results) if notes else ()
     return Recorded(recordings, results, other_mode, reads_mode=bool(notes))
 

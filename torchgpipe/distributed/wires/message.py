@@ -101,8 +101,8 @@ class Predicted:
 
     Attributes:
         known: All descriptions so far; the index of a description is its number.
-        number: The number of the predicted description. It is `None` if the previous mini-batch had
-            fewer messages than this mini-batch.
+        number: The number of the predicted description. It is `None` without a prediction: if the
+            previous mini-batch had no message in this place.
     """
 
     def __init__(self) -> None:

@@ -41,8 +41,9 @@ class Call(NamedTuple):
 
     Attributes:
         target: The function, or the submodule's name.
-        args: The positional arguments. Placeholders (`Value`, `Held`, `Device`, `Size`) replace
-            tensors, the module's device, and numbers that depend on the batch size.
+        args: The positional arguments. Placeholders (`Value`, `Held`, `Device`, `Size`, `ByMode`)
+            replace tensors, the module's device, numbers that depend on the batch size or on
+            lengths, and values that depend on the mode.
         kwargs: The keyword arguments, with the same placeholders.
         outputs: The numbers of the tensors that the call returns, in order.
         grad: Whether gradients are enabled during the call.

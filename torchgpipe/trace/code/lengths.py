@@ -263,7 +263,7 @@ def _length(
 
 
 def _recorded(length: int, least: int, most: int | None) -> tuple[int, int, int] | None:
-    """Return three lengths for which to record a module: the sample's length, and two others.
+    """Return three lengths for which to record a module: if possible, the sample's length first.
 
     The other two are shorter if possible, because a module may not take a longer input, for example
     if it has a table of positions. The three lengths differ by a power of two that divides the

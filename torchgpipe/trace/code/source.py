@@ -2,14 +2,14 @@
 
 The function for a layer with two calls, for example, is this:
 
-    def blocks_0_linear(self, inputs):
-        x0, x4 = inputs
+    def layer_1_blocks_0_linear(self, inputs):
+        x0, x1 = inputs
         inputs.clear()
-        batch = x0.shape[0]
-        x7 = self.blocks._modules["0"].linear(x4)
-        x8 = x0.add(x7)
-        del x0, x7
-        return x8
+        x2 = self.blocks._modules['0'].linear(x1)
+        del x1
+        x3 = x0.add(x2)
+        del x0, x2
+        return (x3,)
 
 Each layer has a separate function, with a separate file name, because `torch.compile` keeps the
 compiled code and counts recompilations for each function.
