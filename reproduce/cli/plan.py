@@ -17,6 +17,7 @@ from reproduce.cli.shared import (
     COUNT,
     HARDWARE,
     HERE,
+    Share,
     autocast,
     command,
     devices_by_default,
@@ -110,7 +111,7 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option("--memory", metavar="24GiB", help="Memory of each device. Default: the hardware's.")
 @click.option(
     "--headroom",
-    type=click.FloatRange(min=0),
+    type=Share(),
     metavar="SHARE",
     help="Memory to leave to the allocator, as a share of the tensors' bytes. Default: "
     f"{HEADROOM} on a GPU, 0 on a CPU.",

@@ -130,7 +130,10 @@ def _facts(schedule: "Schedule") -> Iterator[str]:
     yield f"a unit is the forward of one micro-batch through {share}; {columns}"
     kept = ", ".join(map(str, schedule.in_flight))
     stage = f"1/{len(schedule.placement)} of the model"
-    yield f"kept at most, tasks by device: {kept}; a task is one micro-batch in {stage}"
+    text = f"kept at most, tasks by device: {kept}; a task is one micro-batch in {stage}"
+    if any(action.kind == "recompute" for action in schedule.actions):
+        text += ", and keeps only its inputs if it is recomputed later"
+    yield text
 
 
 def _numbers(schedule: "Schedule", title: str) -> "Iterator[Number]":

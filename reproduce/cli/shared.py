@@ -1,5 +1,6 @@
 """Define options that several commands share, and helpers for command line arguments."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -124,11 +125,26 @@ def command(
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
+class Share(click.FloatRange):
+    """A share of something: a number that is at least 0 and finite. click accepts NaN, too."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 def threshold(default: float) -> Option:
     """Return the click option `--threshold`, the smallest relative difference that matters."""
     return click.option(
         "--threshold",
-        type=click.FloatRange(min=0),
+        type=Share(),
         metavar="SHARE",
         default=default,
         show_default=True,

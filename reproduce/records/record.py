@@ -296,6 +296,12 @@ def _check(record: Record, where: str) -> None:
                 f"{here}.values.bubble: the bubble of {result.row!r} is {bubble:g}, but it is a "
                 "share of the devices' time, from 0 to 1"
             )
+        batch_size = result.config.get("batch_size", 1)
+        if isinstance(batch_size, int) and batch_size < 1:
+            raise Error(
+                f"{here}.config.batch_size: the batch size of {result.row!r} is {batch_size}, but "
+                "it must be at least 1"
+            )
         check_times(result.row, result.samples, result.values, here)
 
 

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from benchmarks.gates.losses import CANNOT_TELL, FOUND, GATES, RUNS, table
+from benchmarks.gates.losses import CANNOT_TELL, FOUND, GATES, REVISIONS, RUNS, table
 from benchmarks.harness import (
     Found,
     by_case,
@@ -87,13 +88,19 @@ class Tally:
         loss: The change that makes the library slower.
         arguments: Further arguments of the command `regression`, whose checks are the gates.
         before: Maps the name of each gate to its results in earlier runs.
+        revision: The git revision of the code that is judged now.
     """
 
     def __init__(
-        self, loss: Loss, arguments: Sequence[str], before: dict[str, Result] | None = None
+        self,
+        loss: Loss,
+        arguments: Sequence[str],
+        before: dict[str, Result] | None = None,
+        revision: str = "",
     ) -> None:
         self.loss = loss
-        self.config = {"arguments": list(arguments)}
+        self.arguments = list(arguments)
+        self.revision = revision
         self.results = dict(before or {})
 
     def runs(self, name: str) -> int:
@@ -132,8 +139,12 @@ class Tally:
         """
         for name in (*gates, CANNOT_TELL):
             values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}
+            earlier = self.results.get(name)
+            revisions = Counter[str]({} if earlier is None else earlier.config[REVISIONS])
+            revisions[self.revision] += 1
+            config = {"arguments": self.arguments, REVISIONS: dict(revisions)}
             self.results[name] = Result(
-                self.loss.kind, name, "measured", config=self.config, values=values
+                self.loss.kind, name, "measured", config=config, values=values
             )
         return list(self.results.values())
 
@@ -168,7 +179,7 @@ def judged(tallies: Sequence[Tally], gates: Sequence[str], runs: int) -> Found:
         for tally in tallies:
             with planted(tally.loss, tree):
                 while missing := tally.missing(gates, runs):
-                    found = found_by(tree, missing, tally.config["arguments"])
+                    found = found_by(tree, missing, tally.arguments)
                     yield tally.add(missing, found)
 
 
@@ -256,7 +267,8 @@ def begun(asked: Namespace) -> Record:
                 f"--out {asked.out}: the runs in this file had the arguments {other} for "
                 f"regression, but now they are {asked.arguments}; name another file"
             )
-    return continued(record, before)
+    # Each result says with which revisions its runs were, so no note has to say it.
+    return replace(continued(record, before), notes=before.notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -283,10 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     losses = chosen(asked)
     record = begun(asked)
     before = by_case(record)
+    assert record.run is not None
+    git = record.run.git
+    revision = "unknown" if git is None else git.name(9, "+")
     tallies = []
     total = 0
     for loss in losses:
-        tally = Tally(loss, asked.arguments, before.get(loss.kind))
+        tally = Tally(loss, asked.arguments, before.get(loss.kind), revision)
         total += max(0, asked.runs - min(map(tally.runs, gates)))
         tallies.append(tally)
     found = judged(tallies, gates, asked.runs)

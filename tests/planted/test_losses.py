@@ -51,9 +51,24 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def rows(file: Path) -> list[str]:
-    """Return the rows of a record's table, without its heading and with single spaces."""
+    """Return the rows of a record's table, without its heading and its last column."""
     lines = table(load(file)).splitlines()
-    return [" ".join(line.split()) for line in lines[2:]]
+    found = []
+    for line in lines[2:]:
+        *cells, _, of, _ = line.split()
+        assert of == "of"
+        found.append(" ".join(cells))
+    return found
+
+
+def test_a_result_says_of_which_revisions_its_runs_were() -> None:
+    tally = Tally(NOTHING, [], revision="a")
+    tally.add(["times"], set())
+    tally.add(["times"], set())
+    later = Tally(NOTHING, [], tally.results, "b")
+    result, _ = later.add(["times"], set())
+    assert result.config["revisions"] == {"a": 2, "b": 1}
+    assert result.values["runs"] == 3
 
 
 def test_what_is_missing_runs_and_is_added(runs: Runs, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def counted(loss: Tensor) -> Counted | None:
     a mask. If the loss is a sum, only the field `is_sum` of the result has a meaning. The result is
     `None` if the loss has no graph, or is neither such a mean nor a sum. It is also `None` for a
     mean on device `meta`, which has no values. A cross entropy that sums and is then multiplied
-    gives `None`, too, because it can be a mean.
+    gives `None`, too, because it can be a mean, and so do several cross entropies that are added.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -85,8 +85,23 @@ def counted(loss: Tensor) -> Counted | None:
             return Counted(divisor, 0, 0, classes=False, is_sum=False, by_hand=True)
         if node.name() not in _AROUND:
             break
-        node = node.next_functions[0][0]
+        (node, _), *others = node.next_functions
+        if any(_leads_to_cross_entropy(other) for other, _ in others):
+            return None
     return _of_cross_entropy(node)
+
+
+def _leads_to_cross_entropy(node: Any) -> bool:
+    """Return whether a term of a loss is a cross entropy that is perhaps multiplied or divided.
+
+    If a loss is the sum of several cross entropies, as of a loop over the samples, no single number
+    of targets is the weight of the loss.
+    """
+    for _ in range(_MOST_AROUND):
+        if node is None or node.name() not in _AROUND:
+            break
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _CROSS_ENTROPY
 
 
 def _of_cross_entropy(node: Any) -> Counted | None:
@@ -128,7 +143,10 @@ def _is_full_sum(node: Any) -> bool:
     """Return whether an autograd node sums all entries of a tensor, or all losses."""
     if node is None:
         return False
-    return node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
+    return (
+        node.name() in ("SumBackward0", "NansumBackward0")
+        or getattr(node, "_saved_reduction", None) == _SUM
+    )
 
 
 def _is_sum(node: Any) -> bool:

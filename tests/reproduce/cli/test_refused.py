@@ -73,6 +73,8 @@ REFUSED = {
         "results: no record (*.json) in this folder; there are some in results/paper"
     ),
     "compare record.json record.json --alpha 0": "'--alpha'",
+    f"{TWO} --threshold nan": "nan is not a finite number.",
+    "regression --slow-down inf": "inf is not a finite number.",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter =2": "--filter =2: give a field and its values, as in --filter n=2,4",
     f"{TWO} --filter n=3": "--filter n=3: no row to compare has this value; choose from 2, 10",

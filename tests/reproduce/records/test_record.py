@@ -254,6 +254,10 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
             "results[0].samples.round: two steps of 'r' have the same round",
         ),
         (of_row(values={"bubble": 1.7}), "results[0].values.bubble: the bubble of 'r' is 1.7, but"),
+        (
+            of_row(config={"batch_size": 0}),
+            "results[0].config.batch_size: the batch size of 'r' is 0",
+        ),
         (fields(kind="guessed"), "kind: Invalid enum value 'guessed'"),
         (fields(color=1), "Object contains unknown field `color`"),
         (OLD("results", to=3), "results: Expected `array`, got `int`"),
