@@ -40,7 +40,7 @@ from torchgpipe.step.hooks import Arguments, run_with_hooks, seen_by_hooks
 from torchgpipe.step.request import Criterion, StepRequest
 from torchgpipe.step.returned import without_backward
 from torchgpipe.task.batchnorm import DeferredBatchNorm, commit
-from torchgpipe.task.guards.modes import SetBackOnFailure
+from torchgpipe.task.guards.modes import SetBackOnFailure, kinds_of, without_autocast
 from torchgpipe.task.stage import OF_RUNS, Stage, locks_of
 from torchgpipe.tensors._autograd import averages_gradients, misses_steps
 from torchgpipe.tensors.checkpoint import Mode
@@ -221,9 +221,11 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         if misses_steps(self):
             raise RuntimeError(MISSED_STEPS)
         loss = self._hooked(input, request)
-        # All tasks have gone backward already. This only adds the sums of their gradients to
-        # `.grad`. A hook of a parameter may raise an error here, which all ranks have to learn.
-        with self._together("step"):
+        # All tasks have gone backward already. This adds the sums of their gradients to `.grad`,
+        # and goes backward through graphs behind the input and the target. A hook of a parameter
+        # may raise an error here, which all ranks have to learn.
+        kinds = kinds_of([stage.device for stage in self._stages])
+        with self._together("step"), without_autocast(kinds):
             loss.backward(torch.ones_like(loss))
         return without_backward(loss)
 

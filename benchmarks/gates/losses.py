@@ -35,7 +35,7 @@ def table(record: Record, style: str = "simple") -> str:
 
 def _revisions(result: Result | None) -> str:
     """Return a table cell such as `27 of d17999ae4, 13 of 964eeeb51`."""
-    runs = {} if result is None else result.config[REVISIONS]
+    runs = {} if result is None else result.config.get(REVISIONS, {})
     return ", ".join([f"{count} of {revision}" for revision, count in runs.items()])
 
 

@@ -57,7 +57,7 @@ def run(context: Context) -> Fields:
 
 
 def _nvidia_smi(seconds: float, *arguments: str) -> str | None:
-    """Run nvidia-smi, and return what it prints. If it is not installed or fails, return None.
+    """Run nvidia-smi, and return what it prints. If it fails or takes too long, return None.
 
     Args:
         seconds: How long it may take. If the driver is not loaded all the time, it starts slowly.

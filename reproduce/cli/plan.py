@@ -17,7 +17,7 @@ from reproduce.cli.shared import (
     COUNT,
     HARDWARE,
     HERE,
-    Share,
+    FiniteRange,
     autocast,
     command,
     devices_by_default,
@@ -111,7 +111,7 @@ def _shape(text: str) -> tuple[int, ...]:
 @click.option("--memory", metavar="24GiB", help="Memory of each device. Default: the hardware's.")
 @click.option(
     "--headroom",
-    type=Share(),
+    type=FiniteRange(min=0),
     metavar="SHARE",
     help="Memory to leave to the allocator, as a share of the tensors' bytes. Default: "
     f"{HEADROOM} on a GPU, 0 on a CPU.",
@@ -214,10 +214,12 @@ class Options:
                 f"No hardware was given, so {self.hardware.name} is assumed. Name yours by "
                 f"--hardware: {here}a description: {', '.join(HARDWARE)}, or a file."
             )
-        if self.hardware and self.devices and self.devices > self.hardware.devices:
+        described = self.hardware.devices if self.hardware else 0
+        # The largest model is a question of memory alone, and links do not matter for it.
+        if not self.grows and self.devices and self.devices > described > 1:
             notes.append(
-                f"{self.hardware.name} describes {self.hardware.devices} devices. All "
-                f"{self.devices} devices are assumed to be connected as fast as these."
+                f"{self.hardware.name} describes {described} devices. All {self.devices} devices "
+                "are assumed to be connected as fast as these."
             )
         return " ".join(notes)
 

@@ -161,7 +161,7 @@ def predict_table(
     chosen = [f"autocast-{autocast}" if autocast else None, fp32_precision]
     added = list(filter(None, chosen))
     described = dict(record.hardware or {})
-    described["name"] = "-".join([described["name"], *added])
+    described["name"] = ", ".join([described["name"], *added])
     name = "-".join([record.name, *added])
     title = ", ".join([record.title, *added])
     return replace(record, name=name, title=title, hardware=described)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reproduce.cli.shared import COUNT, FILE, Share, alpha, command, seed, style, threshold
+from reproduce.cli.shared import COUNT, FILE, FiniteRange, alpha, command, seed, style, threshold
 from reproduce.error import Error
 from reproduce.records.places import need_checkout
 
@@ -119,7 +119,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 @threshold(0.02)
 @click.option(
     "--also-threshold",
-    type=Share(),
+    type=FiniteRange(min=0),
     metavar="SHARE",
     default=0.1,
     show_default=True,
@@ -135,7 +135,7 @@ def project_of(package: str | None, cases: Path | None, build: str | None) -> An
 )
 @click.option(
     "--slow-down",
-    type=Share(),
+    type=FiniteRange(min=0),
     default=0.0,
     metavar="SHARE",
     help="Delay the head's steps, to see if it is noticed.",

@@ -125,11 +125,8 @@ def command(
     return click.command(cls=cls, epilog=examples(*lines), **how)
 
 
-class Share(click.FloatRange):
-    """A share of something: a number that is at least 0 and finite. click accepts NaN, too."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0)
+class FiniteRange(click.FloatRange):
+    """A range of numbers without NaN and infinity, which `click.FloatRange` accepts."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -144,7 +141,7 @@ def threshold(default: float) -> Option:
     """Return the click option `--threshold`, the smallest relative difference that matters."""
     return click.option(
         "--threshold",
-        type=Share(),
+        type=FiniteRange(min=0),
         metavar="SHARE",
         default=default,
         show_default=True,
@@ -156,7 +153,7 @@ def alpha(where: str) -> Option:
     """Return the click option `--alpha`: the accepted risk of taking noise for a difference."""
     return click.option(
         "--alpha",
-        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        type=FiniteRange(0, 1, min_open=True, max_open=True),
         metavar="RISK",
         default=0.01,
         show_default=True,

@@ -239,11 +239,7 @@ def line_of(asked: Asked, found: Largest) -> str:
         return f"{found.how}: none: not even {titled(name, found.beyond or ())} fits"
     least = "at least " if found.beyond is None else ""
     title = titled(name, found.sizes)
-    end = ""
-    if found.beyond is None:
-        end = ", where the search ends"
-        if asked.family.most_layers < inf:
-            end += f" (at {asked.family.most_layers:,.0f} layers)"
+    end = "" if found.beyond else ", where the search ends"
     parameters = f"{found.parameters / 1e6:,.1f} M parameters"
     needed = f"{amount(found.needed)} on the fullest device"
     return f"{found.how}: {least}{title}: {parameters}, {needed}{end}"

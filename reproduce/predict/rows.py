@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
+from reproduce.error import Error
 from reproduce.experiments import predictable
 from reproduce.models.built import MODELS, SizedModel
 from reproduce.models.counted import counted, setup_of
@@ -64,6 +65,8 @@ def predict_run(record: Record, hardware: Hardware | torch.device) -> Record:
     """
     emulated = [row for row in record.results if row.status == "emulated"]
     rows = [row for row in emulated if not _is_unordered(row.config)]
+    if not rows:
+        raise Error(f"{record.name}: no row can be predicted: {UNORDERED}")
     largest: dict[SizedModel, int] = {}  # the most samples in a micro-batch of each model
     for row in rows:
         model = _model(row.config)

@@ -32,7 +32,7 @@ FORMAT = "torchgpipe-reproduce"
 VERSION = 3
 TIME = "%Y-%m-%dT%H:%M:%SZ"
 """The format of times, which are in UTC."""
-CONTINUES = "were trained by an earlier run"
+CONTINUES = "were trained by earlier runs"
 """Words in a note of a record whose run did not do all the work itself."""
 FREED_MEMORY = "freed_memory"
 """The setting that says whether the C library kept freed memory (`machine.allocator`)."""

@@ -24,7 +24,7 @@ from reproduce.machine.devices import Devices
 from reproduce.numbers.accuracy import final_errors
 from reproduce.records.record import SUCCESS, write_atomically
 from reproduce.run.engines.failure import explain
-from reproduce.run.recorder import described, note_earlier_run
+from reproduce.run.recorder import UNKNOWN_RUN, described, note_earlier_runs
 from reproduce.run.session import GroupDone, Session
 from reproduce.run.training import make_optimizer, on_devices, update
 from torchgpipe.tensors import accelerator
@@ -111,14 +111,16 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: in
     epochs = row.recipe.epochs
     steps = _steps_per_epoch(session, row)
     done: list[Epoch] = []
+    runs: list[str] = []  # the runs that have trained these epochs
     saved = load_checkpoint(path)
     if saved:
         done = saved["epochs"]
+        runs = saved.get("runs", [UNKNOWN_RUN])
         session.progress.say(
             f"{row.name}, seed {seed}: goes on after epoch {len(done)} of {epochs}, in\n{path}"
         )
         session.finish(row.name, len(done) * steps)
-        note_earlier_run(session.recorder, f"{row.name}, seed {seed}", len(done), saved.get("run"))
+        note_earlier_runs(session.recorder, f"{row.name}, seed {seed}", len(done), runs)
         _put(session, row, done)
     session.start(f"building, {which}")
     training = AccuracyTraining(row, session.devices, seed, steps)
@@ -129,7 +131,8 @@ def _train(session: Session, row: AccuracyRow, seed: int, path: Path, number: in
         done.append(epoch)
         # Save the record first, so that an interrupt before the checkpoint does not lose the epoch.
         _put(session, row, [epoch])
-        state = {"epochs": done, "training": training.state(), "run": described(session.recorder)}
+        runs = list(dict.fromkeys([*runs, described(session.recorder)]))
+        state = {"epochs": done, "training": training.state(), "runs": runs}
         save_checkpoint(path, state)
 
 

@@ -240,8 +240,11 @@ def described(recorder: Recorder) -> str:
     return f"of {run.started}, torch {run.versions.get('torch')}, git revision {revision}"
 
 
-def note_earlier_run(recorder: Recorder, training: str, epochs: int, run: str | None) -> None:
-    """Note in the record which epochs of a training come from an earlier run, and from which one.
+UNKNOWN_RUN = "of which nothing is known"
+
+
+def note_earlier_runs(recorder: Recorder, training: str, epochs: int, runs: Sequence[str]) -> None:
+    """Note in the record which epochs of a training come from earlier runs, and from which ones.
 
     A run that is continued by `--resume` is the same run.
 
@@ -249,9 +252,11 @@ def note_earlier_run(recorder: Recorder, training: str, epochs: int, run: str | 
         recorder: The record of this run.
         training: The row and the seed of the training.
         epochs: How many epochs its checkpoint has.
-        run: What the checkpoint says about the run that has written it.
+        runs: What the checkpoint says about the runs that have trained these epochs.
     """
-    if run == described(recorder):
+    earlier = [run for run in runs if run != described(recorder)]
+    if not earlier:
         return
-    note = f"{training}: epochs up to {epochs} {CONTINUES}, {run or 'of which nothing is known'}"
-    recorder.empty = replace(recorder.empty, notes=[*recorder.empty.notes, note])
+    note = f"{training}: epochs up to {epochs} {CONTINUES}: {'; '.join(earlier)}"
+    notes = dict.fromkeys([*recorder.empty.notes, note])
+    recorder.empty = replace(recorder.empty, notes=list(notes))

@@ -53,15 +53,7 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
         if name not in EXPERIMENTS:
             unknown += results
             continue
-        notes: list[str] = []
-        if record.run is not None and record.run.state == "interrupted":
-            notes.append(INTERRUPTED)
-        # A run shows its own groups one by one, each when it is finished.
-        if record.run is not None and record.run.state == "running" and group is None:
-            notes.append(NOT_ENDED)
-        notes += record.notes
-        if EXPERIMENTS[name].measures != "memory":
-            notes += _about_times(record)
+        notes = _about_run(record, EXPERIMENTS[name], shown_alone=group is not None)
         results = _without_pending(record, results)
         for table in _tables_of(EXPERIMENTS[name], results):
             if group in (None, table.group):
@@ -69,6 +61,27 @@ def tables(record: Record, experiment: str | None = None, group: str | None = No
                 made.append(replace(table, notes=all_notes))
     made += plain_tables(record, unknown)
     return made
+
+
+def _about_run(record: Record, experiment: Experiment, *, shown_alone: bool) -> list[str]:
+    """Return notes about a run that stand below the tables of an experiment.
+
+    Args:
+        record: The record of the run.
+        experiment: The experiment.
+        shown_alone: Whether a run shows the tables of one of its groups, which has just finished.
+    """
+    notes: list[str] = []
+    if record.run is not None and record.run.state == "interrupted":
+        notes.append(INTERRUPTED)
+    # A run shows its own groups one by one, each when it is finished.
+    if record.run is not None and record.run.state == "running" and not shown_alone:
+        notes.append(NOT_ENDED)
+    if experiment.measures == "accuracy":
+        notes += record.notes  # which epochs come from earlier runs
+    if experiment.measures != "memory":
+        notes += _about_times(record)
+    return notes
 
 
 def _without_pending(record: Record, results: list[Result]) -> list[Result]:

@@ -88,15 +88,16 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     comparisons, notes = compare(asked, lines, metric, among=matched)
     found = gate(sides, lines, comparisons, rule.threshold, metric)
     first, *others = sides
-    # Predictions of the same code are equal, and may be judged. But a run is no evidence about
-    # itself.
-    ran = any(record.run is not None for record in first.records)
-    alike = [side.letter for side in others if ran and side.records == first.records]
+    alike = [side.letter for side in others if side.records == first.records]
     if alike:
         letters = " and ".join(alike)
-        same = f"A and {letters} hold the same records, of the same runs; {IN_TURN}"
+        same = f"A and {letters} hold the same records"
+        if any(record.run is not None for record in first.records):
+            same += f", of the same runs; {IN_TURN}"
         notes.insert(0, same)
-        if len(alike) == len(others):
+        # A run is no evidence about itself. But predictions of the same code are equal.
+        ran = any(record.run is not None for record in first.records)
+        if ran and len(alike) == len(others):
             found = Gate([], set(), set(), unjudged={}, unfair=[same])
     return write_comparisons(comparisons, sides, rule, notes, options.style), found
 

@@ -10,6 +10,7 @@ from statistics import median
 
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import throughput, throughputs
+from reproduce.predict.rows import UNORDERED
 from reproduce.records.record import Record, Result
 from reproduce.tables.layout import Column, Table, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
@@ -74,6 +75,8 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
             by_row("predicted/\nemulated", ratios, ratio),
         ]
         notes = [sources]
+        if len(off) < len(own):
+            notes.append(f"rows without a prediction: {UNORDERED}")
         if off:
             apart = f"apart: median {median(off):.1%}, at most {max(off):.1%}"
             notes.append(f"{apart}; where they part, one of the two is wrong")

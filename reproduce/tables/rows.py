@@ -267,7 +267,8 @@ class Rows:
                 steps.append(len(result.samples["step_time"]))
             left_out = result.values.get("disturbed_rounds", 0)
             if left_out:
-                again[result.config.get("group")] = left_out
+                group = result.config.get("group")
+                again[group] = max(again.get(group, 0), left_out)
             if not LIMITS.keys().isdisjoint(result.samples):
                 known = True
         if steps:

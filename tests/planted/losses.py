@@ -140,7 +140,7 @@ class Tally:
         for name in (*gates, CANNOT_TELL):
             values = {FOUND: self.found(name) + (name in found), RUNS: self.runs(name) + 1}
             earlier = self.results.get(name)
-            revisions = Counter[str]({} if earlier is None else earlier.config[REVISIONS])
+            revisions = Counter[str]({} if earlier is None else earlier.config.get(REVISIONS, {}))
             revisions[self.revision] += 1
             config = {"arguments": self.arguments, REVISIONS: dict(revisions)}
             self.results[name] = Result(

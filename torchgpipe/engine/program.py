@@ -42,8 +42,8 @@ class Links(Protocol):
     """The links by which a program exchanges tensors with the programs of other devices.
 
     A program runs the tasks of one device. Every method that waits raises `Stopped` if another
-    program has failed. In the methods `give` and `leave`, the argument `action` is the action that
-    sends. In `take` and `fetch`, it is the action that receives.
+    program has failed. In the methods `give` and `give_skip`, the argument `action` is the action
+    that sends. In `take` and `take_skip`, it is the action that receives.
     """
 
     def check(self) -> None:

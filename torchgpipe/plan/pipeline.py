@@ -123,7 +123,8 @@ def sample_on(devices: Sequence[int | str | torch.device], sample: Any) -> Any:
     """Return a copy of a sample on the first of some devices, where a plan times the layers.
 
     Args:
-        devices: The devices. If there are none, the sample is returned as it is.
+        devices: The devices. If there are none, the sample is returned as it is. Tensors on device
+            `meta`, which have no values, are not moved.
         sample: The arguments of a module.
     """
     slots = Slots()
@@ -131,7 +132,7 @@ def sample_on(devices: Sequence[int | str | torch.device], sample: Any) -> Any:
     chosen = choose_devices(devices, len(devices))
     if not chosen:
         return sample
-    return slots.put_back(taken, [x.to(chosen[0]) for x in slots.tensors])
+    return slots.put_back(taken, [x if x.is_meta else x.to(chosen[0]) for x in slots.tensors])
 
 
 def schedules_of(

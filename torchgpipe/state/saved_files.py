@@ -198,10 +198,8 @@ class _ToCpu(DefaultLoadPlanner):
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        on_cpu = io.BytesIO()
-        torch.save(torch.load(value, weights_only=False, map_location="cpu"), on_cpu)
-        on_cpu.seek(0)
-        super().load_bytes(read_item, on_cpu)
+        loaded = torch.load(value, weights_only=False, map_location="cpu")
+        self.state_dict[read_item.dest_index.fqn] = loaded
 
 
 def read(

@@ -19,7 +19,7 @@ def check_whole(model: nn.Module) -> None:
     cannot save or load the state of the optimizer then.
     """
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
+        if isinstance(p, DTensor) and p.device_mesh.size() > 1:
             raise ValueError(
                 f"the parameter {name!r} is a DTensor, as made by fully_shard, of which several "
                 "replicas can hold parts, so the pipeline's ranks cannot save or load it alone; "

@@ -66,7 +66,8 @@ def counted(loss: Tensor) -> Counted | None:
     a mask. If the loss is a sum, only the field `is_sum` of the result has a meaning. The result is
     `None` if the loss has no graph, or is neither such a mean nor a sum. It is also `None` for a
     mean on device `meta`, which has no values. A cross entropy that sums and is then multiplied
-    gives `None`, too, because it can be a mean, and so do several cross entropies that are added.
+    gives `None`, too, because it can be a mean, and so does a sum of cross entropies over
+    different numbers of targets.
 
     This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
@@ -77,6 +78,7 @@ def counted(loss: Tensor) -> Counted | None:
         return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
     if loss.is_meta:
         return None
+    further: list[Any] = []  # the nodes of further terms of the loss
     for _ in range(_MOST_AROUND):
         if node is None:
             return None
@@ -86,22 +88,26 @@ def counted(loss: Tensor) -> Counted | None:
         if node.name() not in _AROUND:
             break
         (node, _), *others = node.next_functions
-        if any(_leads_to_cross_entropy(other) for other, _ in others):
+        further += [_cross_entropy_of(other) for other, _ in others]
+    found = _of_cross_entropy(node)
+    # If a loss is the sum of several cross entropies, as of a loop over the samples, no single
+    # number of targets is the weight of the loss, unless all are means over equally many targets.
+    for other in filter(None, map(_of_cross_entropy, further)):
+        if found is None or not torch.equal(found.total, other.total):
             return None
-    return _of_cross_entropy(node)
+    return found
 
 
-def _leads_to_cross_entropy(node: Any) -> bool:
-    """Return whether a term of a loss is a cross entropy that is perhaps multiplied or divided.
+def _cross_entropy_of(node: Any) -> Any:
+    """Return the node of a cross entropy that a term of a loss multiplies or divides.
 
-    If a loss is the sum of several cross entropies, as of a loop over the samples, no single number
-    of targets is the weight of the loss.
+    If the term has no cross entropy, return another node, or `None`.
     """
     for _ in range(_MOST_AROUND):
         if node is None or node.name() not in _AROUND:
             break
         node = node.next_functions[0][0]
-    return node is not None and node.name() in _CROSS_ENTROPY
+    return node
 
 
 def _of_cross_entropy(node: Any) -> Counted | None:

@@ -115,8 +115,7 @@ def sequential(
         TypeError: If `whole` or `shared` is not a list, or the sample has no tensors.
 
     Warns:
-        UserWarning: If some submodules are in training mode and others are not, and a part of the
-            module that is cut has its own method `train` or `eval`.
+        UserWarning: If a part of the module that is cut has its own method `train` or `eval`.
     """
     _check_root(module)
     refuse_own_checkpointing(module)

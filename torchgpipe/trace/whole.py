@@ -211,15 +211,14 @@ def warn_of_own_modes(module: Module, layers: Module) -> None:
     """Warn if a part of a module that was cut into layers has its own method `train` or `eval`.
 
     Such a method sets, for example, frozen batch norms to evaluation mode again. The layers have
-    only the submodules that were not cut, so `layers.train()` does not call it. If all submodules
-    are in the same mode, such a method changes nothing that can be seen, and there is no warning.
+    only the submodules that were not cut, so `layers.train()` does not call it. (There is no
+    warning of the method that all models of Hugging Face have, because it only chooses kernels.)
     """
-    if len({part.training for part in module.modules()}) == 1:
-        return
     not_cut = {*layers.modules()}
     for part in module.modules():
+        kept = part in not_cut or type(part).train.__module__.startswith("transformers.")
         own = type(part).train is not Module.train or type(part).eval is not Module.eval
-        if own and part not in not_cut:
+        if own and not kept:
             kind = type(part).__name__
             warnings.warn(
                 f"{kind} has its own method train() or eval(), which a pipeline does not call, "

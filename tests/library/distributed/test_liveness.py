@@ -26,7 +26,6 @@ from torchgpipe.distributed import RankFailed, connections, gathering
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
-from torchgpipe.tensors import accelerator
 
 from ...parts import Fails
 from ...start import python
@@ -264,16 +263,15 @@ def test_ranks_on_gpus_may_wait_for_a_slow_replica(monkeypatch: pytest.MonkeyPat
 
     The hosts do not see that their GPUs wait for the other replica.
     """
-    monkeypatch.setattr(accelerator, "all_devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for world, expected in ((4, False), (8, True)):
+    for world, kind, slow in ((4, "cuda", False), (8, "cpu", False), (8, "cuda", True)):
         monkeypatch.setattr(dist, "get_world_size", lambda world=world: world)
+        stages = {0: SimpleNamespace(modules=[], device=torch.device(kind))}
+        program: Any = SimpleNamespace(doing="a task", computing=None, stages=stages)
         with (
             monitoring(0.5, heard=(1, 2, 3), waits=True) as (_, activity, wrong),
-            activity.call(4, "the call", None),
+            activity.call(4, "the call", program),
         ):
-            activity.hears = True
-            if expected:
+            if slow:
                 time.sleep(1.5)
                 assert wrong.empty()
             else:

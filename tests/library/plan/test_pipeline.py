@@ -172,6 +172,9 @@ def test_layers_are_timed_on_the_devices_of_the_pipeline(monkeypatch: pytest.Mon
             pipeline(module, given, devices=["meta", "meta"], batch_size=BATCH)
     with pytest.raises(Impossible):
         made(devices=["meta"])
+    with pytest.raises(Impossible):
+        pipeline(module.to("meta"), sample.to("meta"), devices=["cpu"], batch_size=BATCH)
 
+    assert seen.pop().device.type == "meta", "tensors without values cannot be moved"
     assert seen[0].device.type == seen[1]["x"].device.type == "meta"
     assert seen[2] is not None and seen[2].device.type == "cpu"

@@ -338,7 +338,8 @@ def test_values_with_tensors_are_read_onto_the_cpu(
     load_file = torch.load
 
     def noting(*args: Any, **options: Any) -> Any:
-        places.append(options.get("map_location"))
+        if not options.get("weights_only"):  # PyTorch itself reads tensors, with weights_only
+            places.append(options.get("map_location"))
         return load_file(*args, **options)
 
     model = piped(0)
@@ -347,7 +348,7 @@ def test_values_with_tensors_are_read_onto_the_cpu(
     monkeypatch.setattr(torch, "load", noting)
     found = saves.load(piped(0), None)
     assert found is not None and found["best"] == 0.5
-    assert "cpu" in places
+    assert set(places) == {"cpu"}
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):

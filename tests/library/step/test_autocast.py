@@ -67,6 +67,21 @@ def test_backwards_of_a_step_run_without_autocast(
     assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_graph_behind_the_input_runs_backward_without_autocast() -> None:
+    torch.manual_seed(0)
+    head = InFloat32()
+    plain = copy.deepcopy(head)
+    model = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1], devices=["cpu"], chunks=2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = head(X)
+        hidden.retain_grad()
+        model.step(mse_loss, hidden, T)
+    plain(X).backward(hidden.grad)
+
+    assert_close(head.weight.grad, plain.weight.grad, rtol=0, atol=0)
+
+
 class Seen(nn.Linear):
     """A linear layer that notes which tensors its forwards have used as its weight."""
 

@@ -191,17 +191,17 @@ def test_the_last_thread_to_leave_takes_changes_back() -> None:
     """
     place = {"held": "parameter"}
     swap = Swap(place, "held", "stand-in")
-    in_place = StandInsForRun([(threading.Lock(), Swapped([swap]))])
+    stand_ins = StandInsForRun([(threading.Lock(), Swapped([swap]))])
     inside = threading.Event()
     leave = threading.Event()
 
     def program() -> None:
-        with in_place:
+        with stand_ins:
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=program)
-    with in_place:
+    with stand_ins:
         thread.start()
         assert inside.wait(60)
     assert place == {"held": "stand-in"}

@@ -273,5 +273,5 @@ def test_a_module_with_a_mode_of_its_own_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sequential(nn.Sequential(Frozen(), nn.Linear(6, 6)), X, whole=[Frozen])
-        module.backbone.train()
-        sequential(module, X)  # all submodules are in the same mode
+        Frozen.train.__module__ = "transformers.modeling_utils"
+        sequential(module, X)  # this method of Hugging Face's models only chooses kernels

@@ -275,4 +275,4 @@ def test_predictions_in_several_precisions_are_kept_apart(
     side = load_side("A", "mine")
     assert side.superseded == 0
     found = {entry.hardware for entry in side.entries}
-    assert found == {"h100x8", "h100x8-autocast-bfloat16"}
+    assert found == {"h100x8", "h100x8, autocast-bfloat16"}

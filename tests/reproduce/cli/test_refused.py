@@ -73,6 +73,7 @@ REFUSED = {
         "results: no record (*.json) in this folder; there are some in results/paper"
     ),
     "compare record.json record.json --alpha 0": "'--alpha'",
+    f"{TWO} --alpha nan": "nan is not a finite number.",
     f"{TWO} --threshold nan": "nan is not a finite number.",
     "regression --slow-down inf": "inf is not a finite number.",
     f"{TWO} --filter n": "--filter n: give a field and its values, as in --filter n=2,4",

@@ -281,7 +281,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_says_so(
     run(NAME)
 
     (note,) = run.record.notes
-    assert note.startswith("plain, seed 0: epochs up to 1 were trained by an earlier run, of 20")
+    assert note.startswith("plain, seed 0: epochs up to 1 were trained by earlier runs: of 20")
     assert not is_continued(first)
     assert is_continued(run.record)
     assert note in one_line(run.out)

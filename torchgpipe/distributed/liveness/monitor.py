@@ -187,6 +187,7 @@ class RankMonitor:
         self.others = self._all
         self._idle = Idle(_TALK * len(others))
         self._labels: dict[int, Label] = {}
+        self._on_gpu = False  # whether this rank's latest program ran on a GPU
         self._unchanged_since = 0.0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="gpipe-monitor", daemon=True)
@@ -331,9 +332,11 @@ class RankMonitor:
 
         The ranks would then wait for each other, too, but only until their GPUs go on.
         """
-        if not accelerator.all_devices() or not dist.is_initialized():
-            return False
-        return dist.get_world_size() > 1 + len(self._all)
+        program = self._activity.program
+        if program is not None:
+            devices = [stage.device for stage in program.stages.values()]
+            self._on_gpu = any(map(accelerator.has_streams, devices))
+        return self._on_gpu and dist.get_world_size() > 1 + len(self._all)
 
 
 def _each(labels: dict[int, Label]) -> str:

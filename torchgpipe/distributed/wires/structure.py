@@ -38,9 +38,10 @@ def described(value: Any, values: list[Any]) -> Described:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind], *[described(part, values) for part in value]
     if kind is dict:
-        # Keys are a part of the description, because they are the same in all micro-batches. (Plain
-        # values are sent with each micro-batch, and a receiver on a GPU has to wait for them.)
-        plain = all(type(key) in _VALUES for key in value)
+        # Names are a part of the description, because they are usually the same in all
+        # micro-batches. (Plain values are sent with each micro-batch, and a receiver on a GPU has
+        # to wait for them.)
+        plain = all(type(key) is str for key in value)
         items = []
         for key, x in value.items():
             items.append((key if plain else described(key, values), described(x, values)))

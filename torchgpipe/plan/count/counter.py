@@ -51,6 +51,8 @@ LOOKUPS = ("embedding", "index_select", "gather", "index")
 # Operators that overwrite their first tensor without reading it.
 WRITE_ONLY = ("fill_", "zero_", "copy_")
 # How the names of operators begin that compute nothing.
+BIAS_FIRST = ("addmm", "addmv", "addbmm", "baddbmm")
+"""Products whose first argument is added to the product of the next two."""
 VIEWS = (
     "aten._unsafe_view.default",
     "aten.detach.default",
@@ -65,20 +67,23 @@ class Counter(TorchDispatchMode):
 
     Args:
         weights: The parameters that get gradients.
+        constants: The other parameters, and the buffers.
 
     Attributes:
         operators: The operators.
         products: Those of the operators that are convolutions or matrix products in which a weight,
-            or what was computed from weights alone, is a factor.
+            or what was computed from weights and constants alone, is a factor.
     """
 
-    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+    def __init__(self, weights: Iterable[Tensor] = (), constants: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
         self.products: list[Operator] = []
-        # The keys are the storages of weights, and of what was computed from weights alone, such as
-        # casts. The values keep these storages alive, so that no other storage gets a key.
+        # The keys are the storages of weights, and of what was computed from weights and constants
+        # alone, such as casts. The values keep these storages alive, so that no other storage gets
+        # a key.
         self._weights = {x.untyped_storage()._cdata: x for x in weights}
+        self._constants = {x.untyped_storage()._cdata for x in constants}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,7 +107,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def _note_weights(self, func: Any, args: Any, result: Any, made: Sequence[Operator]) -> None:
-        """Note products with weights, and results that were computed from weights alone.
+        """Note products with weights, and results that were computed from weights and constants.
 
         Args:
             func: The operator that has run.
@@ -110,19 +115,21 @@ class Counter(TorchDispatchMode):
             result: Its result.
             made: What was listed for it.
         """
-        # The first argument of an operator such as `addmm` is a bias, and the last argument of a
-        # convolution is, too.
         if not self._weights:
             return
-        factors = args[1:3] if "add" in func.__name__ else args[:2]
-        of_weights = [self._is_weight(x) for x in tensors_in(factors)]
+        tensors = list(tensors_in(args))
+        of_weights = [self._is_weight(x) for x in tensors]
         if not any(of_weights):
             return
-        if all(of_weights):
+        others = [x for x, is_weight in zip(tensors, of_weights, strict=True) if not is_weight]
+        if all(x.untyped_storage()._cdata in self._constants for x in others):
             self._weights |= {x.untyped_storage()._cdata: x for x in tensors_in(result)}
-        else:
-            products = [each for each in made if each.flops and "attention" not in each.kind]
-            self.products += products
+            return
+        # A product of other tensors may still have a weight as its bias.
+        with_bias = func.__name__.partition(".")[0] in BIAS_FIRST
+        factors = args[1:3] if with_bias else args[:2]
+        if any(map(self._is_weight, tensors_in(factors))):
+            self.products += [each for each in made if each.flops and "attention" not in each.kind]
 
     def _is_weight(self, x: Tensor) -> bool:
         return x.untyped_storage()._cdata in self._weights
@@ -187,7 +194,8 @@ def count_layer(names: Sequence[str], rehearsal: Rehearsal) -> LayerCount:
         if skip is not None:
             rehearsal.scope[key] = _Entry.apply(reached, -1, skip)
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    forward, backward = Counter(weights), Counter()
+    constants = [x for x in layer.parameters() if not x.requires_grad]
+    forward, backward = Counter(weights, [*constants, *layer.buffers()]), Counter()
     try:
         with forward:
             rehearsal.forward(like(value, given))

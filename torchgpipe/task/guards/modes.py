@@ -81,7 +81,7 @@ class AmbientModes(Guard):
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = {}
         # Layers on other devices may compute on the CPU, too.
-        for kind in WITH_AUTOCAST.intersection({"cpu", *[device.type for device in devices]}):
+        for kind in kinds_of(devices):
             self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.casts = any(enabled for enabled, _ in self._autocast.values())
         self._dtype = torch.get_default_dtype()
@@ -127,18 +127,9 @@ class AmbientModes(Guard):
         with inference, torch.set_grad_enabled(self.grad), phase, self.again():
             yield
 
-    @contextmanager
-    def without_autocast(self) -> Iterator[None]:
-        """Return a context in which autocast is off, for backwards within a `step`.
-
-        PyTorch advises to call `backward()` outside of autocast. Otherwise the backward of a
-        product that a layer computes in float32 on purpose would run in low precision.
-        """
-        with ExitStack() as stack:
-            for kind, (enabled, dtype) in self._autocast.items():
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=False))
-            yield
+    def without_autocast(self) -> Context:
+        """Return a context in which autocast is off, for backwards within a `step`."""
+        return without_autocast(self._autocast)
 
     def before_recomputation(self, task: GuardedTask | None = None) -> Context | None:
         """Return a context that sets the forward's autocast, default dtype and further modes.
@@ -231,6 +222,25 @@ class AmbientModes(Guard):
 
     def _without_changed(self, modes: list[Any]) -> list[Any]:
         return [m for m in modes if not (m in self.changed or _only_watches(m))]
+
+
+def kinds_of(devices: Iterable[torch.device]) -> frozenset[str]:
+    """Return the types of devices whose autocast can affect layers on the given devices."""
+    return WITH_AUTOCAST.intersection({"cpu", *[device.type for device in devices]})
+
+
+@contextmanager
+def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """Return a context in which autocast is off for some types of devices.
+
+    PyTorch advises to call `backward()` outside of autocast. Otherwise the backward of a product
+    that is computed in float32 on purpose would run in low precision.
+    """
+    with ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _without_private(stacks: Stacks) -> Stacks:

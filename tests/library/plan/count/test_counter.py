@@ -205,6 +205,13 @@ def test_products_are_those_with_a_trained_weight() -> None:
         y = y @ y.t() @ y
     products = [operator.flops for operator in counter.products]
     assert products == [2 * 4 * 8 * 8] * 2
+
+    # Positions that are added, and a mask of the weight, as in pruning, change nothing.
+    mask = meta(8, 8)
+    with as_on("cuda"), Counter([trained], [mask]) as counter_of_sum:
+        y = F.linear(x + trained[:4], trained * mask)
+        F.linear((y * trained[0] + trained[1]).relu(), trained / trained.square().sum().sqrt())
+    assert len(counter_of_sum.products) == 2
     assert len([operator for operator in counter.operators if operator.flops]) == 5
 
 
