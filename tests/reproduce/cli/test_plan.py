@@ -173,6 +173,7 @@ def test_options_of_the_largest_model(
     assert ("try --schedules 1F1B" in text) == (not fits)
 
 
+@pytest.mark.slow
 def test_the_largest_model_has_room_for_its_loss(command: Any) -> None:
     options = "--largest layers --devices 2 --headroom 0 --batch-size 8 --memory 1MB --format json"
     sizes = {}
@@ -270,9 +271,9 @@ def test_predictions_in_several_precisions_are_kept_apart(
     """Check that predictions of one table in two precisions are different rows of a comparison."""
     monkeypatch.chdir(tmp_path)
     for more in ((), ("--autocast", "bfloat16")):
-        asked = ("resnet101-speed", "--hardware", "h100x8", "--out", "mine", *more)
+        asked = ("unet-ablation", "--hardware", "h100x8", "--out", "mine", *more)
         command("predict", *asked)
     side = load_side("A", "mine")
     assert side.superseded == 0
-    found = {entry.hardware for entry in side.entries}
+    found = {entry.hardware for entry in side.entries if entry.result.status == "predicted"}
     assert found == {"h100x8", "h100x8, autocast-bfloat16"}
