@@ -24,12 +24,13 @@ from unittest.mock import patch
 
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from benchmarks.gates.losses import REVISIONS
 from reproduce.cli.main import COMMANDS
 from reproduce.cli.main import main as reproduce
 from reproduce.error import Error, fail
 from reproduce.machine.description import ROOT
 from reproduce.machine.git import git
-from reproduce.records.record import load
+from reproduce.records.record import Record, load
 
 FOLDERS = "torchgpipe|reproduce|benchmarks|tests|examples"
 # A block of code with its language, or code between backticks. Neither begins in the other.
@@ -101,15 +102,20 @@ def recorded_revisions(root: Path) -> tuple[list[str], list[str]]:
     known = frozenset(history)
     revisions, missing = [], []
     for path in sorted((root / "results").rglob("*.json")):
-        run = load(path).run
-        if run is None or run.git is None:
-            continue
-        revision = run.git.revision
-        revisions.append(revision)
-        if revision not in known:
-            name = path.relative_to(root)
-            missing.append(f"{name}: its revision {revision[:9]} is not in the history of HEAD")
+        for revision in _revisions_of(load(path)):
+            revisions.append(revision)
+            if not any(each.startswith(revision) for each in known):
+                name = path.relative_to(root)
+                missing.append(f"{name}: its revision {revision[:9]} is not in the history of HEAD")
     return revisions, missing
+
+
+def _revisions_of(record: Record) -> Iterator[str]:
+    """Yield the git revision of a record, and the revisions that its results name."""
+    if record.run is not None and record.run.git is not None:
+        yield record.run.git.revision
+    for result in record.results:
+        yield from result.config.get(REVISIONS, {})
 
 
 def problems(text: str, revisions: Sequence[str]) -> Iterator[tuple[int, str]]:
