@@ -187,6 +187,7 @@ class Adapted(nn.Module):
         return self.b(dropout(y, 0.5, self.training))
 
 
+@pytest.mark.filterwarnings("ignore:Adapted has its own method train")
 def test_weights_are_not_changed_by_a_trial_in_the_other_mode() -> None:
     module = Adapted()
     weight = module.a.weight.detach().clone()
