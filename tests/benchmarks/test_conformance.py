@@ -82,7 +82,7 @@ class Hangs(Ranks):
 
 # A pipeline, the name of a check, how the check ends, and the beginning of the message.
 EQUAL = "equal micro-batches"
-FAULTS: list[tuple[Adapter, str, str, str]] = [
+FAULTS: list[Any] = [
     (ENGINES["threads"], EQUAL, "equal", ""),
     (ENGINES["ranks"], "batch norm, by mini-batch", "equal", ""),
     (ENGINES["ranks"], "in the criterion", "equal", ""),
@@ -90,7 +90,13 @@ FAULTS: list[tuple[Adapter, str, str, str]] = [
     (Adapter(__name__, "Fails"), EQUAL, "fails", "RuntimeError: The size of tensor a"),
     (Adapter(__name__, "HasNone"), EQUAL, "not offered", "it takes no step"),
     (Adapter(__name__, "BatchIO", ranks=True), EQUAL, "ends", "SIGKILL"),
-    (Adapter(__name__, "Hangs", ranks=True), EQUAL, "hangs", "not finished after 4 seconds"),
+    pytest.param(
+        Adapter(__name__, "Hangs", ranks=True),
+        EQUAL,
+        "hangs",
+        "not finished after 4 seconds",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -144,6 +144,7 @@ def false_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]
     return tmp_path
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_base_is_compared_whatever_is_committed(
     code: int, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

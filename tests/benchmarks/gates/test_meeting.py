@@ -225,6 +225,7 @@ def test_what_is_lost_is_printed(
     assert printed["conclusion"] == "workers, never: x"
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_base_is_no_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

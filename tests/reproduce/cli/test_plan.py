@@ -67,10 +67,11 @@ def without_loss(layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
             "--hardware rtx4090x4 --batch-size 8 --devices 5",
             "rtx4090x4 describes 4 devices. All 5 devices are assumed to be connected as fast",
         ),
-        (
+        pytest.param(
             "unet",
             "--size 1 4 --hardware here --batch-size 6 --profile 6",
             "micro-batches of 3 and 6",
+            marks=pytest.mark.slow,
         ),
         (f"{HERE}:own", "--input 8 --schedules ZBH1,1F1B", "schedule 1F1B"),
         (f"{HERE}:own_by_keyword", "--hardware here", "layers profiled on "),

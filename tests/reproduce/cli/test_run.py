@@ -145,6 +145,7 @@ def test_from_end_to_end(tiny: Tiny, command: Any) -> None:
     assert shown == page
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ranks")
 def test_words_from_end_to_end(
     tiny: Tiny, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
