@@ -225,7 +225,7 @@ class GPipe(Partitioned):
     def _run_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], request: StepRequest
     ) -> torch.Tensor:
-        # Check the criterion first: who forgets it gives the input in its place.
+        # Check the criterion first: a caller who forgets it passes the input in its place.
         check_criterion(request.criterion, request.call)
         input = self._input_of(args, kwargs)
         micro_batches, copied = self._begun(input)

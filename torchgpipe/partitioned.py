@@ -221,9 +221,9 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         if misses_steps(self):
             raise RuntimeError(MISSED_STEPS)
         loss = self._hooked(input, request)
-        # All tasks have gone backward already. This adds the sums of their gradients to `.grad`,
-        # and goes backward through graphs behind the input and the target. A hook of a parameter
-        # may raise an error here, which all ranks have to learn.
+        # The backwards of all tasks have already run. This backward adds the sums of their
+        # gradients to `.grad`, and runs through the graphs of the input and the target. A hook of a
+        # parameter may raise an error here, which all ranks have to learn.
         kinds = kinds_of([stage.device for stage in self._stages])
         with self._together("step"), without_autocast(kinds):
             loss.backward(torch.ones_like(loss))

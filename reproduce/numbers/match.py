@@ -105,13 +105,13 @@ def same_work(one: Entry, other: Entry) -> bool:
 
 
 MOST_ALIKE = 4
+"""How many properties of two rows `likeness` compares."""
 
 
 def likeness(one: Entry, other: Entry) -> int:
     """Return how similar two rows are: how many of these four properties are equal in both.
 
     The properties are the name, the scale (set of sizes), the device and the hardware.
-    `MOST_ALIKE` is the number of these properties.
     """
     ours = one.result
     theirs = other.result

@@ -92,11 +92,11 @@ def compared(names: Sequence[str], options: Options) -> tuple[str, Gate]:
     if alike:
         letters = " and ".join(alike)
         same = f"A and {letters} hold the same records"
-        if any(record.run is not None for record in first.records):
+        ran = any(record.run is not None for record in first.records)
+        if ran:
             same += f", of the same runs; {IN_TURN}"
         notes.insert(0, same)
         # A run is no evidence about itself. But predictions of the same code are equal.
-        ran = any(record.run is not None for record in first.records)
         if ran and len(alike) == len(others):
             found = Gate([], set(), set(), unjudged={}, unfair=[same])
     return write_comparisons(comparisons, sides, rule, notes, options.style), found

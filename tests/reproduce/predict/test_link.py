@@ -64,7 +64,7 @@ def test_copies_take_what_the_hardware_says_or_the_published_share_of_a_forward(
     assert unknown == first
     assert first != (own_copies, own_skips)
 
-    # A model with another number of layers than the published one has its own proportion, too.
+    # If the published model has another number of layers, the row itself is used.
     other = replace(small, name="first", size=(1, 2), balance=(10, 10, 10, 10))
     assert link._published(other) is other
     assert link._published(replace(small, name="first")) is papers["first"]

@@ -330,7 +330,8 @@ class RankMonitor:
     def _may_wait_for_replica(self) -> bool:
         """Return whether a GPU of this pipeline may wait for another replica, which is only slow.
 
-        The ranks would then wait for each other, too, but only until their GPUs go on.
+        Then all ranks of this pipeline wait for each other, but only until the other replica has
+        caught up.
         """
         program = self._activity.program
         if program is not None:

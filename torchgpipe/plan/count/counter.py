@@ -50,9 +50,9 @@ KINDS: dict[str, OperatorClass] = {
 LOOKUPS = ("embedding", "index_select", "gather", "index")
 # Operators that overwrite their first tensor without reading it.
 WRITE_ONLY = ("fill_", "zero_", "copy_")
-# How the names of operators begin that compute nothing.
 BIAS_FIRST = ("addmm", "addmv", "addbmm", "baddbmm")
 """Products whose first argument is added to the product of the next two."""
+# How the names of operators begin that compute nothing.
 VIEWS = (
     "aten._unsafe_view.default",
     "aten.detach.default",
