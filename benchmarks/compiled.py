@@ -1,10 +1,17 @@
 """Measure what `torch.compile` gains on a transformer, with pipelines and without.
 
-The model has 12 equal layers. There are three ways to train it:
+The model has 12 equal layers, of one of two kinds:
+
+- `formulas` computes attention and GELU by formulas of many operators, which the compiler can fuse
+- `fused` calls `scaled_dot_product_attention` and `gelu`, which PyTorch has fused already
+
+There are three ways to train it:
 
 - `plain` runs the layers on one micro-batch after another, without a pipeline
 - `workers` is a `GPipe` of two partitions, each in a thread
 - `ranks` is a `DistributedGPipe` of two partitions, each in a process
+
+With checkpointing, `plain` runs each half of the layers within `torch.utils.checkpoint`.
 
 In each way, a step with uncompiled layers and a step with compiled layers are timed in each round.
 The table's ratio is the uncompiled step's time divided by the compiled step's time, as the median
@@ -12,6 +19,7 @@ over all rounds. If the ratio of a pipeline is as high as that of `plain`, the p
 much from compilation as layers without a pipeline.
 """
 
+import math
 import random
 import statistics
 import time
@@ -27,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import Found, by_case, collect, command, in_format, start
 from reproduce.error import Error
@@ -39,6 +48,7 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.layers.compiled import compile_layer
 
 LAYERS = 12
+HEADS = 4
 N = 2
 """The number of partitions."""
 WAYS = {"plain": 1, "workers": 1, "ranks": N}
@@ -55,8 +65,13 @@ Seconds = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """What to measure: a way to train (a key of `WAYS`, such as "ranks"), and a checkpoint mode."""
+    """What to measure.
 
+    The fields are a kind of layers (a key of `KINDS`, such as "fused"), a way to train (a key of
+    `WAYS`, such as "ranks"), and a checkpoint mode.
+    """
+
+    layers: str
     way: str
     checkpoint: str
 
@@ -75,7 +90,11 @@ class Job(NamedTuple):
 
 
 class Block(nn.Module):
-    """A layer of a transformer."""
+    """A layer of a transformer, which computes attention and GELU by formulas.
+
+    Args:
+        width: The number of features of each token.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,18 +104,45 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples, tokens, width = x.shape
-        heads = self.heads(self.first(x)).view(samples, tokens, 3, 4, width // 4)
+        heads = self.heads(self.first(x)).view(samples, tokens, 3, HEADS, width // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mixed(attended.transpose(1, 2).reshape(samples, tokens, width))
-        y: Tensor = self.narrow(nn.functional.gelu(self.wide(self.second(x))))
+        attended = self.attention(q, k, v).transpose(1, 2)
+        x = x + self.mixed(attended.reshape(samples, tokens, width))
+        y: Tensor = self.narrow(self.activation(self.wide(self.second(x))))
         return x + y
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let each token attend to itself and to earlier tokens."""
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Compute GELU by the approximation with tanh (https://arxiv.org/abs/1606.08415)."""
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class FusedBlock(Block):
+    """A layer of a transformer, which calls the fused operators of PyTorch."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let each token attend to itself and to earlier tokens."""
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Compute GELU by the approximation with tanh."""
+        return gelu(x, approximate="tanh")
+
+
+KINDS = {"formulas": Block, "fused": FusedBlock}
+"""The class of each kind of layers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each way to train with each checkpoint mode; record the results and print a table."""
+    """Measure all chosen cases; record the results and print a table."""
     parser = command("compiled", __doc__, rounds=20, seed=0)
     add, ways, modes = parser.add_argument, list(WAYS), list(CHECKPOINTS)
+    add("--layers", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of layers")
     add("--way", nargs="+", choices=ways, default=ways, help="to train")
     add("--checkpoint", nargs="+", choices=modes, default=modes, help="mode of checkpointing")
     add("--size", choices=list(SIZES), default="small", help="of the layers")
@@ -105,10 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"seconds of a step of {LAYERS} transformer layers, compiled and uncompiled"
     record = start(options, "compiled", title, {"seconds": "s"}, devices=N)
     jobs = []
-    for case in starmap(Case, product(options.way, options.checkpoint)):
-        if case.way != "plain" or case.checkpoint == "never":
-            job = Job(case, options.size, options.rounds, options.seed, options.backend)
-            jobs.append(job)
+    for case in starmap(Case, product(options.layers, options.way, options.checkpoint)):
+        job = Job(case, options.size, options.rounds, options.seed, options.backend)
+        jobs.append(job)
     collect(record, options.out, measure(jobs), len(jobs), in_format(options.format, table))
 
 
@@ -122,7 +167,7 @@ def measure(jobs: Sequence[Job]) -> Found:
         first, *_ = _measured(job)
         turns = zip(first["uncompiled"], first["compiled"], strict=True)
         ratio = statistics.median(eager / compiled for eager, compiled in turns)
-        experiment = f"{job.case.way}, {job.case.checkpoint}"
+        experiment = ", ".join(job.case)
         results = []
         for name, seconds in first.items():
             values: dict[str, Any] = {"ratio": ratio} if name == "compiled" else {}
@@ -158,7 +203,7 @@ def _process(k: int, link: Connection, folder: str, job: Job) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=k, world_size=count)
     torch.manual_seed(job.seed)
     width, tokens, samples = SIZES[job.size]
-    layers = nn.Sequential(*[Block(width) for _ in range(LAYERS)])
+    layers = nn.Sequential(*[KINDS[job.case.layers](width) for _ in range(LAYERS)])
     x, target = torch.rand(2, CHUNKS * samples, tokens, width)
     steps = {}
     models = []
@@ -192,12 +237,7 @@ def _way(
     options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": case.checkpoint}
     options["schedule"] = "1F1B"
     if case.way == "plain":
-
-        def step() -> None:
-            for part, part_target in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-                (mse_loss(layers(part), part_target) / CHUNKS).backward()
-
-        return layers, step
+        return layers, partial(_plain_step, case.checkpoint, layers, x, target)
     model: Any
     if case.way == "workers":
         model = GPipe(layers, [half] * N, devices=["cpu"] * N, engine="workers", **options)
@@ -205,6 +245,28 @@ def _way(
     model = DistributedGPipe(layers, [half] * N, **options)
     given = (x, None) if dist.get_rank() == 0 else (None, target)
     return model, partial(model.step, mse_loss, *given)
+
+
+def _plain_step(mode: str, layers: nn.Sequential, x: Tensor, target: Tensor) -> None:
+    """Run a training step without a pipeline, one micro-batch after another.
+
+    Args:
+        mode: "never", or "always", which recomputes each half of the layers.
+        layers: The layers.
+        x: The input of the first layer, for all micro-batches.
+        target: The target of the loss, for all micro-batches.
+    """
+    half = LAYERS // N
+    for part, part_target in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+        y = part
+        if mode == "never":
+            y = layers(y)
+        else:
+            # As in a pipeline, the first pass makes no graph. So the input has to require grad.
+            y = y.detach().requires_grad_()
+            for partition in (layers[:half], layers[half:]):
+                y = checkpoint(partition, y, use_reentrant=True)
+        (mse_loss(y, part_target) / CHUNKS).backward()
 
 
 def _compile(model: Any, backend: str) -> None:
@@ -232,14 +294,13 @@ def table(record: Record, style: str = "simple") -> str:
     """Render a table of milliseconds and ratios."""
     rows: list[list[str]] = []
     for case, found in by_case(record).items():
-        way, _, checkpoint = case.partition(", ")
         times = []
         for name in ("uncompiled", "compiled"):
             seconds = float(found[name].values["seconds"])
             times.append(f"{1000 * seconds:.2f}")
         ratio = float(found["compiled"].values["ratio"])
-        rows.append([way, checkpoint, *times, f"{ratio:.3f}"])
-    heads = ["way", "checkpoint", "ms a step", "ms a step, compiled", "ratio"]
+        rows.append([*case.split(", "), *times, f"{ratio:.3f}"])
+    heads = ["layers", "way", "checkpoint", "ms a step", "ms a step, compiled", "ratio"]
     return grid(heads, rows, style)
 
 
