@@ -13,7 +13,7 @@ from torchgpipe.caught import shortened
 from torchgpipe.engine.arrangement import arranged
 from torchgpipe.engine.batch import Batch, ProgramsEngine
 from torchgpipe.engine.graph import GraphEngine
-from torchgpipe.layers.batches import check_sizes, divided, joined, the_input
+from torchgpipe.layers.batches import check_calls, divided, joined, the_input
 from torchgpipe.layers.checks import shared_buffers
 from torchgpipe.layers.devices import choose_devices
 from torchgpipe.layers.split import Init
@@ -255,7 +255,7 @@ class GPipe(Partitioned):
             return [], None
         micro_batches, copied = divided(input, self.chunks, self._stages[0], self._signature)
         if self._signature is not None and self._engine is self._programs_engine:
-            check_sizes(micro_batches, self._stages[0].partition)
+            check_calls(micro_batches, self._stages[0].partition)
         return micro_batches, copied
 
     def loss(

@@ -23,8 +23,8 @@ from torchgpipe.tensors.microbatch import (
     scatter,
     tensors_of,
 )
-from torchgpipe.trace.other_sizes import OtherSizes
 from torchgpipe.trace.parts import Structure, same
+from torchgpipe.trace.same_calls import SameCallsCheck
 from torchgpipe.trace.signature import Signature
 
 Divided = tuple[list[TensorOrTensors], torch.Event | None]
@@ -68,22 +68,22 @@ def divided(input: Input, chunks: int, stage: Stage, signature: Signature | None
     return micro_batches, copied
 
 
-def check_sizes(micro_batches: Sequence[TensorOrTensors], partition: nn.Module) -> None:
-    """Let a traced module check the sizes of all micro-batches, before a worker thread runs them.
+def check_calls(micro_batches: Sequence[TensorOrTensors], partition: nn.Module) -> None:
+    """Check that a traced module makes the calls of its layers, before a worker thread runs them.
 
-    For a new size, the check records the calls that the module makes. Recording replaces functions
-    of PyTorch in the whole process, so `torch.compile` must not compile a layer in another thread
-    meanwhile.
+    For micro-batches of a new size, the check records the module's calls. Recording replaces
+    functions of PyTorch in the whole process, so `torch.compile` must not compile a layer in
+    another thread meanwhile.
 
     Args:
         micro_batches: The micro-batches.
         partition: The layers of the first partition.
     """
     first: Any = next(partition.children(), None)
-    sizes = getattr(first, "sizes", None)
-    if isinstance(sizes, OtherSizes):
+    check = getattr(first, "check_calls", None)
+    if isinstance(check, SameCallsCheck):
         for micro_batch in micro_batches:
-            sizes(tensors_of(micro_batch), first.training)
+            check(tensors_of(micro_batch), first.training)
 
 
 def record_copies(input: Input, device: torch.device) -> torch.Event | None:

@@ -119,7 +119,7 @@ def check_other_mode(module: Module, layers: Layers, signature: Signature, input
         signature: The module's signature.
         inputs: The tensors of the sample.
     """
-    check: Any = layers[0].sizes
+    check: Any = layers[0].check_calls
     mode = "training" if module.training else "evaluation"
     if check.both_modes and not _are_alike_in_other_mode(module, layers, signature, inputs):
         check.forget_other_mode()

@@ -93,8 +93,9 @@ class Layer(Module):
             self.hold(root, name, extra.get(name))
         self._write()
 
-    # A function that checks the sizes of the inputs. Only the first layer has one.
-    sizes: Callable[[Sequence[Tensor], bool], None] | None = None
+    # A check that the module would make the same calls for these inputs (`SameCallsCheck`). Only
+    # the first layer has one.
+    check_calls: Callable[[Sequence[Tensor], bool], None] | None = None
 
     def _write(self) -> None:
         """Write the code of a function that makes the layer's calls, and make the function."""
@@ -122,8 +123,8 @@ class Layer(Module):
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Make the layer's calls on its input and on the skips that it pops; return its output."""
         inputs = list(tensors_of(input))
-        if self.sizes is not None:
-            self.sizes(inputs, self.training)
+        if self.check_calls is not None:
+            self.check_calls(inputs, self.training)
         scope = current_scope()
         for key, _ in self._popped:
             inputs.append(scope.pop(key))  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def record(
     return RecordedCalls(sizes, recorder.calls, recorder.shapes, returned, outputs, recorder.extra)
 
 
-class Recorded(NamedTuple):
+class AllRecordings(NamedTuple):
     """The calls that were recorded in a module's forward, for inputs of several sizes.
 
     A forward that reads the mode (`training`) may make other calls in training than in evaluation.
@@ -143,7 +143,7 @@ class Recorded(NamedTuple):
 
 def record_all(
     module: Module, signature: Signature, inputs: Tensors, whole: set[Module]
-) -> Recorded:
+) -> AllRecordings:
     """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
     If the calls in small submodules cannot be recorded, for example because they read the mode
@@ -181,7 +181,7 @@ def record_all(
     # `small_modules` has refused all other notes, so a note that is left says that a module reads
     # its mode.
     other_mode = _in_other_mode(module, signature, inputs, whole, results) if notes else ()
-    return Recorded(recordings, results, other_mode, reads_mode=bool(notes))
+    return AllRecordings(recordings, results, other_mode, reads_mode=bool(notes))
 
 
 def _in_other_mode(
@@ -218,7 +218,7 @@ def _in_other_mode(
     return recordings
 
 
-def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Call]]:
+def in_both_modes(module: Module, recorded: AllRecordings) -> tuple[AllRecordings, list[Call]]:
     """Merge the recordings for all sizes, and for both modes, into the calls of the layers.
 
     If the module makes other calls in evaluation than in training, the layers only have the calls
@@ -232,7 +232,7 @@ def in_both_modes(module: Module, recorded: Recorded) -> tuple[Recorded, list[Ca
     return recorded._replace(other_mode=()), calls
 
 
-def _merged(module: Module, calls: list[Call], recorded: Recorded) -> list[Call] | None:
+def _merged(module: Module, calls: list[Call], recorded: AllRecordings) -> list[Call] | None:
     """Merge `calls` with the module's calls in the other mode (training or evaluation).
 
     Return `None` if they differ in more than plain arguments, such as numbers.

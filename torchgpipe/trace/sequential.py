@@ -25,10 +25,10 @@ from torchgpipe.trace.compare import (
 )
 from torchgpipe.trace.generalise import check_batch
 from torchgpipe.trace.layer import Layer, Layers
-from torchgpipe.trace.other_sizes import OtherSizes, check_one_sample
 from torchgpipe.trace.parts import within
 from torchgpipe.trace.record import NEEDS_CONTENTS, in_both_modes, record_all
 from torchgpipe.trace.refuse import Untraceable, advising_a_tuple
+from torchgpipe.trace.same_calls import SameCallsCheck, check_one_sample
 from torchgpipe.trace.signature import Signature, Tensors, arguments
 from torchgpipe.trace.whole import (
     Whole,
@@ -255,7 +255,7 @@ def _layers(module: Module, signature: Signature, inputs: Tensors, whole: set[Mo
         layers[plan.name] = Layer(module, plan, namespace, recording.extra, signature.size_names)
     sequence = Layers(layers, signature)
     # Not by `setattr`: the layer can have a submodule of the name.
-    vars(sequence[0])["sizes"] = OtherSizes(module, signature, inputs, whole, recorded)
+    vars(sequence[0])["check_calls"] = SameCallsCheck(module, signature, inputs, whole, recorded)
     sequence.training = module.training
     _hold_unused(module, sequence)
     return sequence

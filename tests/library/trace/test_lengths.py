@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from torchgpipe import GPipe, MicroBatches, sequential
 from torchgpipe.trace import Untraceable
-from torchgpipe.trace.other_sizes import OtherSizes
+from torchgpipe.trace.same_calls import SameCallsCheck
 
 from .texts import GPT, SHAPES, WIDTH, Long, generated, text
 
@@ -315,7 +315,7 @@ def test_new_lengths_are_checked_before_workers_run(monkeypatch: pytest.MonkeyPa
     model = GPipe(layers, [4, len(layers) - 4], devices=["cpu"] * 2)
     begun: list[object] = []
     seen: list[int] = []
-    check = OtherSizes._check
+    check = SameCallsCheck._check
 
     def check_noted(*args: Any) -> None:
         seen.append(len(begun))
@@ -326,7 +326,7 @@ def test_new_lengths_are_checked_before_workers_run(monkeypatch: pytest.MonkeyPa
         begun.append(task)
         yield
 
-    monkeypatch.setattr(OtherSizes, "_check", check_noted)
+    monkeypatch.setattr(SameCallsCheck, "_check", check_noted)
     model.observer = observe
     model.evaluate(lambda y, _: y.mean(), MicroBatches([text(2, 5), text(2, 9), text(3, 7)]))
     assert seen and not any(seen)

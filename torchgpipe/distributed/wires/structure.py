@@ -68,7 +68,7 @@ def _undescribed(told: Any, values: Iterator[Any], slots: list[Slot]) -> Any:
     Args:
         told: The description, a result of `described`.
         values: Yields the plain values, such as numbers, which are not in the description.
-        slots: The list to which a new slot (placeholder) is added for each tensor.
+        slots: A list to which a slot (placeholder) is added for each tensor.
     """
     kind, *parts = told
     if kind == "tensor":

@@ -21,7 +21,7 @@ from torchgpipe.trace.generalise import OTHER_MODE, generalise, have_same_functi
 from torchgpipe.trace.kept import NeedsResults
 from torchgpipe.trace.layer import Layers
 from torchgpipe.trace.parts import tensors_in
-from torchgpipe.trace.record import Recorded, record
+from torchgpipe.trace.record import AllRecordings, record
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.refuse import Untraceable
 from torchgpipe.trace.signature import Signature, Tensors
@@ -31,7 +31,7 @@ State = tuple[bool, torch.dtype | None]
 """Whether a module is in training mode, and the dtype of autocast (`None` if it is off)."""
 
 
-class OtherSizes:
+class SameCallsCheck:
     """A check, before the layers run, that the module would make the same calls as its layers.
 
     For each new batch size, length, mode and autocast, the calls of a copy of the module are
@@ -61,7 +61,7 @@ class OtherSizes:
         signature: Signature,
         inputs: Tensors,
         whole: Container[Module],
-        recorded: Recorded,
+        recorded: AllRecordings,
     ) -> None:
         self._signature = signature
         self._results = recorded.results
@@ -149,7 +149,7 @@ class OtherSizes:
                 thread.submit(self._check, tensors, sizes, state).result()
             self._known.add(known)
 
-    def __deepcopy__(self, memo: object) -> "OtherSizes":
+    def __deepcopy__(self, memo: object) -> "SameCallsCheck":
         return self
 
     def keep_one_sample(self, tensors: Tensors) -> bool:
@@ -257,14 +257,14 @@ def check_one_sample(module: Module, layers: Layers, signature: Signature, input
     for x, batched in zip(inputs, signature.batched, strict=True):
         first = x.detach()[:1] if batched else x.detach()
         one.append(first.requires_grad_(x.requires_grad))
-    sizes: Any = layers[0].sizes
-    if not sizes.keep_one_sample(one):
+    check: Any = layers[0].check_calls
+    if not check.keep_one_sample(one):
         return
     try:
         expected = ran(module, module, signature, one)
         check_outputs(module, ran(module, layers, signature, one), expected)
     except Exception:
-        sizes.forget_one_sample()
+        check.forget_one_sample()
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
