@@ -214,6 +214,10 @@ def test_a_list_of_more_devices_than_there_are_partitions_warns() -> None:
     assert [each.filename for each in warned] == [__file__]
 
 
+class OwnSequential(Sequential):
+    """A class of sequential layers that is not from `torch.nn`."""
+
+
 class Transposed(Module):
     """A layer of the user's own class, which makes time the first dimension."""
 
@@ -231,12 +235,13 @@ class Transposed(Module):
         ([Transposed(), TransformerEncoderLayer(4, 2)], {}, False),
     ],
 )
+@pytest.mark.parametrize("kind", [Sequential, OwnSequential])
 def test_time_in_dimension_0_warns(
-    layers: list[Module], options: dict[str, Any], warns: bool
+    kind: type[Sequential], layers: list[Module], options: dict[str, Any], warns: bool
 ) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        made(Sequential(*layers), **{"chunks": 2, **options})
+        made(kind(*layers), **{"chunks": 2, **options})
     said = [str(each.message) for each in warned if "batch_first=False" in str(each.message)]
     assert len(said) == warns
     assert {each.filename for each in warned} <= {__file__}
@@ -293,3 +298,7 @@ def test_layers_on_meta_get_memory_and_values() -> None:
         assert round(mean / 100) == k
     again = GPipe(linears(4), [1, 3], devices=["cpu"] * 2, init=init)
     assert torch.equal(again[3].weight, model[3].weight)
+    torch.manual_seed(-1)  # the largest seed, to which no layer's index can be added
+    with torch.device("meta"):
+        on_meta = linears(4)
+    GPipe(on_meta, [1, 3], devices=["cpu"] * 2, init=init)

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -158,7 +159,7 @@ def warn_of_time_first(module: nn.Sequential, chunks: int) -> None:
     """
     if chunks == 1:
         return
-    for name, part in module.named_modules():
+    for name, part in islice(module.named_modules(), 1, None):  # without the module itself
         if not type(part).__module__.startswith("torch.nn."):
             return
         if getattr(part, "batch_first", True) is False:

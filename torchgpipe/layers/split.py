@@ -195,5 +195,5 @@ def _fill(first: int, partition: nn.Sequential, device: torch.device, init: Init
         with torch.random.fork_rng(accelerator.with_generators(devices)), torch.no_grad():
             for each in devices:
                 for generator in default_generators(each):
-                    generator.manual_seed(seed + k)
+                    generator.manual_seed((seed + k) % 2**64)
             init(k, layer)

@@ -269,8 +269,9 @@ def handed(outputs: Flat) -> Flat:
     remaining = iter(_Handed.apply(*taking))
     found: list[Tensor | None] = []
     for y in outputs:
-        is_leaf = y is not None and y.requires_grad
-        found.append(carrying(next(remaining), y) if y is not None and is_leaf else y)
+        if y is not None and y.requires_grad:
+            y = carrying(next(remaining), y)
+        found.append(y)
     return tuple(found)
 
 

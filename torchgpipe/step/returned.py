@@ -12,15 +12,17 @@ def without_backward(loss: Tensor) -> Tensor:
     """Return a detached copy of a loss, whose `backward()` raises an error.
 
     The error says that `step` has already run the backward. Only the returned tensor has this
-    special `backward()`. Tensors that are computed or copied from it are ordinary tensors, and so
-    is the tensor that `torch.load` returns after the loss was saved.
+    special `backward()`. Tensors that are computed or copied from it are ordinary tensors, also
+    those by `copy.deepcopy`, and so is the tensor that `torch.load` returns after the loss was
+    saved.
     """
     saved = loss.detach()
     returned = loss.detach()
     # Python finds an object's own attributes before the methods of its class. `pickle` and
-    # `torch.save` call `__reduce_ex__`, which here is the method of `saved`. So they save a tensor
-    # without these attributes.
-    vars(returned).update(backward=_refuse, __reduce_ex__=saved.__reduce_ex__)
+    # `torch.save` call `__reduce_ex__`, and `copy.deepcopy` calls `__deepcopy__`. Here, these are
+    # methods of `saved`. So what is saved or copied is a tensor without these attributes.
+    own = {"__reduce_ex__": saved.__reduce_ex__, "__deepcopy__": saved.__deepcopy__}
+    vars(returned).update(backward=_refuse, **own)
     return returned
 
 

@@ -119,7 +119,7 @@ def _number(weight: Any) -> Any:
             return weight.item() if weight.device.type == "cpu" else weight.double()
         given = f"a tensor of shape {tuple(weight.shape)}"
     elif isinstance(weight, SupportsFloat):
-        return weight
+        return float(weight)
     else:
         given = type(weight).__name__
     raise TypeError(

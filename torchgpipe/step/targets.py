@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchgpipe.caught import how_many
 from torchgpipe.tensors.microbatch import UNCOUNTED, MicroBatches, together
+from torchgpipe.trace.parts import tensors_in
 
 Values = Sequence[Any]
 
@@ -226,8 +227,9 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
     the whole mini-batch.
 
     Raises:
-        ValueError: A list has as many tensors as there are samples, and dimension 0 of each of them
-            is as long. So each tensor can belong to one sample, or to the whole mini-batch.
+        ValueError: The target is a list of tensors or a tuple of structures such as dictionaries,
+            with as many entries as there are samples, and dimension 0 of all tensors is as long.
+            So each entry can belong to one sample, or to the whole mini-batch.
     """
     samples = sum(sizes)
     if len(sizes) == 1 or UNCOUNTED in sizes:
@@ -239,11 +241,24 @@ def _has_an_entry_for_each_sample(target: Any, sizes: Sequence[int]) -> bool:
     if len(target) != samples or any(isinstance(x, bool | int | float) for x in target):
         return False
     tensors = [x for x in target if isinstance(x, Tensor)]
-    by_entry = not tensors or any(not x.dim() or len(x) != samples for x in tensors)
+    by_entry = not _all_have(samples, tensors)
     if not by_entry and isinstance(target, list) and len(tensors) == samples:
         raise ValueError(
             f"the target is a list of {samples} tensors, each with {samples} entries, for "
             f"{samples} samples, so it can be split in two ways; if each tensor has an entry for "
             "each sample, give a tuple; if each tensor belongs to a sample, give MicroBatches"
         )
+    if not tensors and type(target) is tuple and _all_have(samples, tensors_in(target)):
+        raise ValueError(
+            f"the target is a tuple of {samples} structures (the first is a "
+            f"{type(target[0]).__name__}) for {samples} samples, and each of their tensors has "
+            f"{samples} entries, so it can be split in two ways; if each structure belongs to a "
+            "sample, give a list; if each tensor has an entry for each sample, give MicroBatches"
+        )
     return by_entry
+
+
+def _all_have(entries: int, tensors: Iterable[Tensor]) -> bool:
+    """Return whether there are tensors, and dimension 0 of each of them has so many entries."""
+    lengths = {len(x) if x.dim() else 0 for x in tensors}
+    return lengths == {entries}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -43,6 +44,19 @@ def within(value: Any, kind: type[T]) -> Iterator[T]:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a structure, such as nested lists and dictionaries, in order."""
     return within(value, Tensor)
+
+
+def refuse_arrays(value: Any, what: str) -> None:
+    """Raise `TypeError` if a value is a NumPy array, or a structure with one.
+
+    Args:
+        value: The value.
+        what: What the message calls the value.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        for array in within(value, numpy.ndarray):
+            refuse_array(array, what if array is value else f"each entry of {what}")
 
 
 def cache_in(value: Any) -> str | None:
@@ -324,10 +338,17 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
 def in_order_of(given: Any, value: Any) -> Any:
     """Return an argument whose dictionaries have their keys in the order of those in the sample.
 
+    Dictionaries can be nested in dictionaries, lists and tuples.
+
     Args:
         given: The argument in the sample.
         value: The argument in a call.
     """
-    if type(value) is dict and type(given) is dict and value.keys() == given.keys():
+    kind = type(value)
+    if kind is not type(given):
+        return value
+    if kind is dict and value.keys() == given.keys():
         return {key: in_order_of(given[key], value[key]) for key in given}
+    if kind in (list, tuple) and len(value) == len(given):
+        return kind(map(in_order_of, given, value))
     return value

@@ -14,13 +14,20 @@ from torchgpipe.tensors.microbatch import (
     MicroBatches,
     TensorOrTensors,
     check,
-    refuse_array,
     tensors_of,
 )
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import refuse_concatenated
-from torchgpipe.trace.parts import Slot, Slots, cache_in, check_sample, in_order_of, same
+from torchgpipe.trace.parts import (
+    Slot,
+    Slots,
+    cache_in,
+    check_sample,
+    in_order_of,
+    refuse_arrays,
+    same,
+)
 from torchgpipe.trace.refuse import WITHOUT_CACHE, Untraceable, reason, refused, where
 
 Tensors = Sequence[Tensor]
@@ -218,7 +225,7 @@ class Signature:
         """
         slots = self._slots.again()
         for name, value in self._bound(args, kwargs).arguments.items():
-            refuse_array(value, name)
+            refuse_arrays(value, name)
             given = self._given[name]
             taken = slots.taken(in_order_of(given, value))
             if taken != given and not same(taken, given):

@@ -11,18 +11,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
+from torch.autograd import grad_mode
 from torch.nn import Module
 from torch.utils import checkpoint
 
 from torchgpipe.tensors import accelerator
+from torchgpipe.trace import recorder as recorder_file
+from torchgpipe.trace import restore
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.whole import CHECKPOINT, OTHER_RANDOM, TRAINING
 
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
 
-# Calls by `torch.no_grad`, fake tensors, and the recorder are not noted.
-_OURS = ("grad_mode.py", "fake_tensor.py", "recorder.py", "restore.py")
+# Calls in these files, such as those of `torch.no_grad` and of the recorder, are not noted.
+_NOT_NOTED = {module.__file__ for module in (grad_mode, fake_tensor, recorder_file, restore)}
 
 _one_at_a_time = threading.RLock()
 
@@ -122,7 +126,7 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
-            if not caller.endswith(_OURS):
+            if caller not in _NOT_NOTED:
                 recorder.note(CHECKPOINT if caller == checkpoint.__file__ else what)
             return run(*args, **kwargs)
 

@@ -65,7 +65,8 @@ def test_the_loss_is_an_ordinary_tensor_in_all_else() -> None:
     total: Any = 0.0
     for _ in range(2):
         total += loss
-    for result in (total / 2, torch.stack([loss]).mean(), loss.detach(), loss.double().float()):
+    copies = [copy.copy(loss), copy.deepcopy(loss), loss.detach(), loss.double().float()]
+    for result in (total / 2, torch.stack([loss]).mean(), *copies):
         assert vars(result) == {}
         assert torch.equal(result, plain)
 

@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import InitVar, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,6 @@ ENTRIES: dict[str, Any] = {
     "a tuple of dictionaries": tuple({"boxes": x} for x in BOXES),
     "a tuple of names": ("a", "b", "c", "d"),
     "boxes, and nothing for one image": [BOXES[0], None, *BOXES[2:]],
-    "a tuple of dictionaries with tensors as long as the batch": tuple({"boxes": X} for _ in X),
     "sequences, one of them as long as the batch": BOXES,
     "an array of names": np.array(["a", "b", "c", "d"]),
 }
@@ -157,6 +157,13 @@ def test_a_weight_on_the_cpu_is_a_number() -> None:
     """Check that a weight from the CPU is a number: the host waits for a GPU to copy a tensor."""
     assert _number(torch.tensor(3)) == 3
     assert not isinstance(_number(torch.tensor(3)), Tensor)
+
+
+def test_a_weight_can_be_any_number() -> None:
+    model = piped()
+    x = torch.randn(4, 2)
+    loss = model.step(mse_loss, x, x + 1, weight=lambda part: Fraction(len(part), 3))
+    torch.testing.assert_close(loss, model.evaluate(mse_loss, x, x + 1))
 
 
 @pytest.mark.parametrize("weight", [lambda t: None, lambda t: t[:, 0], lambda t: "1"])

@@ -67,6 +67,12 @@ def test_a_list_of_tensors_of_the_batch_size_is_parted_as_a_tuple_is() -> None:
     assert [part.tolist() for part in first + last] == [[0, 1], [3, 4], [2], [5]]
     with pytest.raises(ValueError, match="can be split in two ways; if each"):
         parted([x, x + 2], [1, 1])
+    pair = ({"part": x}, {"part": x + 2})
+    with pytest.raises(ValueError, match=r"the first is a dict\) for 2 samples, and each of their"):
+        parted(pair, [1, 1])
+    # The length of one tensor shows that each dictionary belongs to a sample.
+    first, last = parted(({"part": x}, {"part": y}), [1, 1])
+    assert [first[0]["part"].tolist(), last[0]["part"].tolist()] == [[0, 1], [0, 1, 2]]
     weights = [0.5, 1.0]  # of classes
     assert parted((x, weights), [1, 1])[1][1] == weights
     names = np.array(["a", "b"])

@@ -2,8 +2,10 @@
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -152,6 +154,40 @@ def test_called_otherwise(pipeline: bool, given: dict[str, Any], message: str) -
     with pytest.raises(ValueError) as caught:
         model(**arguments)
     assert message in str(caught.value)
+
+
+def take_the_difference(net: Any, given: Any) -> Tensor:
+    ((pair,),) = given
+    difference: Tensor = net.a(pair["x"] - pair["y"])
+    return difference
+
+
+def take_x(net: Any, given: Any) -> Tensor:
+    y: Tensor = net.a(given["x"])
+    return y
+
+
+def test_keys_of_dictionaries_can_be_in_any_order() -> None:
+    module = does(take_the_difference)
+    x, y = rows(), rows() + 1
+    layers: Any = sequential(module, (([{"x": x, "y": y}],),))
+    torch.testing.assert_close(layers(([{"y": y, "x": x}],)), module(([{"x": x, "y": y}],)))
+
+
+def test_an_array_within_an_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"each entry of .* must be a tensor .* but got ndarray"):
+        sequential(does(take_x), ({"x": rows(), "other": np.ones(3)},))
+
+
+def test_only_the_own_files_read_the_gradient_mode_unnoticed(tmp_path: Path) -> None:
+    """Check that code is refused in a file whose name ends as that of a file of this library."""
+    code = "def call(net, x):\n    return net.a(x) if torch.is_grad_enabled() else x\n"
+    scope: dict[str, Any] = {"torch": torch}
+    path = tmp_path / "voice_recorder.py"
+    path.write_text(code)
+    exec(compile(code, str(path), "exec"), scope)
+    with pytest.raises(Untraceable, match="it sets or asks for the mode of gradients"):
+        sequential(does(scope["call"]), rows())
 
 
 def cut_residual(**options: Any) -> None:
