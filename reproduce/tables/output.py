@@ -213,5 +213,5 @@ def _of_setup(about: Number, best: "Candidate") -> Numbers:
     yield {**about, "metric": "balance", "value": list(setup.balance)}
     yield {**about, "metric": "chunks", "value": len(setup.sizes)}
     yield {**about, "metric": "checkpoint", "value": setup.checkpoint}
-    yield {**about, "metric": "schedule", "value": setup.lists.name}
+    yield {**about, "metric": "schedule", "value": setup.full_schedule.name}
     yield {**about, "metric": "bubble", "unit": "share", "value": best.bubble}

@@ -41,7 +41,7 @@ from torchgpipe.distributed.alike import Settings, check_alike, in_other_mini_ba
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import (
-    GRACE,
+    END_SECONDS,
     Broken,
     Liveness,
     RankFailed,
@@ -307,7 +307,7 @@ class Connections(Wires):
             if not self.ended and not self.liveness.stopped:
                 self._transfers.finish()
                 with suppress(RuntimeError, Stopped, Empty):
-                    self.deliver(2 * GRACE)
+                    self.deliver(2 * END_SECONDS)
                 self.liveness.tell_last()
                 self.closed = True
             self.abort()
@@ -331,7 +331,7 @@ class Connections(Wires):
             threads = [*self.liveness.close(), *[sender.thread for sender in self._senders()]]
             # If Python ends while a thread is inside gloo's code, the process can crash. So wait
             # for the threads, but only until a deadline, as some may stay in gloo for ever.
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + END_SECONDS
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 

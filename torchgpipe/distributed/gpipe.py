@@ -51,12 +51,14 @@ class DistributedGPipe(Partitioned):
     """Train an `nn.Sequential` by pipeline parallelism over processes.
 
         model = DistributedGPipe(layers, balance=[2, 3], chunks=8)   # on every rank
-        loss = model.step(nn.functional.cross_entropy, x, target)  # x: rank 0, target: last rank
+        # x is used on the rank of the first stage, and target on the rank of the last stage
+        loss = model.step(nn.functional.cross_entropy, x, target)
 
     Each process (rank) holds one or more partitions. The output, the gradients and most arguments
     are the same as with `GPipe` in one process. On each rank, the pipeline only has the parameters
     and buffers of this rank's layers, under their names in the whole model. So each rank needs an
-    optimizer for its own parameters, and the state dicts of all ranks together are the model's.
+    optimizer for its own parameters. The state dicts of all ranks together have the entries of the
+    whole model's state dict.
 
     Args:
         module: The layers, the same on every rank. Layers on the device `meta` take no memory, but
@@ -71,8 +73,8 @@ class DistributedGPipe(Partitioned):
         checkpoint: See `GPipe`.
         deferred_batch_norm: See `GPipe`.
         init: See `GPipe`. It is called for the layers of this rank only.
-        schedule: See `GPipe`. In this class, "the last rank" means the rank of the last stage. With
-            the schedule ZBVZeroBubble, this is rank 0.
+        schedule: See `GPipe`. Rank 0 has the first stage, and the last rank has the last stage.
+            With the schedule ZBVZeroBubble, rank 0 has both.
         timeout: How many seconds a problem may last before all ranks stop with an error. The
             problems are: a rank sends no sign of life; a task neither ends nor uses the CPU; all
             ranks wait for each other. With `None`, there is no limit. The timeout has to be longer
@@ -204,12 +206,12 @@ class DistributedGPipe(Partitioned):
         return cast(nn.Sequential, self._partitions[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a mini-batch through the pipeline; only the input on the first rank is used.
+        """Run a mini-batch through the pipeline; only the first stage's rank uses its input.
 
         Returns:
-            On the last rank, the output. On other ranks, a scalar tensor that is zero; its
-            `backward()` runs this rank's part of the backward. If the output does not require
-            grad, other ranks get `None`.
+            On the rank of the last stage, the output. On other ranks, a scalar tensor that is
+            zero; its `backward()` runs this rank's part of the backward. If the output does not
+            require grad, other ranks get `None`.
 
         Raises:
             RankFailed: If another rank has failed.
@@ -225,9 +227,10 @@ class DistributedGPipe(Partitioned):
         All ranks have to call `backward()` on the loss.
 
         Args:
-            criterion: A function of the mini-batch's output and the target, used on the last rank.
-            input: The mini-batch, used on the first rank.
-            target: The target of the mini-batch, used on the last rank.
+            criterion: A function of the mini-batch's output and the target. Only the rank of the
+                last stage calls it.
+            input: The mini-batch, used on the rank of the first stage.
+            target: The target of the mini-batch, used on the rank of the last stage.
 
         Raises:
             TypeError: If `criterion` does not return a scalar.

@@ -87,9 +87,10 @@ class Messages(Links):
             for pair in self._between:
                 self._begin(forward, pair, skips=True)
                 self._order[forward, pair] = self._micro_batches(forward, pair)
-        # Skips that have arrived and are not fetched yet, and skips that are not sent yet.
-        self._kept: dict[tuple[bool, int, Crossing], Any] = {}
-        self._left: dict[Crossing, Told] = {}
+        # Skips that have arrived and are not fetched yet.
+        self._arrived: dict[tuple[bool, int, Crossing], Any] = {}
+        # Skips that are made and not sent yet.
+        self._unsent: dict[Crossing, Told] = {}
 
     def check(self) -> None:
         if self._connections.liveness.stopped:
@@ -130,21 +131,21 @@ class Messages(Links):
         forward = action.kind == "forward"
         pair = crossing.source, crossing.target
         if self._stays(pair):
-            self._kept[forward, action.micro_batch, crossing] = skip
+            self._arrived[forward, action.micro_batch, crossing] = skip
             return
         if forward:
-            self._left[crossing] = self._packed(skip, action.stage)
+            self._unsent[crossing] = self._packed(skip, action.stage)
         else:
-            self._left[crossing] = "gradient", (skip,)
+            self._unsent[crossing] = "gradient", (skip,)
         # Send all skips between two stages in one message, as soon as the last of them is made.
         # In separate messages, they could come in another order than the receiver needs them.
         between = self._between[pair]
-        if not self._left.keys() >= {*between}:
+        if not self._unsent.keys() >= {*between}:
             return
         abouts: list[Hashable] = []
         tensors: list[Tensor | None] = []
         for each in between:
-            about, flat = self._left.pop(each)
+            about, flat = self._unsent.pop(each)
             abouts.append(about)
             tensors += flat
         sender = self._wire(Sender, forward, pair, skips=True)
@@ -159,7 +160,7 @@ class Messages(Links):
         forward = action.kind == "forward"
         pair = crossing.source, crossing.target
         wanted = forward, action.micro_batch, crossing
-        while wanted not in self._kept:
+        while wanted not in self._arrived:
             receiver = self._wire(Receiver, forward, pair, skips=True)
             abouts, tensors = self._connections.take(receiver)
             # Messages come in the order in which the sending stage does its micro-batches.
@@ -168,8 +169,8 @@ class Messages(Links):
             for k, arrived in enumerate(self._between[pair]):
                 skip: Any = tensors[k * width : (k + 1) * width]
                 skip = _item(abouts[k], skip) if forward else skip[0]
-                self._kept[forward, i, arrived] = skip
-        return self._kept.pop(wanted)
+                self._arrived[forward, i, arrived] = skip
+        return self._arrived.pop(wanted)
 
     def _begin(self, forward: bool, pair: Stages, *, skips: bool = False) -> None:
         """Begin a mini-batch on a wire (message channel), if this rank has exactly one end of it.

@@ -147,7 +147,11 @@ class RankBatch(Batch):
         return base, [input_sum, target_sum], sizes
 
     def tell(
-        self, loss: Tensor, needs: bool = False, ours: bool = False, before: Tensor | None = None
+        self,
+        loss: Tensor,
+        requires_grad: bool = False,
+        through_pipeline: bool = False,
+        before: Tensor | None = None,
     ) -> None:
         """Send the loss to all other ranks, and the state of the default generator if needed.
 
@@ -156,8 +160,8 @@ class RankBatch(Batch):
 
         Args:
             loss: The mini-batch's loss.
-            needs: Whether the loss requires a gradient.
-            ours: Whether the backward of the loss goes through this pipeline.
+            requires_grad: Whether the loss requires a gradient.
+            through_pipeline: Whether the backward of the loss goes through this pipeline.
             before: The generator's state before the criterion ran, or `None` if the criterion
                 cannot have changed it.
         """
@@ -166,13 +170,13 @@ class RankBatch(Batch):
         changed = before is not None and not torch.equal(before, after)
         state = (after,) if changed or not self._overlaps else ()
         drew = self._seeds.drew and not state
-        about = needs, ours, drew
+        about = requires_grad, through_pipeline, drew
         self._connections.tell("loss", (self.loss, *state), about, "loss")
 
     def _hear_loss(self) -> None:
         last = self.orders.placement[-1]
         about, (loss, *state) = self._connections.hear("loss", last, "loss")
-        self._needs, self._ours, self._seeds.drew = about
+        self._loss_requires_grad, self._through_pipeline, self._seeds.drew = about
         if state:
             torch.set_rng_state(state[0].cpu())
         self.loss = loss.to(self.devices[0])
@@ -213,8 +217,8 @@ class RankBatch(Batch):
         outputs = run_forward(self, self.inputs)
         if self.last:
             return self._result(outputs, request)
-        losses = as_leaves((self.loss,), (self._needs,))
-        if self._ours:
+        losses = as_leaves((self.loss,), (self._loss_requires_grad,))
+        if self._through_pipeline:
             losses = one_node(self.guards, self.backward, [1], losses, self.inputs)
         (result,) = losses
         assert result is not None
@@ -240,9 +244,9 @@ class RankBatch(Batch):
             self._tied.refuse_in(loss, ends)
             if loss.requires_grad and ends:
                 result = _with_ends(loss, ends)
-        needs = loss.requires_grad
-        ours = needs and bool(ends)
-        self.tell(loss, needs, ours, before)
+        requires_grad = loss.requires_grad
+        through_pipeline = requires_grad and bool(ends)
+        self.tell(loss, requires_grad, through_pipeline, before)
         return result
 
     def backward(self, output_grads: list[Flat], *, keep: bool) -> list[Flat]:

@@ -20,7 +20,7 @@ from types import TracebackType
 from torchgpipe.caught import in_one_line
 from torchgpipe.tensors._autograd import backward_id
 
-PATIENCE = 10.0
+WAIT_SECONDS = 10.0
 """How many seconds a thread that has failed waits for other threads.
 
 Without a limit, it could wait for ever: if a layer uses the GPU of another stage, its backward
@@ -61,7 +61,7 @@ class InPartitions:
             if error is not None:
                 self._failed = backward_id()
                 self._error = _like(error)
-                self._changed.wait_for(lambda: self._inside == 0, PATIENCE)
+                self._changed.wait_for(lambda: self._inside == 0, WAIT_SECONDS)
 
 
 def _like(error: BaseException) -> BaseException:

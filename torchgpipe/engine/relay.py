@@ -43,7 +43,7 @@ class Relay(Links):
             tickets: SimpleQueue[Any] = SimpleQueue()
             tickets.put(None)
             self._ends[way, s] = SimpleQueue(), tickets
-        self._left: dict[tuple[Any, ...], Any] = {}
+        self._skips: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self.stopped = False
         self.running: list[threading.Lock] = []
@@ -95,11 +95,11 @@ class Relay(Links):
         items.put(item)
 
     def give_skip(self, action: Action, crossing: Crossing, skip: Any) -> None:
-        self._left[action.kind == "forward", action.micro_batch, crossing] = skip
+        self._skips[action.kind == "forward", action.micro_batch, crossing] = skip
 
     def take_skip(self, action: Action, crossing: Crossing) -> Any:
         # No need to wait: the skip was left before the item that this program has already taken.
-        return self._left.pop((action.kind == "forward", action.micro_batch, crossing))
+        return self._skips.pop((action.kind == "forward", action.micro_batch, crossing))
 
 
 def _get(queue: SimpleQueue[Any]) -> Any:

@@ -245,15 +245,16 @@ def _memory(x: Tensor) -> int:
 
 
 @contextmanager
-def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
-    """Check that buffers that two partitions share do not change within this context.
+def unchanged(buffers: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
+    """Check that some buffers do not change within this context.
 
-    A pipeline does not run the layers of two partitions in the order in which a plain sequence runs
+    They are buffers that two partitions share, and copies of one buffer on several devices. A
+    pipeline does not run the layers of two partitions in the order in which a plain sequence runs
     them. So if layers of both partitions changed a buffer, the results would differ from those of
     the sequence.
 
     Args:
-        shared: The module and the name of each shared buffer.
+        buffers: The module and the name of each buffer.
         copy: Whether to compare the values of buffers on the CPU, too. If not, only the version
             counters are compared, but some kernels write to a buffer without increasing its
             counter. On a GPU, the comparison of values would make the host wait.
@@ -262,7 +263,7 @@ def unchanged(shared: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterato
         RuntimeError: If a buffer was changed.
     """
     held = []
-    for module, name in shared:
+    for module, name in buffers:
         x = module._buffers.get(name)
         if x is not None:
             before = x.detach().clone() if copy and x.device.type in COMPARED else None

@@ -102,10 +102,9 @@ def distributed_pipeline(  # noqa: PLR0913 - each is an option of the user's
     told: list[Plan | Exception | None] = [None]
     if dist.get_rank() == ranks[0]:
         try:
-            own = [] if device is None else [device]
             found = plan(
                 layers,
-                sample_on(own, sample) if hardware == HERE else sample,
+                sample_on([device], sample) if hardware == HERE else sample,
                 batch_size=batch_size,
                 devices=len(ranks),
                 memory=memory,

@@ -46,13 +46,13 @@ def find_bottleneck(predictor: Predictor, best: Candidate) -> Bottleneck:
     timed = predictor.layers(setup.sizes[0])
     seconds = list(map(add, timed.graph, timed.backward))
     layers: list[list[int]] = [[] for _ in best.devices]
-    for device, (start, stop) in zip(setup.lists.placement, setup.cuts, strict=True):
+    for device, (start, stop) in zip(setup.full_schedule.placement, setup.cuts, strict=True):
         layers[device] += range(start, stop)
     work = [0.0] * len(layers)
     for device, own in enumerate(layers):
         for layer in own:
             work[device] += seconds[layer]
-    last = setup.lists.placement[-1]
+    last = setup.full_schedule.placement[-1]
     loss = sum(predictor.loss(setup.sizes[0]))
     work[last] += loss
     device = work.index(max(work))

@@ -131,7 +131,8 @@ class Plan:
         devices = how_many(n, "device")
         peak, memory = amount(self.best.peak), amount(self.memory)
         return (
-            f"plan: {setup.lists.name} on {devices}, balance {tables.listed(setup.balance, 60)}, "
+            f"plan: {setup.full_schedule.name} on {devices}, "
+            f"balance {tables.listed(setup.balance, 60)}, "
             f"{how_many(self.chunks, 'micro-batch')} of {setup.sizes[0]}, "
             f"checkpoint {self.checkpoint}; predicted {duration(self.seconds)} a step in "
             f"{self.precision}, at most {peak} of {memory} on a device"
@@ -215,7 +216,7 @@ class Plan:
             f"balance     {tables.listed(self.balance, WIDTH - len(INDENT))}",
             f"chunks      {self.chunks}, each a micro-batch of {setup.sizes[0]}",
             f"checkpoint  {self.checkpoint}",
-            f"schedule    {setup.lists.name}",
+            f"schedule    {setup.full_schedule.name}",
             f"precision   {self.precision}",
             f"step        {duration(best.seconds)} predicted, {rate} samples/s",
             f"{INDENT}{self._about_loss()}",

@@ -29,7 +29,7 @@ def figure(value: float, digits: int = 4) -> str:
 def of_devices(best: Candidate) -> str:
     """Return a table with a row for each device: how many layers it has, and its memory in GiB."""
     setup = best.setup
-    placement = setup.lists.placement
+    placement = setup.full_schedule.placement
     lines = ["device  layers  model+grads  optimizer  stashed  working  copies    total"]
     for j, device in enumerate(best.devices):
         stages = zip(setup.balance, placement, strict=True)
@@ -75,7 +75,7 @@ def by_number(found: Mapping[int, Found], *, schedules: bool) -> str:
     for n, each in found.items():
         line = f"{n:>7}  {_columns(each.best)}"
         if schedules and each.best is not None:
-            line += f"  {each.best.setup.lists.name}"
+            line += f"  {each.best.setup.full_schedule.name}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -143,7 +143,7 @@ class OptimizerState:
         own = {*self.names}
         states: dict[str, Content] = defaultdict(dict)
         for key, value in content.items():
-            name = parameter(key)
+            name = parameter_name(key)
             if name is None or name not in own:
                 continue
             p = self._parameters[name]
@@ -204,7 +204,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, Parameter]) -> li
     return states
 
 
-def parameter(key: str) -> str | None:
+def parameter_name(key: str) -> str | None:
     """Return the parameter's name, NAME, from a key of the form `optimizer.state.NAME.KEY`.
 
     For a key of another form, return `None`.

@@ -192,7 +192,7 @@ class _File(io.BufferedWriter):
 
 
 class _ToCpu(DefaultLoadPlanner):
-    """Reads values that are no tensors themselves, but contain tensors; puts these on the CPU.
+    """Reads pickled values, and loads all tensors in them onto the CPU.
 
     Such a tensor may have been saved on a GPU that this process does not use, or does not have.
     """

@@ -9,7 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.partitioned import Partitioned
 from torchgpipe.random.generators import default_generators
-from torchgpipe.state.optimizers import Content, Groups, Optimizers, Options, parameter, states_of
+from torchgpipe.state.optimizers import (
+    Content,
+    Groups,
+    Optimizers,
+    Options,
+    parameter_name,
+    states_of,
+)
 
 
 def check_whole(model: nn.Module) -> None:
@@ -74,7 +81,8 @@ class State:
     def content(self) -> Content:
         """Return a dictionary of all values that this process saves.
 
-        A parameter that several ranks share is saved by only one of them.
+        A tied parameter is saved under each of its names. If several ranks have a copy of it, the
+        optimizer's state of the parameter is saved only by the rank that has the original.
         """
         content = self.fixed()
         for key, generator in self._defaults.items():
@@ -83,7 +91,7 @@ class State:
             content |= optimizer.content()
         own: Content = {}
         for key, value in content.items():
-            name = parameter(key) or key.removeprefix("model.")
+            name = parameter_name(key) or key.removeprefix("model.")
             if name not in self._elsewhere:
                 own[key] = value
         return own
@@ -128,7 +136,7 @@ class State:
         """
         fixed = self.fixed()
         names = self.kind_of()
-        wanted = [key for key in keys if key in fixed or parameter(key) in names]
+        wanted = [key for key in keys if key in fixed or parameter_name(key) in names]
         for key, _ in self._drawing(keys, same_ranks):
             wanted.append(key)
         return wanted
@@ -163,7 +171,8 @@ class State:
         for p in self._parameters.values():
             p.grad = None
         layers: Content = OrderedDict()
-        # Modules read the version of the state here: the state was saved by modules like these.
+        # `load_state_dict` gives each module the version of the class that saved its state. The
+        # saved state has no versions, so take those of the present modules.
         vars(layers)["_metadata"] = getattr(self._model.state_dict(), "_metadata", {})
         for key, value in content.items():
             if key.startswith("model."):

@@ -19,7 +19,7 @@ _TERMS = ("AddBackward0", "SubBackward0", *_SIGN_OR_TYPE)
 """The nodes that add terms, or that leave a sum a sum."""
 
 _SCALED = ("Mean", "Mul", "Div", "Stack")
-"""How the names of nodes begin whose sum need not be a sum over samples.
+"""How the names of some nodes begin. A sum of such a node's result need not be a sum over samples.
 
 Examples are a mean over samples that is summed over features, and weights whose sum is 1.
 """
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
             this is the number of these targets.
         number: The number of all targets, or 0 if it is not known.
         ignored: The class index that is ignored, or 0 if it is not known.
-        classes: Whether the cross entropy has class weights.
+        class_weights: Whether the cross entropy has class weights.
         is_sum: Whether the loss is a sum, and not a mean.
         by_hand: Whether the criterion has computed the mean itself, as in `losses.sum() / n` or
             `losses[mask].mean()`. Then `number` and `ignored` are not known.
@@ -54,7 +54,7 @@ class Counted(NamedTuple):
     total: Tensor
     number: int
     ignored: int
-    classes: bool
+    class_weights: bool
     is_sum: bool
     by_hand: bool = False
 
@@ -69,13 +69,13 @@ def counted(loss: Tensor) -> Counted | None:
     gives `None`, too, because it can be a mean, and so does a sum of cross entropies over
     different numbers of targets.
 
-    This can cost time: the tensors that a node has saved may still be computed on a GPU, and the
+    This can cost time: a GPU may still be computing the tensors that a node has saved, and the
     host has to wait. If the loss was computed within `torch.utils.checkpoint`, it is computed
     again.
     """
     node: Any = loss.grad_fn
     if _is_sum(node):
-        return Counted(loss.detach(), 0, 0, classes=False, is_sum=True)
+        return Counted(loss.detach(), 0, 0, class_weights=False, is_sum=True)
     if loss.is_meta:
         return None
     further: list[Any] = []  # the nodes of further terms of the loss
@@ -84,7 +84,7 @@ def counted(loss: Tensor) -> Counted | None:
             return None
         divisor = _divisor(node)
         if divisor is not None:
-            return Counted(divisor, 0, 0, classes=False, is_sum=False, by_hand=True)
+            return Counted(divisor, 0, 0, class_weights=False, is_sum=False, by_hand=True)
         if node.name() not in _AROUND:
             break
         (node, _), *others = node.next_functions
@@ -119,9 +119,9 @@ def _of_cross_entropy(node: Any) -> Counted | None:
     ignored = node._saved_ignore_index
     if ignored >= 2**63:  # the node keeps a negative number without its sign
         ignored -= 2**64
-    has_classes = node._saved_weight is not None
+    has_weights = node._saved_weight is not None
     total = node._saved_total_weight.detach()
-    return Counted(total, node._saved_target.numel(), ignored, has_classes, is_sum=False)
+    return Counted(total, node._saved_target.numel(), ignored, has_weights, is_sum=False)
 
 
 def _divisor(node: Any) -> Tensor | None:

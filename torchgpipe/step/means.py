@@ -68,20 +68,20 @@ def _warn_of_cross_entropies(
     """
     options = options_of(request.criterion) or {}
     index: int = options.get("ignore_index", 0)
-    classes = options.get("weight")
-    weighted = classes is not None
+    class_weights = options.get("weight")
+    weighted = class_weights is not None
     rounding = 1e-6  # the same weights in another order can have a slightly different sum
     totals: list[float] = []
     numbers: list[int] = []
     if len(known) == len(targets):
-        index, weighted = known[0].ignored, known[0].classes
+        index, weighted = known[0].ignored, known[0].class_weights
         rounding = _rounding(known[0].total)
         totals = [float(each.total) for each in known]
         numbers = [each.number for each in known]
         if not isinstance(request.target, MicroBatches):  # whose lengths may differ on purpose
             numbers = [*sizes]
     elif "ignore_index" in options:
-        totals = _totals(targets, index, classes)
+        totals = _totals(targets, index, class_weights)
         numbers = [target.numel() for target in targets if totals]
     means = [total / number for total, number in zip(totals, numbers, strict=True) if number]
     if not means or max(means) - min(means) <= rounding * max(means):
@@ -140,13 +140,13 @@ def _rounding(total: Tensor) -> float:
     return 8 * torch.finfo(total.dtype).eps if total.is_floating_point() else 0.0
 
 
-def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> list[float]:
+def _totals(targets: Sequence[Any], ignored: int, class_weights: Tensor | None) -> list[float]:
     """Return for each micro-batch the sum of the class weights of its targets.
 
     Args:
         targets: The target of each micro-batch.
         ignored: The index that the criterion ignores; its weight is 0.
-        classes: The weight of each class, or `None` if all weights are 1.
+        class_weights: The weight of each class, or `None` if all weights are 1.
 
     Returns:
         The sums, or an empty list if the targets are not indices on the CPU.
@@ -157,10 +157,10 @@ def _totals(targets: Sequence[Any], ignored: int, classes: Tensor | None) -> lis
         if not _is_index(target) or target.device.type != "cpu":
             return []
         weights = (target != ignored).double()
-        if classes is not None:
+        if class_weights is not None:
             # The criterion itself refuses an index that is out of range.
-            known = target.long().clamp(0, len(classes) - 1)
-            weights = weights * classes.detach().cpu()[known]
+            known = target.long().clamp(0, len(class_weights) - 1)
+            weights = weights * class_weights.detach().cpu()[known]
         totals.append(float(weights.sum()))
     return totals
 

@@ -10,7 +10,10 @@ from torch.nn.functional import cross_entropy, nll_loss
 from torchgpipe.caught import shortened
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
-"""Returns a loss for an output and its target, or a loss and what is to be kept of it."""
+"""A function of an output and its target.
+
+It returns a loss, or a tuple of a loss and a value for `model.logs`.
+"""
 
 
 class StepRequest(NamedTuple):

@@ -52,6 +52,9 @@ class Layer(Module):
     _text: str
     _calls: Calls
     _compiled: Calls | None = None
+    # A check that the module would make the same calls for these inputs (`SameCallsCheck`). Only
+    # the first layer has one.
+    check_calls: Callable[[Sequence[Tensor], bool], None] | None = None
 
     def __init__(
         self,
@@ -92,10 +95,6 @@ class Layer(Module):
         for name in (*sorted(modules, key=len), *sorted(tensors, key=len)):
             self.hold(root, name, extra.get(name))
         self._write()
-
-    # A check that the module would make the same calls for these inputs (`SameCallsCheck`). Only
-    # the first layer has one.
-    check_calls: Callable[[Sequence[Tensor], bool], None] | None = None
 
     def _write(self) -> None:
         """Write the code of a function that makes the layer's calls, and make the function."""
@@ -145,7 +144,8 @@ class Layer(Module):
             **kwargs: As for `torch.compile`.
         """
         self._compiled = torch.compile(self._calls, *args, **kwargs)
-        # So that PyTorch and this library know the layer as compiled. The layer runs its hooks.
+        # With this attribute, PyTorch and this library take the layer as compiled. The attribute's
+        # value is the ordinary call, which also runs the layer's hooks.
         self._compiled_call_impl = self._call_impl
 
     def __getstate__(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _into_layers(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
     versions = getattr(state, "_metadata", {})
     for key, layer in _traced_layers(module).items():
         inner = f"{prefix}{key}."
-        # The names in `versions`, too, are without names of layers.
+        # The keys of `versions` also lack the layers' names.
         for path, _part in layer.named_modules():
             if f"{prefix}{path}" in versions:
                 versions[inner + path] = versions[f"{prefix}{path}"]

@@ -298,7 +298,7 @@ _COMPARED = (
 )
 
 
-def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
+def _form(x: Any, containers: tuple[int, ...] = ()) -> Any:
     """Return a value's type and contents in a form that can be compared with `==`.
 
     Two recordings can have different copies of an object. So most objects are compared by their
@@ -306,12 +306,12 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
 
     Args:
         x: The value.
-        within: The ids of the objects that contain `x`.
+        containers: The ids of the objects that contain `x`.
     """
     if isinstance(x, _COMPARED):
         return type(x), x if x == x else "nan"
-    if id(x) in within:
-        return within.index(id(x))
+    if id(x) in containers:
+        return containers.index(id(x))
     if isinstance(x, type | Tensor):
         return id(x)
     parts: Any
@@ -331,7 +331,7 @@ def _form(x: Any, within: tuple[int, ...] = ()) -> Any:
             parts = [id(x)]
         else:
             parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
-    around = (*within, id(x))
+    around = (*containers, id(x))
     return type(x), [_form(part, around) for part in parts]
 
 

@@ -146,10 +146,9 @@ def record_all(
 ) -> AllRecordings:
     """Record a module's calls for several batch sizes, and for several lengths of its inputs.
 
-    If the calls in small submodules cannot be recorded, for example because they read the mode
-    (`training`), these submodules are added to `whole`, and the whole module is recorded again. If
-    other code reads the mode, the calls are also recorded in the other mode (training or
-    evaluation).
+    If the calls in small submodules cannot be recorded, these submodules are added to `whole`, and
+    the whole module is recorded again. If the code reads the mode (`training`), the calls are also
+    recorded in the other mode (training or evaluation).
 
     Args:
         module: The module.

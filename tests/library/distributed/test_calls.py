@@ -255,7 +255,7 @@ def test_errors_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         # messages. Without these patches, the other ranks would not wait so long, and would count
         # this rank as failed.
         for module in (liveness, connections):
-            patch.setattr(module, "GRACE", 20.0)
+            patch.setattr(module, "END_SECONDS", 20.0)
         patch.setattr(RankMonitor, "answers", lambda monitor, peer: True)
         assert_refused_after_close(ours)
     assert_a_second_backward_is_refused(ours)

@@ -109,7 +109,7 @@ def test_a_pair_whose_other_rank_does_not_come_is_given_up(monkeypatch: pytest.M
             assert aborted.wait(PATIENCE)
             raise RuntimeError("aborted")
 
-    monkeypatch.setattr(nccl, "PATIENCE", 0.01)
+    monkeypatch.setattr(nccl, "CONNECT_SECONDS", 0.01)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     addresses: Any = [PairAddress("one", 1)]  # type: ignore[arg-type]
     assert Pairs().connect(CPU, addresses) == "it has not connected after 0.01 s"
@@ -188,7 +188,7 @@ def test_an_abort_that_never_ends_does_not_hold_up_the_rank(
             over.wait(PATIENCE)
             ended.set()
 
-    monkeypatch.setattr(nccl, "GRACE", 0.01)
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.01)
     pairs = Pairs()
     pairs.made += [nccl.Pair(Group(), 0, None), nccl.Pair(Group(), 0, None)]
     pairs.abort()

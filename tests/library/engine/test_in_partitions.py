@@ -132,7 +132,7 @@ def test_the_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Without a limit, two threads that fail could wait for each other for ever.
     """
-    monkeypatch.setattr(in_partitions, "PATIENCE", 0.01)
+    monkeypatch.setattr(in_partitions, "WAIT_SECONDS", 0.01)
     inside = InPartitions()
     goes_on = threading.Event()
     begun = threading.Event()

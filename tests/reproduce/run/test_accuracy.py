@@ -72,6 +72,17 @@ def test_every_epoch_of_every_seed_is_in_the_record(uninterrupted: dict[str, Res
     assert losses[0] != losses[2], "of two seeds"
 
 
+def test_parameters_at_the_start_depend_on_the_seed_alone() -> None:
+    starts = []
+    for seed in (3, 3, 4):
+        torch.rand(7)  # other random numbers that were drawn before
+        training = AccuracyTraining(ROW, CPU, seed, STEPS)
+        starts.append(torch.cat([p.flatten() for p in training.layers.parameters()]))
+    first, again, other = starts
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def fail(
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,

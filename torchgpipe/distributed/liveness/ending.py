@@ -56,7 +56,7 @@ def _end(*, threads_go_on: bool = False) -> None:
     for connections in [*open_connections]:
         if error is not None:
             connections.fail(error)
-        # If another thread has called the pipeline, this thread may still use the pipeline.
+        # If another thread has called the pipeline, that other thread may still use it.
         elif not threads_go_on or connections.liveness.activity.thread == main:
             connections.close()
 
@@ -71,6 +71,8 @@ def _error() -> BaseException | None:
     return error
 
 
+# Python calls this when the main thread has ended, before it waits for other threads and before it
+# calls the functions of `atexit`. The other threads may be waiting for other ranks.
 threading._register_atexit(partial(_end, threads_go_on=True))  # type: ignore[attr-defined]
 
 

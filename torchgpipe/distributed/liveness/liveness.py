@@ -20,8 +20,13 @@ from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 
-GRACE = 1.0
-"""How many seconds a rank waits until other ranks have received its final message."""
+END_SECONDS = 1.0
+"""How many seconds a rank waits for one thing while its connections end.
+
+A rank waits so long until other ranks have received its final message, and until its own threads
+have ended. A message to a rank that has ended counts as lost after this time. The rank waits twice
+as long until its last messages are received, and until other ranks know of a failure.
+"""
 
 _LABEL, _ANSWER, _LAST = range(3)
 """The kinds of messages: what a rank does now; an answer to a final message; a final message."""
@@ -124,7 +129,7 @@ class Liveness:
 
     def failure(self) -> BaseException:
         """Return the error for the user, which says why the pipeline was stopped."""
-        self._told.wait(2 * GRACE)
+        self._told.wait(2 * END_SECONDS)
         return RankFailed(self._failure or f"rank {self._own} has closed its connections")
 
     def fail(self, why: str, told_by: int | None = None) -> None:
@@ -161,7 +166,7 @@ class Liveness:
             self._tell(peer, _LAST, why)
         awaited = {peer for peer in told if self._monitor.answers(peer)}
         with self._changed:
-            self._changed.wait_for(lambda: awaited <= self._answered, GRACE)
+            self._changed.wait_for(lambda: awaited <= self._answered, END_SECONDS)
 
     def broken(self, peer: int, error: BaseException) -> None:
         """Record that the connection to the rank `peer` broke while it was in use."""
@@ -175,7 +180,7 @@ class Liveness:
         If a rank has failed, wait first until other ranks have been told of the failure.
         """
         if self.stopped:
-            self._told.wait(2 * GRACE)
+            self._told.wait(2 * END_SECONDS)
         self._monitor.ended.set()
         self._wires.disconnect()
         beside = self.activity.beside
@@ -230,10 +235,10 @@ class Liveness:
         self._check_not_needed(peer)
         # If the connection breaks while gloo sends a message, gloo may wait for ever. So a message
         # to the ended rank counts as lost if it has not been received after a while.
-        while not self._monitor.ended.wait(GRACE):
+        while not self._monitor.ended.wait(END_SECONDS):
             if not self._wires.pending(peer):
                 continue
-            ended = self._monitor.ended.wait(GRACE)
+            ended = self._monitor.ended.wait(END_SECONDS)
             if not ended and self._wires.pending(peer):
                 self.broken(peer, RuntimeError("a message to it was not received"))
                 return

@@ -249,7 +249,8 @@ class RankMonitor:
                 wrong = self._look(tells=tells)
                 pause, tells = self._interval, not tells
         except BaseException as error:
-            # Without labels from this rank, other ranks report this rank as silent.
+            # Tell other ranks the error. Otherwise they would only miss this rank's labels, and
+            # report this rank as silent.
             why = f"{type(error).__name__}: {error}"
             self._activity.fail(f"the monitor of rank {self._own} failed: {why}")
             raise

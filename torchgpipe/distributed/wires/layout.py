@@ -36,7 +36,8 @@ def layout_of(x: Tensor) -> Layout:
     return Layout(x.dtype, tuple(x.shape), x.stride(), size, x.is_meta)
 
 
-# Tensors that are made in inference mode do not count in-place changes, so they may be refused.
+# A tensor that is made in inference mode does not count in-place changes, and autograd refuses to
+# save it for a backward.
 @torch.inference_mode(False)
 def placed(layout: Layout, rows: Iterator[Tensor]) -> Tensor:
     """Make a received tensor from its layout and from the bytes of its values.

@@ -13,8 +13,8 @@ its own. A pair differs from a usual group in three ways:
   variable TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair
   calls `block_current_stream()` instead, which only makes a stream wait.
 - A pair connects in a separate thread. NCCL connects two ranks at their first transfer, and waits
-  for ever if the other rank does not come. The rank's own thread waits only until `PATIENCE` is
-  over, or until `abort` is called.
+  for ever if the other rank does not come. The rank's own thread waits only for
+  `CONNECT_SECONDS`, or until `abort` is called.
 - All pairs are aborted at the same time, each in a thread. NCCL frees the memory of a pair only
   when its GPU has nothing to do. If pairs were aborted one after the other, the first would wait
   for the transfers of the others, and these would wait for the dead rank.
@@ -39,10 +39,10 @@ from torchgpipe.distributed.wires.message import NEVER
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors import accelerator
 
-PATIENCE = 60.0
+CONNECT_SECONDS = 60.0
 """How many seconds the pairs of a rank may take to connect, all together."""
 
-GRACE = 1.0
+ABORT_SECONDS = 1.0
 """How many seconds a rank waits until NCCL has aborted its pairs. NCCL may wait for ever."""
 
 NO_GPU, UNFIT = b"0" * 36, b"-" * 36
@@ -132,7 +132,7 @@ class Pairs:
         Raises:
             Stopped: If the pairs were aborted meanwhile, because another rank has failed.
         """
-        self._why = f"it has not connected after {PATIENCE:g} s"
+        self._why = f"it has not connected after {CONNECT_SECONDS:g} s"
         try:
             with _without_watchdog():
                 for store, own in addresses:
@@ -145,9 +145,9 @@ class Pairs:
                 # PyTorch warns of groups that connect at their first transfer.
                 warnings.filterwarnings("ignore", "An unbatched P2P op")
                 threading.Thread(target=run, name="gpipe-connects", daemon=True).start()
-                self._over.wait(PATIENCE)
+                self._over.wait(CONNECT_SECONDS)
         if self._aborted:
-            self.abort()  # those that were made since
+            self.abort()  # the pairs that were made after the first call of `abort`
             raise Stopped
         return self._why
 
@@ -178,7 +178,7 @@ class Pairs:
             thread = threading.Thread(target=pair.abort, name="gpipe-aborts", daemon=True)
             threads.append(thread)
             thread.start()
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + ABORT_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -32,11 +32,13 @@ class Sender(End):
         super().__init__(address)
         # Messages that are held back and sent later, with the versions of their tensors.
         self._held: deque[tuple[Message, list[int | None]]] = deque()
-        # For each message that was sent, a function that waits until the message is received.
+        # For each message that the thread was given, a function that waits until the message is
+        # received. On a GPU, this function also sends the message first.
         self._departed: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
         # For each message that was received, an error or `None`.
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        # The number of messages that were sent, without those that `settle` has seen received.
+        # The number of messages that the thread was given, without those that `settle` has seen
+        # received.
         self._under_way = 0
         self._last: list[Any] = []  # keeps the operations of the final message alive
         self._numbers: dict[Description, int] = {}
@@ -107,7 +109,10 @@ class Sender(End):
         self._departed.put(received)
 
     def _wait(self) -> None:
-        """Wait until each message is received. The sender's thread runs this method."""
+        """Wait until each message is received, and send it first if it is from a GPU.
+
+        The sender's thread runs this method.
+        """
         try:
             if self._transfer is not None:
                 self._transfer.begin()

@@ -87,13 +87,15 @@ def peaks_of_devices(counts: Counts, setup: Setup) -> Iterator[DeviceBytes]:
     routes = routes_of(crossing(counts.skips(sizes[0]), setup.cuts))
     m = len(sizes)
     if isinstance(setup.schedule, str) and not setup.gathered:
-        m = min(m, 4 * len(setup.balance))  # These schedules have no more in flight at a time.
+        # No named schedule but GPipe's has more than four micro-batches per stage in flight.
+        m = min(m, 4 * len(setup.balance))
     recomputed = checkpointed(setup.checkpoint, m)
-    shared = exchanged_parameters(counts.low, setup.cuts, setup.lists.placement)
-    for d, own in enumerate(moments(setup.lists_of(m), recomputed, bool(routes))):
+    shared = exchanged_parameters(counts.low, setup.cuts, setup.full_schedule.placement)
+    schedule = setup.full_schedule_of(m)
+    for d, device_moments in enumerate(moments(schedule, recomputed, bool(routes))):
         arriving = float(sum([tied.bytes for tied, devices in shared.items() if d in devices]))
-        device = _Device(counts, setup, own, routes, arriving)
-        yield device.fullest(own)
+        device = _Device(counts, setup, device_moments, routes, arriving)
+        yield device.fullest(device_moments)
 
 
 class _Device:
@@ -108,11 +110,11 @@ class _Device:
         self,
         counts: Counts,
         setup: Setup,
-        moments: Sequence[Moment],
+        device_moments: Sequence[Moment],
         routes: Routes,
         arriving: float,
     ) -> None:
-        own = moments[0].stages
+        own = device_moments[0].stages
         self._setup = setup
         self._copied = counts.copied
         self._gathered = setup.gathered
@@ -130,22 +132,22 @@ class _Device:
             frozen += counts.inputs(setup.batch_size)
         parameters = sum(self._held.sizes)
         self._parameters = parameters
-        self._traffic = self._skips(moments[0].skips, routes)
+        self._traffic = self._skips(device_moments[0].skips, routes)
         self._arriving = arriving
         self._kept_grads = parameters if setup.zeroed else 0.0
         """The bytes of gradients that stay between steps."""
         state = setup.optimizer.state * parameters
         self._always = DeviceBytes(parameters + frozen, self._kept_grads, state)
 
-    def fullest(self, moments: Sequence[Moment]) -> DeviceBytes:
+    def fullest(self, device_moments: Sequence[Moment]) -> DeviceBytes:
         """Return the bytes that tensors take on the device when its memory is fullest.
 
-        The memory is fullest during one of the actions in `moments`, between the last forward and
-        the first backward, or during the optimizer's step.
+        The memory is fullest during one of the actions in `device_moments`, between the last
+        forward and the first backward, or during the optimizer's step.
         """
-        found = [self._at(moment) for moment in moments]
+        found = [self._at(moment) for moment in device_moments]
         if self._several_losses:
-            at_last = [moment for moment in moments if moment.stage == self._last]
+            at_last = [moment for moment in device_moments if moment.stage == self._last]
             found += [self._in_loss(moment) for moment in at_last if moment.kind in WITH_LOSS]
         gathered = 0.0
         if self._gathered and self._last in self._stages:
@@ -193,9 +195,11 @@ class _Device:
         if backward and not first and now.stage > 0:
             copies += task.input_grad
         skips = 0.0
-        for index, away, early, waits in self._traffic:
+        for index, away_bytes, early_bytes, waiting_bytes in self._traffic:
             traffic = now.skips[index]
-            skips += traffic.away * away + traffic.early * early + traffic.waiting * waits
+            skips += traffic.away * away_bytes
+            skips += traffic.early * early_bytes
+            skips += traffic.waiting * waiting_bytes
         return self._always._replace(
             gradients=gradients,
             stashed=stashed,

@@ -91,22 +91,22 @@ Alike = dict[tuple[int, ...], Moment]
 
 
 @lru_cache(maxsize=64)
-def moments(lists: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
+def moments(schedule: Schedule, recomputed: int, skips: bool) -> list[list[Moment]]:
     """Return a list for each device: the actions during which its memory can reach its peak.
 
     An action is left out if there is another action of the same kind during which at least as many
     tasks and skips of each sort take the device's memory.
 
     Args:
-        lists: The schedule, with a recomputation of every task.
+        schedule: The schedule, with a recomputation of every task.
         recomputed: How many micro-batches are checkpointed: the first `recomputed` micro-batches.
         skips: Whether skips go from one stage to another.
     """
-    clock = _Clock(lists) if skips else None
+    clock = _Clock(schedule) if skips else None
     found = []
-    for actions in lists.lists:
+    for actions in schedule.lists:
         fullest: dict[object, Alike] = defaultdict(dict)
-        for now in _walk(actions, lists.micro_batches, recomputed, clock):
+        for now in _walk(actions, schedule.micro_batches, recomputed, clock):
             _add(fullest[now.kind, now.stage, now.recomputed, now.coming, now.begun], now)
         kept: list[Moment] = []
         for alike in fullest.values():
@@ -184,14 +184,14 @@ class _Clock:
     other action takes one unit.
     """
 
-    def __init__(self, lists: Schedule) -> None:
-        self._stages = range(len(lists.placement))
+    def __init__(self, schedule: Schedule) -> None:
+        self._stages = range(len(schedule.placement))
         self._times: dict[tuple[Kind, int, int], tuple[float, float]] = {}
         self._forwards: dict[int, list[float]] = defaultdict(list)
         """The times at which each stage ends a forward."""
         self._backwards: dict[int, list[float]] = defaultdict(list)
         """The times at which each stage has the gradients of its inputs."""
-        for kind, micro_batch, stage, start, end in lists.replay(_duration, ahead=False).events:
+        for kind, micro_batch, stage, start, end in schedule.replay(_duration, ahead=False).events:
             self._times[kind, micro_batch, stage] = start, end
             if kind == "forward":
                 self._forwards[stage].append(end)

@@ -137,7 +137,7 @@ class Predictor:
         Raises:
             ValueError: If the sum of the balance is not the model's number of layers.
         """
-        sizes, cuts, lists = setup.sizes, setup.cuts, setup.lists
+        sizes, cuts, schedule = setup.sizes, setup.cuts, setup.full_schedule
         balanced = sum(setup.balance)
         if len(self.counts) != balanced:
             raise ValueError(f"the balance has {balanced} layers, and the model {len(self.counts)}")
@@ -146,7 +146,7 @@ class Predictor:
         # A backward adds its gradients to those of earlier micro-batches, which takes time. The
         # first backward of a step finds no gradients, and so adds nothing. But if `zeroed` is true,
         # gradients are set to zero between steps and not freed, so the first backward adds, too.
-        backwards = [action for action in lists.lists[-1] if action.kind.startswith("backward")]
+        backwards = [action for action in schedule.lists[-1] if action.kind.startswith("backward")]
         first = None if setup.zeroed else backwards[0].micro_batch
         known: dict[tuple[int, bool, bool], tuple[Seconds, ...]] = {}
         rows = []
@@ -175,7 +175,7 @@ class Predictor:
             blocking=not setup.streams,
             # On a CPU, if partitions cannot run at the same time, they run one after another: a
             # recomputation then comes after the backward of the next partition.
-            ahead=not self.hardware.cpu or overlaps(len(sizes), len(lists.lists)),
+            ahead=not self.hardware.cpu or overlaps(len(sizes), len(schedule.lists)),
             weights=weights,
         )
 
@@ -229,7 +229,7 @@ class Predictor:
                 for j in range(source, target):
                     through[j] += skip.copied
         transfer = self.hardware.transfer
-        placement = setup.lists.placement
+        placement = setup.full_schedule.placement
         copies = []
         for (here, there), nbytes in zip(pairwise(placement), through, strict=True):
             copies.append(transfer(nbytes) if here != there else 0.0)
@@ -246,15 +246,15 @@ class Predictor:
         gradients of these parameters, and the optimizer does its step.
         """
         layers = self.layers(setup.sizes[0]).layers
-        lists = setup.lists
-        own: list[list[LayerCount]] = [[] for _ in lists.lists]
-        for device, (start, stop) in zip(lists.placement, setup.cuts, strict=True):
+        schedule = setup.full_schedule
+        own: list[list[LayerCount]] = [[] for _ in schedule.lists]
+        for device, (start, stop) in zip(schedule.placement, setup.cuts, strict=True):
             own[device] += layers[start:stop]
         parameters = []
         for of_device in own:
             held = counted_once(of_device)
             parameters.append(float(sum([layer.parameters for layer in held])))
-        timeline = replay(self.costs(setup), lists)
+        timeline = replay(self.costs(setup), schedule)
         if self.hardware.sharing:
             timeline = shared(timeline, self.hardware.sharing)
         after = self.exchange(setup) + self.update(setup, parameters)
@@ -267,7 +267,9 @@ class Predictor:
         `all_reduce`).
         """
         seconds = 0.0
-        parameters = exchanged_parameters(self.counts.low, setup.cuts, setup.lists.placement)
+        parameters = exchanged_parameters(
+            self.counts.low, setup.cuts, setup.full_schedule.placement
+        )
         for tied, devices in parameters.items():
             seconds += all_reduce(self.hardware, tied.bytes, len(devices))
         return seconds

@@ -40,8 +40,8 @@ LEAST = 2
 
 A single sample is not timed, because batch normalization can refuse it.
 """
-PATIENCE = 10.0
-"""How many seconds whole steps are timed, before no further step starts.
+TIMING_SECONDS = 10.0
+"""For how many seconds whole steps are timed. After that, no further step starts.
 
 A step that takes longer is timed once, without a warm-up, and only with the fewest samples: then a
 layer's time is in proportion to the samples.
@@ -222,7 +222,7 @@ def _in_steps(
 ) -> list[list[Seconds]]:
     """Time training steps of the whole model, for one micro-batch size after another.
 
-    If a criterion is given (`loss`), it is timed as one more layer. After `PATIENCE` seconds, no
+    If a criterion is given (`loss`), it is timed as one more layer. After `TIMING_SECONDS`, no
     further size is timed. Return a list for each size that was timed, with the measured seconds of
     each step. If the memory is too small for a step, return an empty list.
     """
@@ -231,11 +231,11 @@ def _in_steps(
         copy = _copy(module, device)
         found: list[list[Seconds]] = []
         for k, size in enumerate(sizes, 1):
-            if found and perf_counter() >= start + PATIENCE:
+            if found and perf_counter() >= start + TIMING_SECONDS:
                 break
             given = _rows(module, sample, size)
             layers = copy if loss is None else loss.behind(copy, size, device)
-            end = start + PATIENCE * k / len(sizes)
+            end = start + TIMING_SECONDS * k / len(sizes)
             warm_up = time_step(layers, given, device)
             runs: list[Seconds] = []
             while len(runs) < RUNS and perf_counter() < end:

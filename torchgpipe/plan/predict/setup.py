@@ -44,11 +44,11 @@ class Setup:
     schedule: str | Schedule = "GPipe"
 
     @property
-    def lists(self) -> Schedule:
-        """The schedule: the actions of each device for this setup, in order (see `lists_of`)."""
-        return self.lists_of(len(self.sizes))
+    def full_schedule(self) -> Schedule:
+        """The schedule of this setup's micro-batches, with recomputations (`full_schedule_of`)."""
+        return self.full_schedule_of(len(self.sizes))
 
-    def lists_of(self, m: int) -> Schedule:
+    def full_schedule_of(self, m: int) -> Schedule:
         """Return the schedule for `m` micro-batches: the actions of each device, in order.
 
         The actions include a recomputation of every task. If a task is not checkpointed, its

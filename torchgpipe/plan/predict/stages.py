@@ -108,9 +108,9 @@ class StageBytes:
         self.plain = self.checkpointed
         if plain:
             self.plain = counts.task(size, start, stop, checkpoint=False)
-        self.layers = counts.low[start:stop]
+        layers = counts.low[start:stop]
         self.largest = 0.0
-        for layer in self.layers:
+        for layer in layers:
             self.largest = max(self.largest, *layer.parameter_sizes, 0.0)
         # The half of a backward that computes the weights' gradients needs two kinds of tensors:
         # those that layers with matrix products have saved, and the gradients of these layers'
@@ -118,7 +118,7 @@ class StageBytes:
         late: list[Footprint] = []
         if halves:
             footprints = counts.footprints(size)[start:stop]
-            for footprint, layer in zip(footprints, self.layers, strict=True):
+            for footprint, layer in zip(footprints, layers, strict=True):
                 if layer.products:
                     late.append(footprint)
         self.output_grads = sum(footprint.output_grad for footprint in late)

@@ -155,7 +155,7 @@ class Trial:
         stride = sum(self.best.setup.balance) // 2
         while stride and (self.lacking or self.best.seconds > enough):
             setup, devices = self.best.setup, self.best.devices
-            placement = setup.lists.placement
+            placement = setup.full_schedule.placement
             full = []
             for stage, device in enumerate(placement):
                 if devices[device].peak > self.memory:
