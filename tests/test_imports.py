@@ -34,7 +34,7 @@ LAYERS = [
     {"torchgpipe.plan.hardware"},
     {"torchgpipe.distributed", "torchgpipe.state", "torchgpipe.timeline", "torchgpipe.gpipe"},
     {"torchgpipe.distributed.liveness"},
-    {"torchgpipe.distributed.wires"},
+    {"torchgpipe.distributed.channels"},
     {"torchgpipe.partitioned"},
     {"torchgpipe.step", "torchgpipe.layers", "torchgpipe.uncompiled"},
     {"torchgpipe.engine"},

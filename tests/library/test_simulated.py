@@ -226,12 +226,14 @@ def test_a_skip_leaves_a_rank_late_and_with_all_others_for_its_target(
         for i in range(m):
             tasks = min(i + p - s - 1, m - 1) + 1
             late += [tasks] * skips.count((s, p))
-        for wire in (("forward skips", s, p), ("backward skips", p, s)):
-            expected[wire] = late
+        for channel in (("forward skips", s, p), ("backward skips", p, s)):
+            expected[channel] = late
             # All skips of a micro-batch that go to the same rank travel in one gloo message.
-            skip_messages[wire] = m
+            skip_messages[channel] = m
     assert found == expected
-    assert {wire: n for wire, n in world.sent.items() if "skips" in wire[0]} == skip_messages
+    assert {
+        channel: n for channel, n in world.sent.items() if "skips" in channel[0]
+    } == skip_messages
 
 
 def step(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.distributed.channels.message import Message
 from torchgpipe.distributed.liveness.liveness import EQUALLY_OFTEN
-from torchgpipe.distributed.wires.message import Message
 from torchgpipe.partitioned import Partitioned
 
 Settings = Mapping[str, Any]

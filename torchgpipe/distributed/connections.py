@@ -1,13 +1,13 @@
-"""All wires (ordered message channels) from one rank to other ranks, and how connections end.
+"""All channels from one rank to other ranks, and how connections end.
 
-Every rank has wires to every other rank, one for each purpose:
+Every rank has channels to every other rank, one for each purpose:
 
     control    the first stage's rank announces that a mini-batch begins; all ranks exchange tensors
     loss       the last stage's rank sends the loss
     liveness   every rank sends what it is doing now (liveness/liveness.py)
 
-Other wires carry activations and gradients from stage to stage (links.py), skips directly from the
-rank that stashes them to the rank that pops them, and gradients of shared parameters (tied.py).
+Other channels carry activations and gradients from stage to stage (links.py), skips directly from
+the rank that stashes them to the rank that pops them, and gradients of shared parameters (tied.py).
 
 Connections end in one of three ways:
 
@@ -38,22 +38,22 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchgpipe.caught import in_one_line
 from torchgpipe.distributed.alike import Settings, check_alike, in_other_mini_batches
+from torchgpipe.distributed.channels.channel import ChannelAddress, tag_of
+from torchgpipe.distributed.channels.message import NEVER, Message
+from torchgpipe.distributed.channels.receiver import Receiver
+from torchgpipe.distributed.channels.sender import Sender
+from torchgpipe.distributed.channels.transfer import Stages, Transfers
 from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import (
     END_SECONDS,
     Broken,
+    Channels,
     Liveness,
     RankFailed,
-    Wires,
     gist,
 )
 from torchgpipe.distributed.liveness.monitor import Activity
-from torchgpipe.distributed.wires.message import NEVER, Message
-from torchgpipe.distributed.wires.receiver import Receiver
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.transfer import Stages, Transfers
-from torchgpipe.distributed.wires.wire import WireAddress, tag_of
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
@@ -63,15 +63,15 @@ from torchgpipe.tensors.microbatch import Flat
 
 E = TypeVar("E", Sender, Receiver)
 
-_made: Counter[tuple[int, ...]] = Counter()
+_times_connected: Counter[tuple[int, ...]] = Counter()
 """How often this process has connected to the same ranks; the number is equal on these ranks."""
 
 _beside = defaultdict[tuple[int, tuple[int, ...]], list[Activity]](list)
 """Maps this rank's index and the pipeline's ranks to the activities of all open connections."""
 
 
-class Connections(Wires):
-    """The wires of one rank of a pipeline to all other ranks.
+class Connections(Channels):
+    """The channels of one rank of a pipeline to all other ranks.
 
     Args:
         ranks: The ranks of the pipeline, as numbered in the default process group.
@@ -97,13 +97,14 @@ class Connections(Wires):
         self._others = [peer for peer in range(self.n) if peer != own]
         # Not `new_group`: it names groups by their number, which can differ between processes.
         which = tuple(ranks)
-        self._store = PrefixStore(f"torchgpipe/{which}/{_made[which]}", _get_default_store())
+        prefix = f"torchgpipe/{which}/{_times_connected[which]}"
+        self._store = PrefixStore(prefix, _get_default_store())
         self._transfers = Transfers(own, self._store)
         self._met = False
         before = sockets()
         try:
             gather(self._store, own, self._others)
-            _made[which] += 1  # on all ranks, even if a connection fails below
+            _times_connected[which] += 1  # on all ranks, even if a connection fails below
             group = dist.ProcessGroupGloo(self._store, own, self.n, NEVER)
         except RankFailed:
             raise
@@ -180,7 +181,7 @@ class Connections(Wires):
             placement: The rank of each stage.
             crossings: The skip connections from one stage to another.
             peers: The other ranks that share a parameter with this rank.
-            late: Whether a skip is sent only shortly before it is needed (wires/transfer.py).
+            late: Whether a skip is sent only shortly before it is needed (channels/transfer.py).
         """
         if not self._met:
             self._met = True
@@ -188,14 +189,14 @@ class Connections(Wires):
             self._transfers.connect(device, placement, crossings, exchange, late=late)
             self._transfers.stage("tied gradients", peers, device)
 
-    def wire(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
-        """Return this rank's end of a wire (a message channel). The first call makes the end.
+    def channel(self, end: type[E], kind: str, peer: int, stages: Stages = (0, 0)) -> E:
+        """Return this rank's end of a channel. The first call makes the end.
 
         Args:
             end: `Sender` or `Receiver`.
-            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
+            kind: The kind of the channel, such as "loss" (`channel.KINDS` lists all kinds).
             peer: The other rank.
-            stages: The two stages that the wire connects, the lower one first.
+            stages: The two stages that the channel connects, the lower one first.
         """
         key = end, kind, peer, stages
         if key not in self._ends:
@@ -203,10 +204,14 @@ class Connections(Wires):
             self._ends[key] = end(address)
         return cast(E, self._ends[key])
 
-    def address(self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)) -> WireAddress:
-        """Return the address of a wire (a message channel) between this rank and `peer`."""
-        transfer = self._transfers.made.get((kind, peer, stages))
-        return WireAddress(self._group, peer, tag_of(kind, stages), broken, transfer, self._limit)
+    def address(
+        self, kind: str, peer: int, broken: Broken, stages: Stages = (0, 0)
+    ) -> ChannelAddress:
+        """Return the address of a channel between this rank and `peer`."""
+        transfer = self._transfers.by_channel.get((kind, peer, stages))
+        return ChannelAddress(
+            self._group, peer, tag_of(kind, stages), broken, transfer, self._limit
+        )
 
     def _senders(self) -> list[Sender]:
         return [end for end in [*self._ends.values()] if isinstance(end, Sender)]
@@ -216,10 +221,10 @@ class Connections(Wires):
         return Message(self.serial, about, tensors)
 
     def take(self, receiver: Receiver, what: str | None = None) -> tuple[Any, Flat]:
-        """Wait for the next message of a wire; return the message's plain values and tensors.
+        """Wait for the next message of a channel; return the message's plain values and tensors.
 
         Args:
-            receiver: The end of the wire.
+            receiver: The end of the channel.
             what: The name of the message if it is sent with `tell`, for an error message.
 
         Raises:
@@ -238,10 +243,10 @@ class Connections(Wires):
             what: A name for the message. Other ranks compare it with the name that they expect.
             tensors: The tensors of the message.
             about: Plain Python values that are sent in the same message.
-            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
+            kind: The kind of the channel, such as "loss" (`channel.KINDS` lists all kinds).
         """
         for peer in self._others:
-            sender = self.wire(Sender, kind, peer)
+            sender = self.channel(Sender, kind, peer)
             sender.begin()
             sender.give(self.message((what, about), tensors))
 
@@ -251,12 +256,12 @@ class Connections(Wires):
         Args:
             what: The name that the message has to have.
             peer: The rank that sends.
-            kind: The kind of the wire, such as "loss" (`wire.KINDS` lists all kinds).
+            kind: The kind of the channel, such as "loss" (`channel.KINDS` lists all kinds).
 
         Raises:
             RuntimeError: If the message has another name, because the ranks make different calls.
         """
-        receiver = self.wire(Receiver, kind, peer)
+        receiver = self.channel(Receiver, kind, peer)
         receiver.begin()
         self.liveness.activity.hears = True
         (told, about), tensors = self.take(receiver, what)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torchgpipe.distributed.channels.receiver import Receiver
+from torchgpipe.distributed.channels.sender import Sender
+from torchgpipe.distributed.channels.structure import described, structure_of
+from torchgpipe.distributed.channels.transfer import Stages
 from torchgpipe.distributed.connections import Connections, E
-from torchgpipe.distributed.wires.receiver import Receiver
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.structure import described, structure_of
-from torchgpipe.distributed.wires.transfer import Stages
 from torchgpipe.engine.program import Links
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.engine.seeds import Seeds
@@ -99,14 +99,14 @@ class Messages(Links):
     def give(self, action: Action, item: Any) -> None:
         s = action.stage
         if action.kind == "forward":
-            sender = self._wire(Sender, True, (s, s + 1))
+            sender = self._channel(Sender, True, (s, s + 1))
             sender.settle()
             about, tensors = self._packed(item, s)
             if self._in_order:
                 tensors = (*tensors, torch.get_rng_state())
             message = self._connections.message((*about, self._seeds.drew), tensors)
         else:
-            sender = self._wire(Sender, False, (s - 1, s))
+            sender = self._channel(Sender, False, (s - 1, s))
             sender.settle()
             message = self._connections.message("gradients", item)
         sender.give(message)
@@ -114,10 +114,10 @@ class Messages(Links):
     def take(self, action: Action) -> Any:
         s = action.stage
         if action.kind != "forward":
-            receiver = self._wire(Receiver, False, (s, s + 1))
+            receiver = self._channel(Receiver, False, (s, s + 1))
             _, grads = self._connections.take(receiver)
             return grads
-        receiver = self._wire(Receiver, True, (s - 1, s))
+        receiver = self._channel(Receiver, True, (s - 1, s))
         (*about, drew), tensors = self._connections.take(receiver)
         self._seeds.drew = self._seeds.drew or drew
         if self._in_order:
@@ -148,7 +148,7 @@ class Messages(Links):
             about, flat = self._unsent.pop(each)
             abouts.append(about)
             tensors += flat
-        sender = self._wire(Sender, forward, pair, skips=True)
+        sender = self._channel(Sender, forward, pair, skips=True)
         message = self._connections.message(tuple(abouts), tuple(tensors))
         sender.give(message)
         order = self._order[forward, pair]
@@ -161,7 +161,7 @@ class Messages(Links):
         pair = crossing.source, crossing.target
         wanted = forward, action.micro_batch, crossing
         while wanted not in self._arrived:
-            receiver = self._wire(Receiver, forward, pair, skips=True)
+            receiver = self._channel(Receiver, forward, pair, skips=True)
             abouts, tensors = self._connections.take(receiver)
             # Messages come in the order in which the sending stage does its micro-batches.
             i = self._order[forward, pair].popleft()
@@ -173,9 +173,9 @@ class Messages(Links):
         return self._arrived.pop(wanted)
 
     def _begin(self, forward: bool, pair: Stages, *, skips: bool = False) -> None:
-        """Begin a mini-batch on a wire (message channel), if this rank has exactly one end of it.
+        """Begin a mini-batch on a channel, if this rank has exactly one end of it.
 
-        For the arguments, see `_wire`.
+        For the arguments, see `_channel`.
         """
         own = self._connections.own
         ranks = [self._placement[s] for s in pair]
@@ -184,7 +184,7 @@ class Messages(Links):
         source = pair[0] if forward else pair[1]
         sends = self._placement[source] == own
         end: Any = Sender if sends else Receiver
-        self._wire(end, forward, pair, skips=skips).begin()
+        self._channel(end, forward, pair, skips=skips).begin()
 
     def _micro_batches(self, forward: bool, pair: Stages) -> deque[int]:
         """Return the micro-batches in the order in which a stage of a pair sends to the other."""
@@ -201,21 +201,21 @@ class Messages(Links):
         source, target = pair
         return self._placement[source] == self._placement[target]
 
-    def _wire(self, end: type[E], forward: bool, pair: Stages, *, skips: bool = False) -> E:
-        """Return this rank's end of the wire (a message channel) between two stages.
+    def _channel(self, end: type[E], forward: bool, pair: Stages, *, skips: bool = False) -> E:
+        """Return this rank's end of the channel between two stages.
 
         Args:
             end: Which end this rank has: `Sender` or `Receiver`.
-            forward: Whether the wire carries outputs or skips in forward, and not their gradients.
+            forward: Whether the channel carries outputs or skips, and not their gradients.
             pair: The two stages, the lower first.
-            skips: Whether this is the wire of skips that lead from one stage to the other.
+            skips: Whether this is the channel of skips that lead from one stage to the other.
         """
         low, high = pair
         other = high if (end is Sender) == forward else low
         kind = "forward" if forward else "backward"
         if skips:
             kind += " skips"
-        return self._connections.wire(end, kind, self._placement[other], pair)
+        return self._connections.channel(end, kind, self._placement[other], pair)
 
     def _packed(self, item: Item, s: int) -> tuple[tuple[Hashable, ...], Flat]:
         """Return what to send for an item (output or skip) of stage s: a description, and tensors.

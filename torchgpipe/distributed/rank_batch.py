@@ -1,9 +1,7 @@
 """One rank's part of a mini-batch: run its tasks, and exchange messages before and after them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,18 +11,17 @@ from torchgpipe.distributed.connections import Connections
 from torchgpipe.distributed.elsewhere import OtherRanksParameters
 from torchgpipe.distributed.links import Messages, RandomState
 from torchgpipe.distributed.no_output import NoOutput
+from torchgpipe.distributed.tied import TiedParameters
 from torchgpipe.engine.batch import Batch, Enter, one_node, run_forward
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.layers.batches import joined
+from torchgpipe.partitioned import Partitioned
 from torchgpipe.schedules.check import Lists
 from torchgpipe.step.request import StepRequest, scalar
 from torchgpipe.step.targets import whole
 from torchgpipe.task.entrance import as_leaves
 from torchgpipe.tensors.microbatch import Flat, TensorOrTensors
 from torchgpipe.trace.parts import tensors_in
-
-if TYPE_CHECKING:  # this file is imported by distributed/gpipe.py
-    from torchgpipe.distributed.gpipe import DistributedGPipe
 
 
 class LossRequest(NamedTuple):
@@ -89,13 +86,13 @@ class RankBatch(Batch):
         settings: dict[str, Any],
         inputs: list[TensorOrTensors],
         checksums: list[int],
-        owner: DistributedGPipe,
+        owner: Partitioned,
     ) -> None:
         # Keep the pipeline alive until the backward: when the pipeline is garbage-collected, its
         # connections are closed.
         self._owner = owner
         self._connections = connections
-        self._tied = owner._tied
+        self._tied = cast(TiedParameters, owner._tied)
         self._serial = connections.serial
         self._settings = settings | {"grad mode": torch.is_grad_enabled()}
         self._first = owner._programs_engine.arrangement.placement[0]
@@ -106,7 +103,7 @@ class RankBatch(Batch):
             base, self.first_checksums, self.sizes = self._hear_head()
         m = len(self.sizes)
         super().__init__(owner._programs_engine, m, owner.checkpoint, owner.observer, base=base)
-        self.elsewhere = owner._elsewhere
+        self.elsewhere = cast(Mapping[Tensor, str], owner._elsewhere)
         if not owner._searched:
             for guards in self.guards:
                 guards.add(OtherRanksParameters(guards.index, self.elsewhere))

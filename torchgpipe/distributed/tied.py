@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.distributed.channels.receiver import Receiver
+from torchgpipe.distributed.channels.sender import Sender
 from torchgpipe.distributed.connections import Connections
-from torchgpipe.distributed.wires.receiver import Receiver
-from torchgpipe.distributed.wires.sender import Sender
 from torchgpipe.engine.program import BatchIO
 from torchgpipe.layers.checks import NOT_SHARDED
 from torchgpipe.task.stage_guards import StageGuards
@@ -133,11 +133,11 @@ class TiedParameters:
                 continue
             if self._own == tied.last:
                 for peer in tied.names.keys() - {self._own}:
-                    sender = connections.wire(Sender, "tied values", peer)
+                    sender = connections.channel(Sender, "tied values", peer)
                     sender.begin()
                     sender.give(connections.message("values", (p.detach().cpu(),)))
             else:
-                receiver = connections.wire(Receiver, "tied values", tied.last)
+                receiver = connections.channel(Receiver, "tied values", tied.last)
                 receiver.begin()
                 _, (values,) = connections.take(receiver)
                 assert values is not None
@@ -162,8 +162,8 @@ class TiedParameters:
             RuntimeError: If the copies of a parameter differ, or only some of them require grad.
         """
         for peer in self.peers:
-            connections.wire(Sender, "tied gradients", peer).begin()
-            connections.wire(Receiver, "tied gradients", peer).begin()
+            connections.channel(Sender, "tied gradients", peer).begin()
+            connections.channel(Receiver, "tied gradients", peer).begin()
         self._mini_batches += 1
         is_power_of_two = self._mini_batches.bit_count() == 1
         compares = is_power_of_two or self._mini_batches % COMPARED_EVERY == 0
@@ -171,13 +171,13 @@ class TiedParameters:
         for tied in self._tied:
             told = self._told(tied, guards, io, compares=compares)
             for peer in tied.names.keys() - {self._own}:
-                sender = connections.wire(Sender, "tied gradients", peer)
+                sender = connections.channel(Sender, "tied gradients", peer)
                 sender.give(connections.message("gradient", told))
             own.append(told)
         for tied, told in zip(self._tied, own, strict=True):
             heard = {self._own: told}
             for peer in tied.names.keys() - {self._own}:
-                receiver = connections.wire(Receiver, "tied gradients", peer)
+                receiver = connections.channel(Receiver, "tied gradients", peer)
                 _, heard[peer] = connections.take(receiver)
             _check_alike(tied, heard)
             p = tied.parameter()

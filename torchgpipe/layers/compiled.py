@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchgpipe.tensors._autograd import has_compiled_forward
-from torchgpipe.trace.code.source import made
+from torchgpipe.trace.code.source import function_from
 from torchgpipe.trace.layer import Layer
 
 _CALL = "def call(self, *args, **kwargs):\n    return self._call_impl(*args, **kwargs)\n"
@@ -31,7 +31,7 @@ def compile_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
     if isinstance(layer, Layer):
         layer.compile(*args, **kwargs)
     elif not has_compiled_forward(layer):
-        call = made(f"compiled {type(layer).__name__}", "call", _CALL, {})
+        call = function_from(f"compiled {type(layer).__name__}", "call", _CALL, {})
         layer._compiled_call_impl = torch.compile(MethodType(call, layer), *args, **kwargs)
 
 

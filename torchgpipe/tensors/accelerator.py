@@ -2,7 +2,7 @@
 
 Most of them use PyTorch's general interface for accelerators: `torch.accelerator`, `torch.Stream`
 and `torch.Event`. Some use functions of `torch.cuda`. All were tried with CUDA only (`KIND`).
-Outside of this module, only torchgpipe/distributed/wires/nccl.py depends on CUDA.
+Outside of this module, only torchgpipe/distributed/channels/nccl.py depends on CUDA.
 
 Devices of other types, such as the CPU, count as devices without streams: an operator on them has
 ended when its call returns.

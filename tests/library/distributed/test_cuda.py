@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, RankFailed
-from torchgpipe.distributed.wires import nccl
-from torchgpipe.distributed.wires.layout import dense
-from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.transfer import Departure, Transfer
-from torchgpipe.distributed.wires.wire import WireAddress
+from torchgpipe.distributed.channels import nccl
+from torchgpipe.distributed.channels.channel import ChannelAddress
+from torchgpipe.distributed.channels.layout import dense
+from torchgpipe.distributed.channels.message import Message
+from torchgpipe.distributed.channels.sender import Sender
+from torchgpipe.distributed.channels.transfer import Departure, Transfer
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.layers import batches
 from torchgpipe.tensors import accelerator
@@ -31,7 +31,7 @@ from ...behaviours.compare import differences
 from ...parts import Fails
 from ..layers import partitions
 from ..ledger import assert_gone
-from .test_wire import PLACED
+from .test_channel import PLACED
 from .threads import GPUS, PATIENCE, Group, Pair, simulate_ranks
 
 WAYS = {
@@ -108,8 +108,8 @@ def test_results_are_those_of_one_process(
         together |= found
     assert differences(together, expected) == []
     if n == 4:
-        wires = 2 * (3 + len({*skips}))  # each takes one connection in each direction
-        assert len(world.pairs) == (2 * wires if way == "NCCL" else 0)
+        channels = 2 * (3 + len({*skips}))  # each takes one connection in each direction
+        assert len(world.pairs) == (2 * channels if way == "NCCL" else 0)
     for pair in world.pairs:
         assert pair.aborted, "groups are given back when the pipeline is closed"
 
@@ -248,13 +248,13 @@ def test_waits(way: str, streams: Any) -> None:
     assert streams.log == WAITS[way], "nothing is to move"
 
 
-def test_a_wire_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
+def test_a_channel_waits_before_it_sends_memory_of_the_host_and_after_it_has_told_of_nccl() -> None:
     began: list[str] = []
     # A mock that stands for a group, for a transfer, and for the events to wait for.
     noted: Any = Mock(late=1)
     noted.begin.side_effect = lambda: began.append(threading.current_thread().name)
     noted.depart.side_effect = lambda tensors: Departure(tensors, noted.before, noted.after)
-    sender = Sender(WireAddress(noted, 1, 0, lambda error: None, noted))
+    sender = Sender(ChannelAddress(noted, 1, 0, lambda error: None, noted))
     sender.give(Message(1, None, ()))
     assert not noted.depart.called, "it is late by one message"
     sender.release()

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.wire import KINDS
+from torchgpipe.distributed.channels.channel import KINDS
+from torchgpipe.distributed.channels.message import Message
+from torchgpipe.distributed.channels.sender import Sender
 from torchgpipe.schedules import Action, Schedule, make
 from torchgpipe.schedules.action import LETTERS
 from torchgpipe.schedules.named import NAMED

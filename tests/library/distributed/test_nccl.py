@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchgpipe.distributed import DistributedGPipe, RankFailed
-from torchgpipe.distributed.wires import nccl
-from torchgpipe.distributed.wires.nccl import PairAddress, Pairs
+from torchgpipe.distributed.channels import nccl
+from torchgpipe.distributed.channels.nccl import PairAddress, Pairs
 
 from .threads import GPUS, PATIENCE, Pair, World, simulate_ranks
 
@@ -171,7 +171,7 @@ def test_all_pairs_are_aborted_at_the_same_time() -> None:
 
     groups = [Group() for _ in range(n)]
     pairs = Pairs()
-    pairs.made += [nccl.Pair(group, 0, None) for group in groups]
+    pairs.pairs += [nccl.Pair(group, 0, None) for group in groups]
     pairs.abort()
     pairs.abort()
     assert [group.aborts for group in groups] == [1] * n
@@ -190,7 +190,7 @@ def test_an_abort_that_never_ends_does_not_hold_up_the_rank(
 
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.01)
     pairs = Pairs()
-    pairs.made += [nccl.Pair(Group(), 0, None), nccl.Pair(Group(), 0, None)]
+    pairs.pairs += [nccl.Pair(Group(), 0, None), nccl.Pair(Group(), 0, None)]
     pairs.abort()
     assert not ended.is_set()
     over.set()

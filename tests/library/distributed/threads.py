@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.distributed import connections
-from torchgpipe.distributed.wires import transfer
-from torchgpipe.distributed.wires.message import SLOT
-from torchgpipe.distributed.wires.wire import KINDS
+from torchgpipe.distributed.channels import transfer
+from torchgpipe.distributed.channels.channel import KINDS
+from torchgpipe.distributed.channels.message import SLOT
 from torchgpipe.engine import batch
 from torchgpipe.engine.seeds import Seeds
 
@@ -74,30 +74,30 @@ class Group:
         kind = KINDS[tag % len(KINDS)]
         self.world.sent[kind, self.own, peer] += 1
         self.world.bytes += tensors[0].numel()
-        wire = (self.name, self.own, peer, tag)
-        return self._posted(tensors[0].clone(), peer, wire, 0)
+        channel = (self.name, self.own, peer, tag)
+        return self._posted(tensors[0].clone(), peer, channel, 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        wire = (self.name, peer, self.own, tag)
-        return self._posted(tensors[0], peer, wire, 1)
+        channel = (self.name, peer, self.own, tag)
+        return self._posted(tensors[0], peer, channel, 1)
 
     def lost(self, peer: int) -> bool:
         closed = self.world.closed
         return (self.name, self.own) in closed or (self.name, peer) in closed
 
-    def _posted(self, tensor: Tensor, peer: int, wire: tuple[Any, ...], end: int) -> Work:
+    def _posted(self, tensor: Tensor, peer: int, channel: tuple[Any, ...], end: int) -> Work:
         """Add a send or a receive to its queue, and copy the tensors that can now be received.
 
-        Each connection (`wire`) has a queue of sends and a queue of receives. The oldest send
+        Each connection (`channel`) has a queue of sends and a queue of receives. The oldest send
         belongs to the oldest receive.
         """
         parcel = Parcel(tensor)
         with self.world.changed:
             if self.lost(peer):
                 raise RuntimeError("Connection closed by peer")
-            self.world.box(wire, end).append(parcel)
-            sent = self.world.box(wire, 0)
-            expected = self.world.box(wire, 1)
+            self.world.box(channel, end).append(parcel)
+            sent = self.world.box(channel, 0)
+            expected = self.world.box(channel, 1)
             while sent and expected:
                 here = sent.popleft()
                 there = expected.popleft()
@@ -273,7 +273,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     patch.setattr(connections, "_get_default_store", lambda: "")
     patch.setattr(connections, "gather", lambda store, own, others: None)
-    patch.setattr(connections, "_made", OfEach())
+    patch.setattr(connections, "_times_connected", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:
         """Return the random seeds of a mini-batch as in a pipeline of one process.

@@ -22,7 +22,7 @@ NAMES: dict[str, set[str] | None] = {
     "tensors/accelerator.py": None,
     "layers/devices.py": {"cuda"},  # `nn.Module.cuda`
     "plan/count/as_on.py": {"cuda"},
-    "distributed/wires/nccl.py": {"CUDA_LAUNCH_BLOCKING"},  # an environment variable
+    "distributed/channels/nccl.py": {"CUDA_LAUNCH_BLOCKING"},  # an environment variable
 }
 # The functions of PyTorch that create a tensor on the default device.
 FACTORIES = "arange empty eye full linspace ones rand randint randn tensor zeros"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from torchgpipe.distributed.channels.channel import ChannelAddress
+from torchgpipe.distributed.channels.message import Message
+from torchgpipe.distributed.channels.receiver import Receiver
+from torchgpipe.distributed.channels.sender import Sender
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
-from torchgpipe.distributed.wires.message import Message
-from torchgpipe.distributed.wires.receiver import Receiver
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.wire import WireAddress
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
 
@@ -52,14 +52,14 @@ def gist(error: BaseException) -> str:
     return what
 
 
-class Wires(Protocol):
+class Channels(Protocol):
     """The methods of `Connections` that `Liveness` uses."""
 
-    def address(self, kind: str, peer: int, broken: Broken) -> WireAddress:
-        """Return the address of a wire (a message channel) to or from another rank.
+    def address(self, kind: str, peer: int, broken: Broken) -> ChannelAddress:
+        """Return the address of a channel to or from another rank.
 
         Args:
-            kind: The kind of the wire, such as `"liveness"`.
+            kind: The kind of the channel, such as `"liveness"`.
             peer: The other rank.
             broken: Called with gloo's error if the connection breaks.
         """
@@ -74,14 +74,14 @@ class Wires(Protocol):
 class Liveness:
     """Tell all other ranks what this rank does, and receive what all other ranks do.
 
-    For each other rank, there is a wire (a message channel) to the rank, a wire from the rank, and
+    For each other rank, there is a channel to the rank, a channel from the rank, and
     a thread that receives the rank's messages.
 
     Args:
         own: This rank.
         others: All other ranks.
         timeout: How many seconds a problem may last (monitor.py); `None` for no limit.
-        wires: The connections of this rank, from which it gets the addresses of wires.
+        channels: The connections of this rank, from which it gets the addresses of channels.
         beside: The activities of other pipelines that this process runs over the same ranks. This
             pipeline's `activity` is added to the list.
 
@@ -95,11 +95,11 @@ class Liveness:
         own: int,
         others: Collection[int],
         timeout: float | None,
-        wires: Wires,
+        channels: Channels,
         beside: list[Activity],
     ) -> None:
         self._own = own
-        self._wires = wires
+        self._channels = channels
         self.stopped = False
         # The first failure of any rank. It is stored as text, because an exception keeps the frames
         # of its traceback alive.
@@ -114,7 +114,7 @@ class Liveness:
         for peer in others:
             # Ignore errors of this sender. If the connection is broken, the thread that listens to
             # the other rank finds out why.
-            address = wires.address("liveness", peer, lambda error: None)
+            address = channels.address("liveness", peer, lambda error: None)
             self._senders[peer] = Sender(address)
         self._telling = threading.RLock()
         self.activity = Activity(self.fail, beside)
@@ -149,7 +149,7 @@ class Liveness:
             self.stopped = True
         self.tell_last(why, told_by)
         self._told.set()
-        self._wires.disconnect()
+        self._channels.disconnect()
 
     def tell_last(self, why: str | None = None, told_by: int | None = None) -> None:
         """Send this rank's final message, and wait until other ranks have received it.
@@ -182,7 +182,7 @@ class Liveness:
         if self.stopped:
             self._told.wait(2 * END_SECONDS)
         self._monitor.ended.set()
-        self._wires.disconnect()
+        self._channels.disconnect()
         beside = self.activity.beside
         beside[:] = [each for each in beside if each is not self.activity]
         threads = list(self._threads)
@@ -220,7 +220,7 @@ class Liveness:
 
     def _listen(self, peer: int) -> None:
         """Receive all messages of another rank, and react when that rank ends or fails."""
-        address = self._wires.address("liveness", peer, partial(self.broken, peer))
+        address = self._channels.address("liveness", peer, partial(self.broken, peer))
         receiver = Receiver(address)
         try:
             why = self._heard_until_last(peer, receiver)
@@ -236,10 +236,10 @@ class Liveness:
         # If the connection breaks while gloo sends a message, gloo may wait for ever. So a message
         # to the ended rank counts as lost if it has not been received after a while.
         while not self._monitor.ended.wait(END_SECONDS):
-            if not self._wires.pending(peer):
+            if not self._channels.pending(peer):
                 continue
             ended = self._monitor.ended.wait(END_SECONDS)
-            if not ended and self._wires.pending(peer):
+            if not ended and self._channels.pending(peer):
                 self.broken(peer, RuntimeError("a message to it was not received"))
                 return
 

@@ -110,7 +110,7 @@ class Source:
                 lines.append(f"{indent}del {spent}")
         lines = [*self._first_lines(), *lines, f"    return {_row(self._outputs)}"]
         text = "\n".join(lines) + "\n"
-        return text, made(self.name, _identifier(self.name), text, self.names)
+        return text, function_from(self.name, _identifier(self.name), text, self.names)
 
     def _first_lines(self) -> list[str]:
         """Return the first lines of the code, which assign the inputs, the device and the sizes."""
@@ -261,7 +261,9 @@ class Source:
         return f"{text}.{kind}[{last!r}]"
 
 
-def made(name: str, function: str, text: str, names: Mapping[str, Any]) -> Callable[..., Any]:
+def function_from(
+    name: str, function: str, text: str, names: Mapping[str, Any]
+) -> Callable[..., Any]:
     """Make a function from the text of its code.
 
     The function gets a file name that no other function has, and tracebacks show its lines of code.

@@ -6,8 +6,8 @@ watchdog). When NCCL reports that the other rank has died, the watchdog asks all
 job, through their store, to write down their state and to end. A minute later, the watchdog ends
 its own process.
 
-A pair is a process group of two ranks. Each wire (message channel between two stages) has a pair of
-its own. A pair differs from a usual group in three ways:
+A pair is a process group of two ranks. Each channel between two stages has a pair of its own. A
+pair differs from a usual group in three ways:
 
 - A pair has no watchdog. PyTorch starts none for a group that is made while the environment
   variable TORCH_NCCL_BLOCKING_WAIT is 1. In such a group, `wait()` makes the host wait. So a pair
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from torchgpipe.caught import in_one_line
-from torchgpipe.distributed.wires.message import NEVER
+from torchgpipe.distributed.channels.message import NEVER
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors import accelerator
 
@@ -110,11 +110,11 @@ class Pairs:
     """All pairs of this rank: a pair is this rank and another rank, which NCCL connects.
 
     Attributes:
-        made: The pairs, in the order in which `connect` was given their addresses.
+        pairs: The pairs, in the order in which `connect` was given their addresses.
     """
 
     def __init__(self) -> None:
-        self.made: list[Pair] = []
+        self.pairs: list[Pair] = []
         self._aborted = False
         self._over = threading.Event()  # set when connecting has ended in any way
         self._why = ""
@@ -136,7 +136,7 @@ class Pairs:
         try:
             with _without_watchdog():
                 for store, own in addresses:
-                    self.made.append(_made(device, store, own))
+                    self.pairs.append(_new_pair(device, store, own))
         except (RuntimeError, ValueError) as error:
             self._why = in_one_line(error)
         else:
@@ -156,7 +156,7 @@ class Pairs:
         try:
             accelerator.make_current(device)
             # All ranks go through the pairs in the same order, so there is no deadlock.
-            for pair in self.made:
+            for pair in self.pairs:
                 with accelerator.using(pair.stream):
                     pair.move([torch.zeros(1, device=device)])
                 if pair.stream is not None:
@@ -174,7 +174,7 @@ class Pairs:
         self._aborted = True
         self._over.set()
         threads = []
-        for pair in self.made:
+        for pair in self.pairs:
             thread = threading.Thread(target=pair.abort, name="gpipe-aborts", daemon=True)
             threads.append(thread)
             thread.start()
@@ -183,7 +183,7 @@ class Pairs:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _made(device: torch.device, store: Store, own: int) -> Pair:
+def _new_pair(device: torch.device, store: Store, own: int) -> Pair:
     # `new_group` is not used here, because all ranks may have to call it.
     nccl: Any = dist.ProcessGroupNCCL
     return Pair(nccl(store, own, 2, NEVER), 1 - own, accelerator.new_stream(device))

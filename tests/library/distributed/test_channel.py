@@ -15,27 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.message import HEAD, SLOT, Message, described
-from torchgpipe.distributed.wires.receiver import Receiver
-from torchgpipe.distributed.wires.sender import Sender
-from torchgpipe.distributed.wires.wire import WireAddress
+from torchgpipe.distributed.channels.channel import ChannelAddress
+from torchgpipe.distributed.channels.message import HEAD, SLOT, Message, described
+from torchgpipe.distributed.channels.receiver import Receiver
+from torchgpipe.distributed.channels.sender import Sender
 from torchgpipe.plain import packed, unpacked
 
 from .threads import Group, World
 
 LARGE = SLOT // 4 + 1  # so many floats do not fit into the slot for small tensors
-Wire = tuple[Sender, Receiver]
+Channel = tuple[Sender, Receiver]
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
+def channel() -> Iterator[Channel]:
     def broken(error: BaseException) -> None:
         raise error
 
     world: Any = World(2, None)
     groups: list[Any] = [Group(world, "", own) for own in range(2)]
-    here = WireAddress(groups[0], 1, 0, broken)
-    there = WireAddress(groups[1], 0, 0, broken)
+    here = ChannelAddress(groups[0], 1, 0, broken)
+    there = ChannelAddress(groups[1], 0, 0, broken)
     sender = Sender(here)
     yield sender, Receiver(there)
     sender.stop()
@@ -93,14 +93,14 @@ MESSAGES |= {name: [x] for name, (x, _) in PLACED.items()}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
-    sender, _ = wire
+def test_a_message_arrives_as_it_was_sent(name: str, channel: Channel) -> None:
+    sender, _ = channel
     tensors = MESSAGES[name]
     for _ in range(3):
-        for end in wire:
+        for end in channel:
             end.begin()
         for about in ("short", "long" * SLOT):
-            assert_arrives(*wire, about, tensors)
+            assert_arrives(*channel, about, tensors)
 
     assert len(sender._numbers) == 2
     descriptions = sum(len(described(*each)) for each in sender._numbers)
@@ -113,32 +113,32 @@ def test_a_message_arrives_as_it_was_sent(name: str, wire: Wire) -> None:
     assert group.world.bytes == descriptions + 6 * (HEAD.size + content)
 
 
-def test_nobody_waits_for_the_last_message(wire: Wire) -> None:
+def test_nobody_waits_for_the_last_message(channel: Channel) -> None:
     """Check that the sender's thread ends even if nobody receives its last message.
 
     If the thread waited until the message was received, Gloo could make it wait for ever.
     """
-    sender, _ = wire
+    sender, _ = channel
     sender.give_last(Message(0, None, ()))
     sender.stop()
     sender.thread.join(5)
     assert not sender.thread.is_alive()
 
 
-def test_any_messages_arrive_in_any_order(wire: Wire) -> None:
+def test_any_messages_arrive_in_any_order(channel: Channel) -> None:
     draw = random.Random(0)
     for _ in range(50):
         kinds = draw.sample([*MESSAGES], 3)
         for _ in range(6):
-            for end in draw.sample(wire, 2):
+            for end in draw.sample(channel, 2):
                 end.begin()
             for _ in range(draw.randrange(4)):
                 about = draw.choice(["a", "b"])
-                assert_arrives(*wire, about, MESSAGES[draw.choice(kinds)])
+                assert_arrives(*channel, about, MESSAGES[draw.choice(kinds)])
 
 
 def test_a_large_tensor_is_expected_where_one_was_before(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receive = Group.recv
     sizes = [SLOT, SLOT]
@@ -150,18 +150,18 @@ def test_a_large_tensor_is_expected_where_one_was_before(
 
     monkeypatch.setattr(Group, "recv", noted)
     for _ in range(2):
-        for end in wire:
+        for end in channel:
             end.begin()
         for count in (LARGE, LARGE, 7):
             posted.append(sizes.copy())
             sizes.clear()
-            assert_arrives(*wire, "", [torch.rand(count)])
+            assert_arrives(*channel, "", [torch.rand(count)])
     large = 4 * LARGE
     assert posted == [[SLOT, SLOT], [large], *[[SLOT, large]] * 3, [SLOT]]
 
 
-def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> None:
-    sender, receiver = wire
+def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(channel: Channel) -> None:
+    sender, receiver = channel
     x = torch.rand(LARGE)
     sender.give(Message(1, "", (x,)))
     x.add_(1)
@@ -176,15 +176,15 @@ def test_a_tensor_that_was_changed_before_it_was_sent_is_noticed(wire: Wire) -> 
 
 
 def test_nothing_that_comes_is_run(
-    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender, receiver = wire
+    sender, receiver = channel
     pickled = b"cos\nmkdir\nV%s/made\n\x85R." % bytes(tmp_path)
     another_program = "rank 0 runs another program, or another version of this program"
     for content in (pickled, pickled + b" " * SLOT, b"[]", b"\xff", b"[" * 9999):
         description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         described = Mock(return_value=description)
-        monkeypatch.setattr("torchgpipe.distributed.wires.sender.described", described)
+        monkeypatch.setattr("torchgpipe.distributed.channels.sender.described", described)
         sender.give(Message(1, content, ()))
         with pytest.raises(RuntimeError, match=another_program):
             receiver.take()

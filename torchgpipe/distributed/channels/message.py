@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.layout import Layout
+from torchgpipe.distributed.channels.layout import Layout
 from torchgpipe.plain import packed, unpacked
 from torchgpipe.tensors.microbatch import Flat
 

@@ -1,4 +1,4 @@
-"""Send messages to another rank: `Sender`. The module wire.py explains wires."""
+"""Send messages to another rank: `Sender`. The module channel.py explains channels."""
 
 import threading
 from collections import deque
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.layout import dense, disjoint, layout_of, once, row
-from torchgpipe.distributed.wires.message import HEAD, Description, Message, described, places
-from torchgpipe.distributed.wires.transfer import Departure
-from torchgpipe.distributed.wires.wire import LARGE, End, WireAddress, bytes_of
+from torchgpipe.distributed.channels.channel import LARGE, ChannelAddress, End, bytes_of
+from torchgpipe.distributed.channels.layout import dense, disjoint, layout_of, once, row
+from torchgpipe.distributed.channels.message import HEAD, Description, Message, described, places
+from torchgpipe.distributed.channels.transfer import Departure
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.tensors.item import versions
 from torchgpipe.tensors.microbatch import Flat
 
 
 class Sender(End):
-    """The sending end of a wire (a message channel). Messages are sent in order.
+    """The sending end of a channel. Messages are sent in order.
 
     Attributes:
         rank: The rank that receives the messages.
         thread: The thread that waits until the other rank has received the messages.
     """
 
-    def __init__(self, address: WireAddress) -> None:
+    def __init__(self, address: ChannelAddress) -> None:
         super().__init__(address)
         # Messages that are held back and sent later, with the versions of their tensors.
         self._held: deque[tuple[Message, list[int | None]]] = deque()

@@ -1,4 +1,4 @@
-"""A wire sends messages from one process to another process, in order, over gloo.
+"""A channel sends messages from one process to another process, in order, over gloo.
 
 With gloo, a receive needs a buffer for the message. If the buffer is too small, the process ends.
 If it is too large, only a part of it is filled, without notice. So each message begins with a slot:
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.distributed.wires.message import NEVER, Predicted
-from torchgpipe.distributed.wires.transfer import Stages, Transfer
+from torchgpipe.distributed.channels.message import NEVER, Predicted
+from torchgpipe.distributed.channels.transfer import Stages, Transfer
 from torchgpipe.engine.relay import Stopped
 
 KINDS = (
@@ -42,22 +42,25 @@ KINDS = (
     "tied values",
     "tied gradients",
 )
-"""The kinds of wires. The gloo tag of a wire encodes its kind's index here and its two stages."""
+"""The kinds of channels.
+
+The gloo tag of a channel encodes the index of its kind in this tuple, and its two stages.
+"""
 
 LARGE = 1 << 30
-"""The number that is added to a wire's tag for parts of messages that do not fit into a slot.
+"""The number that is added to a channel's tag for parts of messages that do not fit into a slot.
 
 These parts need a different tag, because the receive of the next slot is posted before theirs.
 """
 
 
-class WireAddress(NamedTuple):
-    """The address of a wire (a message channel): the other rank, and how to reach it.
+class ChannelAddress(NamedTuple):
+    """The address of a channel: the other rank, and how to reach it.
 
     Attributes:
         group: The gloo process group.
-        rank: The rank at the other end of the wire.
-        tag: The tag of the wire's messages.
+        rank: The rank at the other end of the channel.
+        tag: The tag of the channel's messages.
         broken: A function that is called with gloo's error if the connection breaks.
         transfer: The transfer of tensors from and to the GPU, or `None` without a GPU.
         limit: How long the receiver waits for a large part of a message. Without a limit, gloo
@@ -73,9 +76,9 @@ class WireAddress(NamedTuple):
 
 
 class End:
-    """One end of a wire (a message channel): the base class of `Sender` and `Receiver`."""
+    """One end of a channel: the base class of `Sender` and `Receiver`."""
 
-    def __init__(self, address: WireAddress) -> None:
+    def __init__(self, address: ChannelAddress) -> None:
         self._group = address.group
         self.rank = address.rank
         self._tag = address.tag
@@ -85,7 +88,7 @@ class End:
         self._predicted = Predicted()
 
     def begin(self) -> None:
-        """Begin a mini-batch, so that both ends of the wire predict the same next message.
+        """Begin a mini-batch, so that both ends of the channel predict the same next message.
 
         The sender calls this method before it sends a message, and the receiver before it waits for
         the same message.
@@ -102,7 +105,7 @@ class End:
 
 
 def tag_of(kind: str, stages: Stages) -> int:
-    """Return the gloo tag of a wire: a number that marks the wire's messages.
+    """Return the gloo tag of a channel: a number that marks the channel's messages.
 
     Every combination of a kind (one of `KINDS`) and two stages has a tag of its own. In `stages`,
     the lower stage comes first.

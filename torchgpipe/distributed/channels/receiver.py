@@ -1,4 +1,4 @@
-"""Receive messages from another rank: `Receiver`. The module wire.py explains wires."""
+"""Receive messages from another rank: `Receiver`. The module channel.py explains channels."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from torchgpipe.distributed.wires.layout import placed
-from torchgpipe.distributed.wires.message import HEAD, NEVER, SLOT, Message, places, sizes
-from torchgpipe.distributed.wires.wire import LARGE, End, WireAddress, bytes_of
+from torchgpipe.distributed.channels.channel import LARGE, ChannelAddress, End, bytes_of
+from torchgpipe.distributed.channels.layout import placed
+from torchgpipe.distributed.channels.message import HEAD, NEVER, SLOT, Message, places, sizes
 
 Wait = Callable[..., Any]
 """A function that waits until a receive operation has ended."""
@@ -25,13 +25,13 @@ class _Posted(NamedTuple):
 
 
 class Receiver(End):
-    """The receiving end of a wire (a message channel). Messages arrive in the order of sending.
+    """The receiving end of a channel. Messages arrive in the order of sending.
 
     Attributes:
         rank: The rank that sends the messages.
     """
 
-    def __init__(self, address: WireAddress) -> None:
+    def __init__(self, address: ChannelAddress) -> None:
         super().__init__(address)
         pinned = self._transfer is not None and self._transfer.pins
         self._row = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=pinned)

@@ -1,17 +1,17 @@
 """Transfer tensors from the GPU of one rank to the GPU of another rank.
 
-A wire is a message channel from one stage to another. The description of a message (the shapes and
+A channel carries messages from one stage to another. The description of a message (the shapes and
 types of its tensors) always goes over gloo. The tensors go in one of two ways, which is the same on
 all ranks:
 
-    NCCL      from GPU to GPU; each wire has an NCCL communicator of two ranks (nccl.py)
+    NCCL      from GPU to GPU; each channel has an NCCL communicator of two ranks (nccl.py)
     staging   through pinned memory of the hosts, and over gloo with the description
 
 NCCL needs a separate GPU for each rank. If NCCL does not connect one of the ranks, all ranks use
-staging. In both ways, each wire has its own stream, so that tensors are transferred while tasks
-compute. The wire's stream waits for the compute stream before a tensor is sent, and the compute
-stream waits for the wire's stream until a tensor has arrived. The thread that runs the tasks does
-not wait for streams.
+staging. In both ways, each channel has its own stream, so that tensors are transferred while tasks
+compute. The channel's stream waits for the compute stream before a tensor is sent. The compute
+stream waits for the channel's stream until a tensor has arrived. The thread that runs the tasks
+does not wait for streams.
 
 An operation of NCCL occupies a part of its GPU while it waits for the other rank's operation. Two
 rules keep this time short:
@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from torchgpipe.distributed.wires.layout import dense, row
-from torchgpipe.distributed.wires.nccl import NO_GPU, UNFIT, Pair, PairAddress, Pairs, identity
+from torchgpipe.distributed.channels.layout import dense, row
+from torchgpipe.distributed.channels.nccl import NO_GPU, UNFIT, Pair, PairAddress, Pairs, identity
 from torchgpipe.skip.layout import Crossing
 from torchgpipe.tensors import accelerator
 from torchgpipe.tensors.copy import StreamFence
 from torchgpipe.tensors.microbatch import Flat
 
 Stages = tuple[int, int]
-"""The two stages that a wire connects."""
+"""The two stages that a channel connects."""
 
 
 class Departure(NamedTuple):
@@ -58,7 +58,7 @@ class Departure(NamedTuple):
 
 
 class Transfer:
-    """Send the tensors of a wire (message channel) from this GPU, or receive them on this GPU.
+    """Send the tensors of a channel from this GPU, or receive them on this GPU.
 
     Args:
         device: This rank's device.
@@ -105,14 +105,14 @@ class Transfer:
         fence.hold(self._stream, tuple(leaving))
         staged = self._pair is None
         with accelerator.using(self._stream):
-            sent = self._staged(leaving) if staged else self._described(leaving)
+            sent = self._copy_to_host(leaving) if staged else self._send_by_nccl(leaving)
             end = accelerator.sleep_until_now(self._device)
         over_gloo = tuple([None if x is None else sent.get(x, x) for x in moved])
         if staged:
             return Departure(over_gloo, before=end)
         return Departure(over_gloo, after=end)
 
-    def _staged(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    def _copy_to_host(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """Begin to copy tensors to the host; return a dictionary with the copy of each tensor."""
         # PyTorch reuses pinned memory.
         copies = {x: torch.empty_like(x, device="cpu", pin_memory=self.pins) for x in leaving}
@@ -120,7 +120,7 @@ class Transfer:
             y.copy_(x, non_blocking=True)
         return copies
 
-    def _described(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    def _send_by_nccl(self, leaving: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """Send tensors by NCCL; return a dictionary with a `meta` tensor that describes each."""
         described = {x: torch.empty_like(x, device="meta") for x in leaving}
         self._move(leaving)
@@ -145,7 +145,7 @@ class Transfer:
         return tuple(arriving)
 
     def finish(self) -> None:
-        """Wait until all transfers that have begun on this wire (message channel) have ended."""
+        """Wait until all transfers that have begun on this channel have ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -160,8 +160,8 @@ class Transfer:
             self._pair.move([row(x) for x in tensors if x.numel()])
 
 
-class _Wire(NamedTuple):
-    """A wire (message channel) from one stage to another: its kind, its stages, their ranks."""
+class _Channel(NamedTuple):
+    """A channel from one stage to another: its kind, its stages, their ranks."""
 
     kind: str
     stages: Stages
@@ -169,7 +169,7 @@ class _Wire(NamedTuple):
     target: int
 
     def has_end(self, rank: int) -> bool:
-        """Return whether this wire connects the given rank with another, in either direction."""
+        """Return whether this channel connects the given rank with another, in either direction."""
         return self.source != self.target and rank in (self.source, self.target)
 
 
@@ -181,15 +181,15 @@ class Transfers:
         store: The key-value store through which the two ranks of each pair connect.
 
     Attributes:
-        made: The transfer of each wire (message channel). A key has the kind of the wire, the other
-            rank, and the wire's two stages, the lower stage first.
+        by_channel: The transfer of each channel. A key has the kind of the channel, the other
+            rank, and the channel's two stages, the lower stage first.
     """
 
     def __init__(self, own: int, store: Store) -> None:
         self._own = own
         self._store = store
         self._pairs = Pairs()
-        self.made: dict[tuple[str, int, Stages], Transfer] = {}
+        self.by_channel: dict[tuple[str, int, Stages], Transfer] = {}
 
     def connect(
         self,
@@ -200,11 +200,11 @@ class Transfers:
         *,
         late: bool,
     ) -> None:
-        """Make a `Transfer` for each wire (message channel) between this rank and another rank.
+        """Make a `Transfer` for each channel between this rank and another rank.
 
-        All ranks call this method together. The transfers are added to `made`. They use NCCL if
-        every rank has a separate GPU and NCCL connects all ranks, and host memory otherwise. If
-        this rank's device is the CPU, no transfer is needed, and `made` stays empty.
+        All ranks call this method together. The transfers are added to `by_channel`. They use NCCL
+        if every rank has a separate GPU and NCCL connects all ranks, and host memory otherwise. If
+        this rank's device is the CPU, no transfer is needed, and `by_channel` stays empty.
 
         Args:
             device: This rank's device.
@@ -218,53 +218,56 @@ class Transfers:
         told = exchange(torch.tensor(list(gpu), device="cpu"))
         if gpu == NO_GPU:
             return
-        wires = [wire for wire in _wires(placement, crossings) if wire.has_end(self._own)]
+        channels = [
+            channel for channel in _channels(placement, crossings) if channel.has_end(self._own)
+        ]
         gpus = {bytes(x.tolist()) for x in told}
         separate = len(gpus - {NO_GPU, UNFIT}) == len(told)
-        pairs = self._paired(device, wires, exchange) if separate else []
-        for k, wire in enumerate(wires):
-            tasks = late * (abs(wire.stages[1] - wire.stages[0]) - 1)
+        pairs = self._paired(device, channels, exchange) if separate else []
+        for k, channel in enumerate(channels):
+            tasks = late * (abs(channel.stages[1] - channel.stages[0]) - 1)
             transfer = Transfer(device, pairs[k], tasks) if pairs else Transfer(device)
-            low, high = sorted(wire.stages)
-            self.made[wire.kind, wire.source + wire.target - self._own, (low, high)] = transfer
+            low, high = sorted(channel.stages)
+            other = channel.source + channel.target - self._own
+            self.by_channel[channel.kind, other, (low, high)] = transfer
         # The last stage's rank tells all others the loss.
         last = placement[-1]
         self.stage("loss", range(len(told)) if self._own == last else [last], device)
 
     def stage(self, kind: str, peers: Iterable[int], device: torch.device) -> None:
-        """Add to `made` a transfer through host memory for each wire (message channel) of a kind.
+        """Add to `by_channel` a transfer through host memory for each channel of a kind.
 
         If this rank's device is the CPU, no transfer is needed, and none is added.
 
         Args:
-            kind: The kind of the wires, such as "loss" (`wire.KINDS` lists all kinds).
-            peers: The ranks at the other ends of the wires.
+            kind: The kind of the channels, such as "loss" (`channel.KINDS` lists all kinds).
+            peers: The ranks at the other ends of the channels.
             device: This rank's device.
         """
         if identity(device) == NO_GPU:
             return
         for peer in peers:
-            self.made[kind, peer, (0, 0)] = Transfer(device)
+            self.by_channel[kind, peer, (0, 0)] = Transfer(device)
 
     def _paired(
         self,
         device: torch.device,
-        wires: Sequence[_Wire],
+        channels: Sequence[_Channel],
         exchange: Callable[[Tensor], list[Tensor]],
     ) -> Sequence[Pair]:
-        """Connect the two ranks of each wire (message channel) by NCCL; return a list of pairs.
+        """Connect the two ranks of each channel by NCCL; return a list of pairs.
 
         If NCCL does not connect all ranks, there is a warning, and the list is empty.
         """
         addresses = []
-        for kind, stages, source, target in wires:
+        for kind, stages, source, target in channels:
             store = PrefixStore(f"stages {stages}/{kind} {source} {target}", self._store)
             addresses.append(PairAddress(store, int(self._own == target)))
         why = self._pairs.connect(device, addresses)
         told = exchange(torch.tensor([bool(why)], device="cpu"))
         failed = [str(rank) for rank, (fails,) in enumerate(told) if fails]
         if not failed:
-            return self._pairs.made
+            return self._pairs.pairs
         self._pairs.abort()
         more = f" ({why})" if why else ""
         warnings.warn(
@@ -277,7 +280,7 @@ class Transfers:
 
     def finish(self) -> None:
         """Wait until all transfers of tensors that have begun on this GPU have ended."""
-        for transfer in self.made.values():
+        for transfer in self.by_channel.values():
             transfer.finish()
 
     def abort(self) -> None:
@@ -285,8 +288,8 @@ class Transfers:
         self._pairs.abort()
 
 
-def _wires(placement: Sequence[int], crossings: Sequence[Crossing]) -> Iterator[_Wire]:
-    """Yield each wire (message channel) between two stages, in the same order on all ranks."""
+def _channels(placement: Sequence[int], crossings: Sequence[Crossing]) -> Iterator[_Channel]:
+    """Yield each channel between two stages, in the same order on all ranks."""
     kinds: list[tuple[str, Stages]] = []
     for source, target in pairwise(range(len(placement))):
         kinds.append(("forward", (source, target)))
@@ -296,4 +299,4 @@ def _wires(placement: Sequence[int], crossings: Sequence[Crossing]) -> Iterator[
         kinds.append(("forward skips", (source, target)))
         kinds.append(("backward skips", (target, source)))
     for kind, (source, target) in kinds:
-        yield _Wire(kind, (source, target), placement[source], placement[target])
+        yield _Channel(kind, (source, target), placement[source], placement[target])
