@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from torchgpipe import GPipe
 from torchgpipe.schedules import Action, Kind, Schedule, make
+from torchgpipe.step import shares
 from torchgpipe.step.targets import parted
 
 from ..parts import Fails
@@ -108,7 +109,15 @@ def number_of(mask: Tensor) -> int:
     return int(mask.sum())
 
 
-@pytest.mark.parametrize("count", [Tensor.sum, number_of], ids=["tensors", "numbers"])
+@pytest.fixture(params=["tensors of a GPU", "tensors of the CPU", "numbers"])
+def count(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Any]:
+    """A function that counts the samples of a mask, for the argument `weight`."""
+    if request.param == "tensors of a GPU":
+        # Weights on the CPU become numbers. Treat them as weights on a GPU, which stay tensors.
+        monkeypatch.setattr(shares, "_number", Tensor.double)
+    return number_of if request.param == "numbers" else Tensor.sum
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=NAMES)
 def test_a_micro_batch_that_counts_nothing_adds_nothing(
     schedule: Any, count: Callable[[Tensor], Any]
@@ -130,7 +139,6 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing(
     assert_close(found_scale, scale.grad)
 
 
-@pytest.mark.parametrize("count", [Tensor.sum, number_of], ids=["tensors", "numbers"])
 def test_a_mean_over_nothing_is_nan(count: Callable[[Tensor], Any]) -> None:
     nothing = torch.zeros(7)
     for criterion in (masked, counted):
