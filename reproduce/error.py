@@ -6,6 +6,7 @@ A command's exit code is 0 if the result is as expected. Other exit codes are co
 import atexit
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -89,18 +90,27 @@ def suggestion(name: str, known: Iterable[str], listing: str | None = None) -> s
 def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception that was not caught, and end the program (used as `sys.excepthook`).
 
-    An `Error` is printed as one line. Any other exception is a bug, and is printed with its
+    An `Error` is printed as one line, and so is a full disk. Nothing is printed if the output went
+    to a pipe whose reader has ended. Any other exception is a bug, and is printed with its
     traceback. The exit code is set here, because Python would exit with 1, which means `WORSE`.
     """
     if isinstance(error, KeyboardInterrupt):
         error = Interrupted(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        error = no_space(error)
     if isinstance(error, Error):
         print(error, file=sys.stderr)
-    else:
+    elif not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as `head`, has ended
         sys.__excepthook__(kind, error, trace)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(getattr(error, "exit_code", CANNOT_TELL))
+
+
+def no_space(error: OSError) -> Unwritable:
+    """Return an error for output that cannot be written because the disk is full."""
+    return Unwritable(f"cannot write: {error.strerror}; free space, or write the output elsewhere")
 
 
 def missing(*packages: str) -> str | None:

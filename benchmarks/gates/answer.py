@@ -27,7 +27,8 @@ def answer(style: str, numbers: Iterable[Number], said: Sequence[str], lost: Seq
     if not lost or style != "text":
         conclusion = "\n".join(lines)
         markdown = bullets(lines, wrap=False)
-        print(written(style, numbers, conclusion, markdown, conclusion=conclusion).rstrip())
+        text = written(style, numbers, conclusion, markdown, conclusion=conclusion)
+        print(text.rstrip(), flush=True)  # an error, as of a full disk, is raised here
     if lost:
         raise Worse("\n".join(lost))
 

@@ -18,7 +18,14 @@ from reproduce.cli.regression import regression
 from reproduce.cli.run import run
 from reproduce.cli.schedule import schedule
 from reproduce.cli.shared import examples
-from reproduce.error import CANNOT_TELL, Error, Interrupted, handling, raise_signalled
+from reproduce.error import (
+    CANNOT_TELL,
+    Error,
+    Interrupted,
+    handling,
+    no_space,
+    raise_signalled,
+)
 from reproduce.machine.description import ROOT
 
 COMMANDS = [
@@ -90,8 +97,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Any = None) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        advice = "free space, or write the output elsewhere"
-        return _complain(f"cannot write: {error.strerror}; {advice}", CANNOT_TELL)
+        return _complain(str(no_space(error)), CANNOT_TELL)
     except ModuleNotFoundError as error:  # a package that only some commands need
         advice = f"run 'make setup', or 'pip install {error.name}'"
         return _complain(f"{error.name} is not installed: {advice}", CANNOT_TELL)

@@ -184,6 +184,11 @@ def regression(  # noqa: PLR0913 - click passes each option
     if out is not None:
         prepare_folder(out.absolute().parent, "--out")
     modules, timed = choose_gates(project, gates, wanted)
+    if measured["slow_down"] and not timed:
+        raise click.UsageError(
+            "--slow-down delays what is timed, but the gates that --gate chooses time nothing: add "
+            "--gate times, or leave --slow-down out"
+        )
     chosen = choose_cases(project, wanted) if timed else {}
     settings = Settings(chosen, project=project, **measured)
     limits = Limits(alpha, threshold, also_threshold)

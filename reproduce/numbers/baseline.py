@@ -85,6 +85,8 @@ def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision |
     """
     if base is None or head is None or base.unit != head.unit:
         return None
+    if not any(base.listed) and not any(head.listed):
+        return Decision("~", 1.0)  # two zeros are equal, although they have no ratio
     try:
         found = compare_samples(base.measurement, head.measurement, rule)
     except ValueError:  # zeros have no ratios

@@ -13,7 +13,7 @@ from reproduce.numbers.compare import ComparedRow, Comparison, verdict
 from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import available, read
 from reproduce.numbers.notes import count, once, problem_of
-from reproduce.numbers.significance import Decision
+from reproduce.numbers.significance import TOO_WIDE, Decision, by_threshold
 from reproduce.numbers.sources import Side
 from reproduce.numbers.unmatched import unmatched
 from reproduce.records.record import SUCCESS
@@ -21,13 +21,9 @@ from reproduce.records.record import SUCCESS
 # Why a decision is no verdict.
 UNJUDGED = {
     "too few": "too few samples ({side}/A; needs {needed})",
-    "untested": "no samples ({side}/A)",
     "disturbed": "disturbed ({side}/A)",
     "base differs": "divided by a row that itself differs in {side}",
 }
-# The confidence interval of a ratio is too wide for a verdict if its ends differ by this factor.
-# For example, an interval from 0.5 to 2 could hide that a side has become half as fast.
-TOO_WIDE = 4.0
 TOO_NOISY = f"too noisy ({{side}}/A: the ends of the interval differ {TOO_WIDE:g}-fold or more)"
 ACCEPT = "--allow-missing accepts this"
 
@@ -133,7 +129,9 @@ def gate(
         for number, side in enumerate(sides[1:], 1):
             found = rows.get(id(line))
             decision = None if found is None else found.decisions[number]
-            if decision is not None and _is_judged(decision, threshold):
+            if decision is not None and decision.outcome == "untested":
+                decision = by_threshold(decision, threshold)
+            if decision is not None and _is_judged(decision):
                 judged_metrics.add(row_metric)
                 if verdict(decision, row_metric) == "worse":
                     worse[name] = None
@@ -176,18 +174,13 @@ def _metric_of(line: Line, table: Comparison | None, metric: str | None) -> str 
     return next(iter(available([ours])), None)
 
 
-def _is_judged(decision: Decision, threshold: float) -> bool:
+def _is_judged(decision: Decision) -> bool:
     """Return whether a decision is clear: it shows a regression, or it shows that there is none.
 
-    Numbers without samples, such as counted bytes, cannot be tested for significance. If they
-    differ by no more than the threshold, they show that there is no regression. If no difference
-    was found although the interval of the ratio is wide, a regression may be hidden by noise.
+    If no difference was found although the interval of the ratio is wide, a regression may be
+    hidden by noise.
     """
-    if decision.outcome == "untested":
-        return abs(decision.ratio - 1) <= threshold
-    if decision.outcome == "~" and decision.low is not None and decision.high is not None:
-        return decision.high < TOO_WIDE * decision.low
-    return decision.outcome not in UNJUDGED
+    return decision.outcome not in UNJUDGED and not decision.is_too_noisy
 
 
 def _reason(

@@ -16,7 +16,7 @@ alternately, and compare paired samples.
 import bisect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy
@@ -31,6 +31,15 @@ Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400
 # More ways to divide ranks between two sides would take too long. Two sides of 8 have 12 870.
 MOST_DIVISIONS = 15_000
+# For more samples on a side, p-values are approximated by a normal distribution. The approximation
+# is never used for few samples: it is too high for clear differences, so that no difference could
+# be significant at a small alpha.
+MOST_EXACT = 50
+
+
+# The confidence interval of a ratio is too wide for a verdict if its ends differ by this factor.
+# For example, an interval from 0.5 to 2 could hide that a side has become half as fast.
+TOO_WIDE = 4.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,13 @@ class Decision:
     p: float | None = None
     needed: int | None = None
 
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether no difference was found, but noise could hide a large one (see `TOO_WIDE`)."""
+        if self.outcome != "~" or self.low is None or self.high is None:
+            return False
+        return self.high >= TOO_WIDE * self.low
+
 
 def compare_samples(
     base: Measurement, head: Measurement, rule: Rule = Rule(), *, paired: bool = False
@@ -107,6 +123,19 @@ def compare_samples(
     if paired or base_is_exact or head_is_exact:
         return _decision(_signed_ranks(_thin(new - old)), rule)
     return _decision(_ranks(_thin(old), _thin(new)), rule)
+
+
+def by_threshold(decision: Decision, threshold: float) -> Decision:
+    """Decide without a test whether two numbers without samples differ by more than a threshold.
+
+    Such numbers are counted, such as bytes, or predicted. Two runs of the same code have the same
+    numbers.
+    """
+    change = math.log(decision.ratio)
+    outcome: Outcome = "~"
+    if abs(change) > math.log1p(threshold):
+        outcome = "higher" if change > 0 else "lower"
+    return replace(decision, outcome=outcome)
 
 
 def needed(alpha: float, *, paired: bool) -> int:
@@ -157,7 +186,8 @@ def _ranks(old: Array, new: Array) -> RankTest:
         divisions = math.comb(len(ranks), len(new))
         if len(set(ranks)) < len(ranks) and divisions <= MOST_DIVISIONS:
             return _exact(ranks[: len(new)], ranks[len(new) :])
-        return _number(mannwhitneyu(new, shifted).pvalue)
+        method = "exact" if max(len(old), len(new)) <= MOST_EXACT else "asymptotic"
+        return _number(mannwhitneyu(new, shifted, method=method).pvalue)
 
     differences = numpy.subtract.outer(new, old)
     return RankTest(differences.ravel(), p, len(old), len(new))
@@ -186,9 +216,12 @@ def _signed_ranks(ratios: Array) -> RankTest:
     """
 
     def p(shift: float) -> float:
-        if not numpy.any(ratios != shift):
+        differences = ratios - shift
+        differences = differences[differences != 0]  # as Wilcoxon advises
+        if not len(differences):
             return 1.0
-        return _number(wilcoxon(ratios - shift).pvalue)
+        method = "exact" if len(differences) <= MOST_EXACT else "approx"
+        return _number(wilcoxon(differences, method=method).pvalue)
 
     first, second = numpy.triu_indices(len(ratios))
     means = (ratios[first] + ratios[second]) / 2

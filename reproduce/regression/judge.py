@@ -29,7 +29,7 @@ from scipy import stats
 from reproduce.error import Error, Worse
 from reproduce.numbers.compare import verdict
 from reproduce.numbers.metrics import median_ratio
-from reproduce.numbers.significance import Decision, Rule, compare_samples, needed
+from reproduce.numbers.significance import TOO_WIDE, Decision, Rule, compare_samples, needed
 from reproduce.regression.gates import Found
 from reproduce.regression.job import Samples
 from reproduce.regression.timed import Clock
@@ -242,10 +242,22 @@ def complaint(judged: Judgement, base: str, head: str, also: str | None) -> Erro
     for old, name in zip(OLDS, (base, also), strict=True):
         if name is not None and judged.samples and not judged.decisions[old]:
             return Error(f"no case runs in {name}, so nothing shows that there is no regression")
+    return _unclear(judged)
+
+
+def _unclear(judged: Judgement) -> Error | None:
+    """Return an error if other programs or noise may have hidden a slow-down; else None."""
     disturbed = judged.called("disturbed", "base") or judged.called("disturbed", "also")
     if disturbed:
         return Error(
             f"cannot tell: other programs used the cores, which may have hidden that tasks of "
             f"{', '.join(disturbed)} wait or do not overlap; run it again on a quiet machine"
+        )
+    noisy = [name for own in judged.decisions.values() for name in own if own[name].is_too_noisy]
+    if noisy:
+        return Error(
+            f"cannot tell: the times of {', '.join(dict.fromkeys(noisy))} vary so much that the "
+            f"ends of the interval differ {TOO_WIDE:g}-fold or more; let a sample take longer "
+            "(steps= of its case), or give more --restarts"
         )
     return None

@@ -11,7 +11,7 @@ from statistics import median
 from reproduce.numbers.match import grouped
 from reproduce.numbers.metrics import throughput, throughputs
 from reproduce.predict.rows import UNORDERED
-from reproduce.records.record import Record, Result
+from reproduce.records.record import Fields, Record, Result
 from reproduce.tables.layout import Column, Table, number, ratio, table
 from reproduce.tables.rows import ROW, by_row
 from torchgpipe.plan.planner import HERE
@@ -38,6 +38,17 @@ def about_one_thread(results: Iterable[Result]) -> Iterator[str]:
             "host issues the tasks of all GPUs, as in one process; below 100%, GPUs wait for the "
             "thread, and a process for each GPU (ranks) is faster"
         )
+
+
+def _why_apart(emulated: Record, hardware: Fields) -> str:
+    """Return why emulated and predicted speeds of a run can be far apart."""
+    run = emulated.run
+    if run is not None and run.device == "cpu" and hardware.get("name") != HERE:
+        return (
+            f"the run was on CPUs, and the predictions are for {hardware.get('name')}: give "
+            f"--hardware {HERE} to predict this machine"
+        )
+    return "where they part, one of the two is wrong, or the machine was busier in one of them"
 
 
 def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
@@ -79,7 +90,7 @@ def beside_emulated(emulated: Record, predicted: Record) -> list[Table]:
             notes.append(f"rows without a prediction: {UNORDERED}")
         if off:
             apart = f"apart: median {median(off):.1%}, at most {max(off):.1%}"
-            notes.append(f"{apart}; where they part, one of the two is wrong")
+            notes.append(f"{apart}; {_why_apart(emulated, hardware)}")
         title = f"{experiment}: emulated and predicted"
         made.append(table(title, columns, own, notes))
     return made

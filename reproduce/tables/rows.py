@@ -211,7 +211,10 @@ class Rows:
         both = any(self.emulated_over_measured(result) for result in self)
         measured = "The measured speed-up is that of n devices that really ran at the same time."
         if both and ratio:
-            yield f"{measured} emul./meas. is the emulated divided by the measured samples/s."
+            yield (
+                f"{measured} emul./meas. is the emulated divided by the measured samples/s, as the "
+                "median of the ratios of all rounds."
+            )
             beside = [found for found in self._beside if self.named(found.row)]
             yield f"samples/s measured: {_speeds(beside)}"
         elif both:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torchgpipe.schedules.action import Action, Kind
 
+ROUNDING = 1e-12
+"""A smaller fraction of the devices' time is an error of rounding, and counts as zero."""
+
 Seconds = Callable[[Action], float]
 """Returns how many seconds an action takes."""
 
@@ -112,7 +115,8 @@ class Timeline:
         if end <= start:
             return 0.0
         available = self.partitions * (end - start)
-        return max(0.0, 1 - (_worked(self.tasks) + self.loss) / available)
+        waited = 1 - (_worked(self.tasks) + self.loss) / available
+        return waited if waited > ROUNDING else 0.0
 
     @property
     def bubble_of_longest(self) -> float:

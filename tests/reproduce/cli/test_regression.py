@@ -186,6 +186,7 @@ ASKED: list[tuple[dict[str, Any], str, int, str | None, str]] = [
     ({"lost": "meeting"}, "--base v1 --gate times", 0, "~", "not worse than v1"),
     ({}, "--base v1 --gate size", 2, None, "no such gate; it has counts, meeting, times"),
     ({}, "--base v1 --gate counts --case U-Net", 2, None, "--case chooses what is timed"),
+    ({}, "--base v1 --gate counts --slow-down 0.1", 2, None, "--slow-down delays what is timed"),
     ({"ends": Error("it broke")}, "--base v1", 2, None, "it broke"),
     ({"ends": KeyboardInterrupt()}, "--base v1", 130, None, "interrupted"),
     ({}, "--bisect v1 v2", 0, None, "the first commit that is slower than v1: 12ab it"),

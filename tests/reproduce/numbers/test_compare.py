@@ -217,6 +217,9 @@ COMPARED = {
     "another unit": Case(
         [size("GB", 1.0), size("GiB", 1.0)], {"x": None}, options={"metric": "size"}
     ),
+    "two zeros": Case(
+        [size("GB", 0.0), size("GB", 0.0)], {"x": (1.0, "~")}, options={"metric": "size"}
+    ),
     "zero": Case([size("GB", 0.0), size("GB", 1.0)], {"x": None}, options={"metric": "size"}),
     "another scale, with the same sizes": Case(
         [ONE, record(row("x", 1.0, scale="paper"))],

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from reproduce.numbers import metrics
 from reproduce.numbers.accuracy import final_error
 from reproduce.numbers.metrics import Measurement, Reading, over, read, speed_up, throughput
-from reproduce.numbers.significance import Rule, compare_samples
+from reproduce.numbers.significance import Rule, compare_samples, needed
 from reproduce.numbers.sources import Entry
 from reproduce.records.record import Record, Result
 
@@ -216,6 +216,18 @@ def test_equal_samples_have_an_exact_p(second: float) -> None:
     assert decision.p == pytest.approx(2 / 252)
     assert decision.low == pytest.approx(2.0 / 1.03)
     assert decision.high == pytest.approx(2.04)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("count", [5, 8, 9, 10, 14, 15, 30])
+def test_the_clearest_difference_is_significant_or_too_few_samples_are(
+    count: int, paired: bool
+) -> None:
+    """Check that a side that is ten times as large never counts as equal, at a tiny alpha."""
+    base = [1 + 0.01 * k for k in range(count)]
+    decision = compare_samples(base, times(10, base), Rule(alpha=1e-4), paired=paired)
+    enough = needed(1e-4, paired=paired)
+    assert decision.outcome == ("higher" if count >= enough else "too few")
 
 
 @pytest.mark.parametrize("paired", [False, True])

@@ -258,6 +258,21 @@ BROKEN: dict[Callable[[Path], object], list[tuple[Any, str]]] = {
             of_row(config={"batch_size": 0}),
             "results[0].config.batch_size: the batch size of 'r' is 0",
         ),
+        (
+            of_row(config={"batch_size": "16"}),
+            "results[0].config.batch_size: the batch size of 'r' is '16', but it must be a whole",
+        ),
+        (
+            of_row(values={"utilization": [0.5, 7.0]}),
+            "results[0].values.utilization: a device of 'r' has the utilization 7",
+        ),
+        (fields(unit={"step_time": "ms"}), "unit.step_time: is 'ms', but times in a record are in"),
+        (OLD("run", "devices", to=-2), "run.devices: is -2, but must be at least 1"),
+        (OLD("run", "started", to="yesterday"), "run.started and run.ended: are 'yesterday' and"),
+        (
+            OLD("run", "ended", to="2001-01-01T00:00:00Z"),
+            "run.ended: 2001-01-01T00:00:00Z",
+        ),
         (fields(kind="guessed"), "kind: Invalid enum value 'guessed'"),
         (fields(color=1), "Object contains unknown field `color`"),
         (OLD("results", to=3), "results: Expected `array`, got `int`"),

@@ -242,6 +242,14 @@ def test_a_busy_machine_may_hide_a_loss(ratio: float, busy: int, expected: str) 
         assert ("other programs used the cores" in str(wrong)) == (expected == "disturbed")
 
 
+def test_times_that_vary_too_much_are_not_judged() -> None:
+    samples = {"a": Samples(base=[[1.0]] * 20, head=[[0.4], [2.5]] * 10, busy=[False] * 20)}
+    wrong = complaint(judge(samples, Limits()), "old", "new", None)
+    assert wrong is not None
+    assert wrong.exit_code == 2
+    assert str(wrong).startswith("cannot tell: the times of a vary so much that the ends of the")
+
+
 def test_cpu_time_is_judged_on_a_busy_machine() -> None:
     samples = {"a": replace(made(SAME, 0.01), busy=[True] * 20)}
     assert complaint(judge(samples, Limits()), "old", "new", None) is None

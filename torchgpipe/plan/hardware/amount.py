@@ -32,9 +32,10 @@ def parse_amount(text: str | float) -> float:
     elif match is not None and unit in sizes:
         nbytes = float(match[1]) * sizes[unit]
     else:
+        without = ", which has no unit" if match is not None and not unit else ""
         raise ValueError(
             f"memory must be a number of bytes, or text with a unit such as '24GiB' or '80GB', "
-            f"but got {text!r}"
+            f"but got {text!r}{without}"
         )
     if not 0 < nbytes < float("inf"):
         raise ValueError(f"memory must be more than nothing, got {text!r}")
