@@ -136,6 +136,6 @@ def listed(balance: Iterable[int], width: int) -> str:
 
 
 def _gib(nbytes: float, width: int) -> str:
-    """Format bytes in GiB with two decimals; if these would be zeros, with two digits."""
+    """Format bytes in GiB with two decimals, or as `<0.01` if these would be zeros."""
     number = nbytes / GiB
-    return f"{number:>{width}.2f}" if number >= 0.005 or not number else f"{number:>{width}.2g}"
+    return f"{number:>{width}.2f}" if number >= 0.005 or not number else f"{'<0.01':>{width}}"
