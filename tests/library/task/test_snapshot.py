@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.task.guards.layers import UnchangedLayers
 
 from ...behaviours.parts.layers import Do
+from ...behaviours.rows.tools.scripted import frozen
 
 
 def look(layer: Any) -> tuple[dict[str, float], float, bool]:
@@ -200,3 +202,14 @@ def test_a_criterion_may_change_hooks_and_its_own_modes_while_other_threads_reco
         for module in layers.modules():
             assert module.training
             assert not module._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.(script|freeze)` is deprecated")
+def test_a_frozen_scripted_layer_gets_its_forward_at_the_first_call() -> None:
+    """Check that this does not count as a change of the layer between forward and backward."""
+    layer: Any = frozen()
+    guard = UnchangedLayers(0, [layer])
+    assert "forward" not in vars(layer)
+    layer(torch.rand(2, 4))
+    assert "forward" in vars(layer)
+    guard.backward_begins()

@@ -1,5 +1,6 @@
 """Test the errors of `sequential`: they quote the line that cannot be traced, and give advice."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,27 @@ def test_what_compares_samples_for_a_known_reason_is_let_be(name: str) -> None:
     make, options = LET_BE[name]
     layers = sequential(make(), torch.randn(8, WIDTH), **options)
     assert len(layers) > 0
+
+
+def read_the_mode(net: Any, given: Any) -> Tensor:
+    y: Tensor = net.a(given[0]) if torch.is_grad_enabled() else given[0]
+    return y
+
+
+def test_a_module_that_cannot_be_recorded_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that not every guess of the inputs with a batch dimension is tried."""
+    tries: list[Any] = []
+    in_file = sys.modules["torchgpipe.trace.sequential"]
+    record_layers: Any = vars(in_file)["_layers"]
+
+    def count_tries(*arguments: Any) -> Any:
+        tries.append(arguments)
+        return record_layers(*arguments)
+
+    monkeypatch.setattr(in_file, "_layers", count_tries)
+    with pytest.raises(Untraceable, match="the mode of gradients"):
+        sequential(does(read_the_mode), ([rows() for _ in range(5)],))
+    assert len(tries) == 1
 
 
 def masked(**given: Any) -> dict[str, Any]:

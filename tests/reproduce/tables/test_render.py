@@ -62,7 +62,10 @@ def test_a_short_block_says_over_what_a_ratio_is() -> None:
     tables = text.partition("<!-- from records: amoebanet-speed/short -->")[2]
     tables = tables.partition("<!-- end -->")[0]
     assert tables.count("| emul./meas. |") == 2
-    assert tables.count("emul./meas. is the emulated divided by the measured samples/s, as the median") == 2
+    assert (
+        tables.count("emul./meas. is the emulated divided by the measured samples/s, as the median")
+        == 2
+    )
     assert tables.count("\n- Speed-ups are over n2m1. ") == 1
     assert (
         tables.count("\n- Speed-ups are over the naive row of the same n (checkpoint-only: ") == 1
