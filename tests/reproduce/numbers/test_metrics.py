@@ -218,6 +218,18 @@ def test_equal_samples_have_an_exact_p(second: float) -> None:
     assert decision.high == pytest.approx(2.04)
 
 
+def test_samples_that_both_sides_have_are_counted_exactly() -> None:
+    """Check the p-value of two sides of six samples, some of which are equal.
+
+    Of the 924 ways to divide the twelve samples between the sides, 12 are as extreme as this one.
+    A test that takes the samples as different finds only 8, and calls the difference significant.
+    """
+    decision = compare_samples([2, 2, 2, 2, 3, 3], [3, 3, 4, 5, 5, 5])
+
+    assert decision.p == pytest.approx(12 / 924)
+    assert decision.outcome == "~"
+
+
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("count", [5, 8, 9, 10, 14, 15, 30])
 def test_the_clearest_difference_is_significant_or_too_few_samples_are(
