@@ -197,7 +197,8 @@ def _exact(new: Array, old: Array) -> float:
     """Return the exact p-value of Mann-Whitney's test, from the ranks of both sides' samples.
 
     This function is for few samples, some of which are equal. `mannwhitneyu` takes all samples as
-    different, so its p-value can be a little too low or too high. Here, the p-value is computed from all possible divisions of the ranks between the two sides.
+    different, so its p-value can be a little too low or too high. Here, the p-value is computed
+    from all possible divisions of the ranks between the two sides.
     """
 
     def rank_sum(one: Array, other: Array, axis: int) -> Array:
