@@ -20,6 +20,7 @@ from torchgpipe.schedules.named import NAMED
 
 from ..plain import piped
 from .compare import REORDERED, differences, named
+from .rows.tools.traced import language_model, texts
 from .test_micro_batches import CLASSES, Embedded, Pooled, packed
 from .test_rows import TWICE
 
@@ -220,6 +221,22 @@ def test_targets_and_criteria(way: dict[str, str], schedule: str) -> None:
             module.zero_grad()
     assert_accumulates(model, plain)
     assert_runs_forwards(model, plain)
+
+
+@every_schedule
+@pytest.mark.quick(4)
+def test_texts_of_other_lengths(way: dict[str, str], schedule: str) -> None:
+    layers = language_model()
+    plain = copy.deepcopy(layers)
+    count, v = (4, 2) if schedule in TWICE else (2, 1)
+    rest = len(layers) - (count - 1)
+    options: dict[str, Any] = {"schedule": schedule, **way}
+    model = piped(layers, [*[1] * (count - 1), rest], 3, ("cpu", "cpu"), v, **options)
+    for x, target in texts():
+        loss = model.step(mse_loss, x, target)
+        expected = mse_loss(plain(x), target)
+        expected.backward()
+        assert differences((loss, model), (expected.detach(), plain), REORDERED) == []
 
 
 def squares(y: Tensor, t: Tensor) -> Tensor:
