@@ -33,11 +33,14 @@ def test_a_training_goes_on_after_a_failed_backward() -> None:
     model = DistributedGPipe(gpt(), [1, 2, 1], chunks=4, schedule="1F1B")
     model.step(cross_entropy, *words())
     handles = []
+    backwards: list[Tensor] = []
     if model.rank == 0:
 
-        def fail(_: Tensor) -> None:
-            time.sleep(0.5)
-            raise ValueError("no gradient")
+        def fail(grad: Tensor) -> None:
+            backwards.append(grad)
+            if len(backwards) == 4:  # the last backward of rank 0, which comes after all of rank 2
+                time.sleep(0.5)
+                raise ValueError("no gradient")
 
         def add_hook(_: Any, __: Any, output: Tensor) -> None:
             if output.requires_grad:  # not in the first pass of a checkpointed task
