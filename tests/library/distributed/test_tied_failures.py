@@ -48,7 +48,8 @@ def test_a_training_goes_on_after_a_failed_backward() -> None:
 
         handles.append(model.partition[0].register_forward_hook(add_hook))
     with pytest.raises((ValueError, RankFailed), match="no gradient"):
-        model.step(cross_entropy, *words())
+        for _ in range(2):  # rank 1 has no copy, and hears of the failure in the next mini-batch
+            model.step(cross_entropy, *words())
     model.close()
     for handle in handles:
         handle.remove()
