@@ -23,18 +23,14 @@ Sides = Sequence[Side]
 
 def unfair(lines: Lines, metric: str) -> str:
     """Return why absolute numbers of a metric cannot be compared; an empty text if they can."""
-    other_machines = False
-    other_work = False
+    reasons: dict[str, None] = {}
     for first, other in _pairs(lines):
         if metric in TIMES and _machine(first) != _machine(other):
-            other_machines = True
+            reasons["the sides ran on different machines"] = None
+        elif metric in TIMES and _threads(first) != _threads(other):
+            reasons["the sides ran with different numbers of threads for each device"] = None
         if not same_work(first, other):
-            other_work = True
-    reasons = []
-    if other_machines:
-        reasons.append("the sides ran on different machines")
-    if other_work:
-        reasons.append("matched rows did different work")
+            reasons["matched rows did different work"] = None
     return " and ".join(reasons)
 
 
@@ -199,7 +195,8 @@ def _pairs(lines: Lines) -> Iterator[tuple[Entry, Entry]]:
 def _machine(entry: Entry) -> object:
     """Return a value that identifies the machine of a row: its CPU, its GPUs and so on.
 
-    Absolute times of two rows are comparable only if this value is equal for both.
+    Absolute times of two rows are comparable only if this value is equal for both, and the number
+    of threads for each device, too.
     """
     record = entry.record
     run = record.run
@@ -208,7 +205,12 @@ def _machine(entry: Entry) -> object:
     machine = run.machine
     memory = machine.memory and machine.memory >> 30
     gpus = [gpu.name for gpu in machine.gpus]
-    return machine.cpu, machine.cores, memory, gpus, run.device, run.threads_per_device
+    return machine.cpu, machine.cores, memory, gpus, run.device
+
+
+def _threads(entry: Entry) -> int | None:
+    run = entry.record.run
+    return None if run is None else run.threads_per_device
 
 
 def _at_other_times(lines: Lines) -> bool:

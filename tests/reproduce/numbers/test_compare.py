@@ -247,13 +247,22 @@ COMPARED = {
 OTHER_MACHINES: list[dict[str, Any]] = [
     {"cpu": "another CPU"},
     {"device": "cuda"},
-    {"threads_per_device": 2},
     {"machine": Machine("Linux", "a CPU", 2, 2, 64 << 30)},
 ]
 for change in OTHER_MACHINES:
     COMPARED[str(change)] = Case(
         [ONE, record(X, **change)], {"x": None}, [OVER_X, NOT_COMPARED], relative=True
     )
+COMPARED["other threads"] = Case(
+    [ONE, record(X, threads_per_device=2)],
+    {"x": None},
+    [
+        OVER_X,
+        "absolute speed is not judged: the sides ran with different numbers of threads for each "
+        "device",
+    ],
+    relative=True,
+)
 # Changes of the second record's run that leave the machine the same, and notes about them.
 SAME_MACHINE: list[tuple[dict[str, Any], list[str]]] = [
     ({"torch": "2.12.0"}, ["torch differs: 2.11.0 / 2.12.0"]),
