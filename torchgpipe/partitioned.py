@@ -31,7 +31,7 @@ from torchgpipe.layers.compiled import CompilesLayers
 from torchgpipe.layers.devices import FixedDevices
 from torchgpipe.layers.fixed import Fixed
 from torchgpipe.layers.module_copies import copy_for_each_device
-from torchgpipe.layers.names import Elsewhere, translate_old_state
+from torchgpipe.layers.names import DropOtherLayers, translate_old_state
 from torchgpipe.layers.split import Init, place, split
 from torchgpipe.random.generators import check_apart
 from torchgpipe.schedules import Schedule
@@ -113,7 +113,7 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
         on_devices = [(partitions[j], device) for j, device in self._held]
         self._copied_buffers = copy_for_each_device(on_devices)
         self._shared_buffers = shared_buffers(partitions, own)
-        for hook in (translate_old_state, Elsewhere(partitions, own)):
+        for hook in (translate_old_state, DropOtherLayers(partitions, own)):
             self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         keep_names(self)
         place(partitions, devices, init)

@@ -43,7 +43,6 @@ from torchgpipe.distributed.channels.message import NEVER, Message
 from torchgpipe.distributed.channels.receiver import Receiver
 from torchgpipe.distributed.channels.sender import Sender
 from torchgpipe.distributed.channels.transfer import Stages, Transfers
-from torchgpipe.distributed.gathering import gather
 from torchgpipe.distributed.liveness.ending import end_with_process, sockets
 from torchgpipe.distributed.liveness.liveness import (
     END_SECONDS,
@@ -54,6 +53,7 @@ from torchgpipe.distributed.liveness.liveness import (
     gist,
 )
 from torchgpipe.distributed.liveness.monitor import Activity
+from torchgpipe.distributed.waiting import wait_for_all_ranks
 from torchgpipe.engine.program import Program
 from torchgpipe.engine.relay import Stopped
 from torchgpipe.plain import packed, unpacked
@@ -103,7 +103,7 @@ class Connections(Channels):
         self._met = False
         before = sockets()
         try:
-            gather(self._store, own, self._others)
+            wait_for_all_ranks(self._store, own, self._others)
             _times_connected[which] += 1  # on all ranks, even if a connection fails below
             group = dist.ProcessGroupGloo(self._store, own, self.n, NEVER)
         except RankFailed:

@@ -34,7 +34,7 @@ def translate_old_state(module: nn.Module, state: dict[str, Any], prefix: str, *
             state[prefix + old.sub("", key)] = state.pop(key)
 
 
-class Elsewhere:
+class DropOtherLayers:
     """Let a pipeline load the `state_dict` of a model of which this process has only some layers.
 
     An object of this class is a hook for `load_state_dict`. It removes the entries for the

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchgpipe.caught import caught, shortened
 from torchgpipe.partitioned import Partitioned
-from torchgpipe.state.alike import check_alike, form_of
+from torchgpipe.state.fits import check_fits, form_of
 from torchgpipe.state.meeting import ONE_FOLDER, Meeting
 from torchgpipe.state.optimizers import Content, Groups, Optimizers, same
 from torchgpipe.state.saved_files import (
@@ -238,7 +238,7 @@ class Saves:
         with readable(path):
             saved = FileSystemReader(path).read_metadata()
             training = read(path, saved, ["training"])["training"]
-        check_alike(path, saved, training, held)
+        check_fits(path, saved, training, held)
         same_ranks = training["ranks"] == ranks.n
         with readable(path):
             keys = state.wanted(saved.state_dict_metadata, same_ranks=same_ranks)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchgpipe.distributed import RankFailed, connections, gathering
+from torchgpipe.distributed import RankFailed, connections, waiting
 from torchgpipe.distributed.liveness import idle
 from torchgpipe.distributed.liveness.idle import Idle, cpu_time_of_descendants, place
 from torchgpipe.distributed.liveness.monitor import Activity, Label, RankMonitor
@@ -42,7 +42,7 @@ def test_who_does_not_come_or_came_twice(
 ) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setattr(gathering, "NOTICE", 0.1)
+    monkeypatch.setattr(waiting, "NOTICE", 0.1)
     monkeypatch.setattr(connections, "_get_default_store", lambda: store)
     with pytest.raises(RuntimeError, match=r"has waited for 0.2 s .* no sign of rank 1, 2;"):
         connections.Connections([0, 1, 2], 0, None)

@@ -272,7 +272,7 @@ def simulate_ranks(streams: Any, gpus: Sequence[str]) -> World:
     for module in (connections, transfer):
         patch.setattr(module, "PrefixStore", lambda prefix, store: f"{store}/{prefix}")
     patch.setattr(connections, "_get_default_store", lambda: "")
-    patch.setattr(connections, "gather", lambda store, own, others: None)
+    patch.setattr(connections, "wait_for_all_ranks", lambda store, own, others: None)
     patch.setattr(connections, "_times_connected", OfEach())
 
     def seeds_of_one_generator(*given: Any, distributed: Any, **options: Any) -> Seeds:

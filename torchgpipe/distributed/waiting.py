@@ -1,4 +1,4 @@
-"""Wait for all ranks before they connect to each other: `gather`."""
+"""Wait for all ranks before they connect to each other: `wait_for_all_ranks`."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from torchgpipe.distributed.liveness.liveness import RankFailed
 from torchgpipe.patience import NOTICE, say
 
 
-def gather(store: Store, own: int, others: Sequence[int]) -> None:
+def wait_for_all_ranks(store: Store, own: int, others: Sequence[int]) -> None:
     """Wait until all ranks have called this function.
 
     The wait is at most as long as the timeout of `init_process_group`. After a minute, a line on
@@ -49,12 +49,15 @@ def gather(store: Store, own: int, others: Sequence[int]) -> None:
 
 
 def _sign(rank: int) -> str:
-    """Return the key that a rank sets in the key-value store when it calls `gather`."""
+    """Return the key that a rank sets in the key-value store when it calls `wait_for_all_ranks`."""
     return f"rank {rank} is here"
 
 
 def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
-    """Wait until all other ranks have called `gather`; return `False` after the timeout."""
+    """Wait until all other ranks have called `wait_for_all_ranks`.
+
+    Return `False` if the timeout is over first.
+    """
     signs = [_sign(peer) for peer in others]
     try:
         store.wait(signs, timeout)
@@ -64,7 +67,7 @@ def _all_come(store: Store, others: Sequence[int], timeout: timedelta) -> bool:
 
 
 def _absence(store: Store, own: int, others: Sequence[int], waited: timedelta) -> str:
-    """Return an error text that names the ranks which have not called `gather` yet."""
+    """Return an error text that names the ranks which have not called `wait_for_all_ranks` yet."""
     missing = [str(peer) for peer in others if not store.check([_sign(peer)])]
     return (
         f"rank {own} has waited for {waited.total_seconds():g} s for others to make their "

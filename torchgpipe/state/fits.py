@@ -36,7 +36,7 @@ def form_of(x: Any) -> str:
     return f"{dtype} {list(shape)}".removeprefix("torch.")
 
 
-def check_alike(path: Path, saved: Metadata, training: Content, held: list[Held]) -> None:
+def check_fits(path: Path, saved: Metadata, training: Content, held: list[Held]) -> None:
     """Raise `ValueError` if a saved state does not fit the model and the optimizers of the ranks.
 
     Args:
