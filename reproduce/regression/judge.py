@@ -253,10 +253,14 @@ def _unclear(judged: Judgement) -> Error | None:
             f"cannot tell: other programs used the cores, which may have hidden that tasks of "
             f"{', '.join(disturbed)} wait or do not overlap; run it again on a quiet machine"
         )
-    noisy = [name for own in judged.decisions.values() for name in own if own[name].is_too_noisy]
+    noisy: dict[str, None] = {}
+    for decisions in judged.decisions.values():
+        for name, decision in decisions.items():
+            if decision.is_too_noisy:
+                noisy[name] = None
     if noisy:
         return Error(
-            f"cannot tell: the times of {', '.join(dict.fromkeys(noisy))} vary so much that the "
+            f"cannot tell: the times of {', '.join(noisy)} vary so much that the "
             f"ends of the interval differ {TOO_WIDE:g}-fold or more; let a sample take longer "
             "(steps= of its case), or give more --restarts"
         )

@@ -9,13 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.caught import shortened
-from torchgpipe.tensors.microbatch import (
-    Input,
-    MicroBatches,
-    TensorOrTensors,
-    check,
-    tensors_of,
-)
+from torchgpipe.tensors.microbatch import Input, MicroBatches, TensorOrTensors, check, tensors_of
 from torchgpipe.trace.code.lengths import BATCHES, Length, Places, lengths_of
 from torchgpipe.trace.code.sizes import Sizes, corners
 from torchgpipe.trace.generalise import refuse_concatenated

@@ -11,22 +11,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import fake_tensor
-from torch.autograd import grad_mode
 from torch.nn import Module
 from torch.utils import checkpoint
 
 from torchgpipe.tensors import accelerator
-from torchgpipe.trace import recorder as recorder_file
 from torchgpipe.trace import restore
 from torchgpipe.trace.recorder import Recorder
 from torchgpipe.trace.whole import CHECKPOINT, OTHER_RANDOM, TRAINING
 
 Replacement = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and the new value of the attribute."""
-
-# Calls in these files, such as those of `torch.no_grad` and of the recorder, are not noted.
-_NOT_NOTED = {module.__file__ for module in (grad_mode, fake_tensor, recorder_file, restore)}
 
 _one_at_a_time = threading.RLock()
 
@@ -119,14 +113,17 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
     """Return replacements of functions; each replacement tells a recorder when it is called.
 
     The replaced functions are those for autocast, gradient modes, random states and random numbers.
+    Calls by PyTorch's `no_grad` and fake tensors, and by this library's recording, are not noted.
     """
+    own = (torch.no_grad, type(recorder.fake), Recorder, restore)
+    own_files = {inspect.getfile(each) for each in own}
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
-            if caller not in _NOT_NOTED:
+            if caller not in own_files:
                 recorder.note(CHECKPOINT if caller == checkpoint.__file__ else what)
             return run(*args, **kwargs)
 
