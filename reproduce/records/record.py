@@ -25,6 +25,7 @@ from reproduce.machine.description import Machine
 from reproduce.machine.git import Git
 from reproduce.machine.load import LIMITS, too_busy
 from reproduce.records.places import Json, decode, read_json
+from reproduce.records.possible import check_rounds, check_values
 from reproduce.records.text import format_json, rounded
 from reproduce.records.times import TIMES, check_times
 from reproduce.records.upgrade import UPGRADES, upgrade
@@ -285,8 +286,8 @@ def _check(record: Record, where: str) -> None:
             raise Error(
                 f"{here}.hardware: missing; a predicted row has to name its hardware description"
             )
-        _check_samples(result, here)
-        _check_values(result, here)
+        check_rounds(result.row, result.samples, here)
+        check_values(result.row, result.config, result.values, here)
         check_times(result.row, result.samples, result.values, here)
     for name in TIMES:
         unit = record.unit.get(name, "s")  # the unit can be followed by an explanation
@@ -294,42 +295,6 @@ def _check(record: Record, where: str) -> None:
             raise Error(f"{where}: unit.{name}: is {unit!r}, but times in a record are in 's'")
     if record.run is not None:
         _check_run(record.run, where)
-
-
-def _check_samples(result: Result, here: str) -> None:
-    """Raise `Error` if the rounds of a row's steps are not one different round for each step."""
-    steps = result.samples.get("step_time")
-    rounds = result.samples.get("round")
-    if steps is not None and rounds is not None and len(steps) != len(rounds):
-        raise Error(
-            f"{here}.samples.round: {len(rounds)} rounds for {len(steps)} steps of {result.row!r}"
-        )
-    if rounds is not None and len(set(rounds)) < len(rounds):
-        raise Error(f"{here}.samples.round: two steps of {result.row!r} have the same round")
-
-
-def _check_values(result: Result, here: str) -> None:
-    """Raise `Error` if a row has an impossible batch size, bubble or utilization."""
-    batch_size = result.config.get("batch_size")
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise Error(
-            f"{here}.config.batch_size: the batch size of {result.row!r} is {batch_size!r}, but it "
-            "must be a whole number, at least 1"
-        )
-    bubble = result.values.get("bubble")
-    if isinstance(bubble, (int, float)) and not 0 <= bubble <= 1:
-        raise Error(
-            f"{here}.values.bubble: the bubble of {result.row!r} is {bubble:g}, but it is a "
-            "share of the devices' time, from 0 to 1"
-        )
-    shares = result.values.get("utilization")
-    # Papers publish one number for all devices, in percent.
-    for share in shares if isinstance(shares, list) else []:
-        if not 0 <= share <= 1:
-            raise Error(
-                f"{here}.values.utilization: a device of {result.row!r} has the utilization "
-                f"{share:g}, but it is a share of the device's time, from 0 to 1"
-            )
 
 
 def _check_run(run: Run, where: str) -> None:
