@@ -262,7 +262,8 @@ def _plain_step(mode: str, layers: nn.Sequential, x: Tensor, target: Tensor) -> 
         if mode == "never":
             y = layers(y)
         else:
-            # As in a pipeline, the first pass makes no graph. So the input has to require grad.
+            # Reentrant checkpointing makes no graph in the first pass, and gives gradients only if
+            # an input requires grad.
             y = y.detach().requires_grad_()
             for partition in (layers[:half], layers[half:]):
                 y = checkpoint(partition, y, use_reentrant=True)

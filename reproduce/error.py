@@ -100,12 +100,21 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
         error = no_space(error)
     if isinstance(error, Error):
         print(error, file=sys.stderr)
-    elif not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as `head`, has ended
+    elif not (isinstance(error, BrokenPipeError) and _has_no_reader()):
         sys.__excepthook__(kind, error, trace)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(getattr(error, "exit_code", CANNOT_TELL))
+
+
+def _has_no_reader() -> bool:
+    """Return whether stdout is a pipe whose reader, such as `head`, has ended."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return isinstance(error, BrokenPipeError)
+    return False
 
 
 def no_space(error: OSError) -> Unwritable:

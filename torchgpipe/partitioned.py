@@ -193,7 +193,9 @@ class Partitioned(NamedAsTraced, CompilesLayers, FixedDevices, Fixed, ABC):
             input: As for `forward` (if the layers were traced: like the sample), or `MicroBatches`.
             target: Tensors with the batch as dimension 0, in tuples, lists and mappings;
                 `MicroBatches`; or `None`. Each micro-batch gets a part of each tensor, and all
-                other values unchanged. Lists with an entry for each sample are split, too.
+                other values unchanged. Lists and tuples with an entry for each sample are split,
+                too. A tuple of structures, such as dictionaries, is refused if dimension 0 of all
+                their tensors is the batch size, too: give a list.
             reduction: `"mean"` weighs the losses by the samples of the micro-batches. `"sum"` adds
                 the losses. `"none"` has the gradients of `"sum"`, but returns all losses.
             weight: A function of a micro-batch's target that returns the weight of its loss.

@@ -85,12 +85,12 @@ def decide(base: Reading | None, head: Reading | None, rule: Rule) -> Decision |
     """
     if base is None or head is None or base.unit != head.unit:
         return None
-    if not any(base.listed) and not any(head.listed):
-        return Decision("~", 1.0)  # two zeros are equal, although they have no ratio
     try:
         found = compare_samples(base.measurement, head.measurement, rule)
     except ValueError:  # zeros have no ratios
-        return None
+        if any(base.listed) or any(head.listed):
+            return None
+        found = Decision("~", 1.0)  # but two zeros are equal
     if base.disturbed or head.disturbed:
         return replace(found, outcome="disturbed")
     return found

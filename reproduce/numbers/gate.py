@@ -9,7 +9,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from reproduce.error import CLOSEST, MOST_LISTED, Error, Worse
-from reproduce.numbers.compare import ComparedRow, Comparison, verdict
+from reproduce.numbers.baseline import CHANGED
+from reproduce.numbers.compare import ComparedRow, Comparison, Verdict, verdict
 from reproduce.numbers.match import Line
 from reproduce.numbers.metrics import available, read
 from reproduce.numbers.notes import count, once, problem_of
@@ -21,10 +22,12 @@ from reproduce.records.record import SUCCESS
 # Why a decision is no verdict.
 UNJUDGED = {
     "too few": "too few samples ({side}/A; needs {needed})",
+    "untested": "no samples ({side}/A)",
     "disturbed": "disturbed ({side}/A)",
     "base differs": "divided by a row that itself differs in {side}",
 }
 TOO_NOISY = f"too noisy ({{side}}/A: the ends of the interval differ {TOO_WIDE:g}-fold or more)"
+NO_DIRECTION = "differs, and it is not known whether higher is better ({side}/A)"
 ACCEPT = "--allow-missing accepts this"
 
 
@@ -128,12 +131,10 @@ def gate(
         name = f"{line.label} ({line.experiment})"
         for number, side in enumerate(sides[1:], 1):
             found = rows.get(id(line))
-            decision = None if found is None else found.decisions[number]
-            if decision is not None and decision.outcome == "untested":
-                decision = by_threshold(decision, threshold)
-            if decision is not None and _is_judged(decision):
+            called = None if found is None else _verdict(found, number, row_metric, threshold)
+            if called is not None:
                 judged_metrics.add(row_metric)
-                if verdict(decision, row_metric) == "worse":
+                if called == "worse":
                     worse[name] = None
                 continue
             field = fields.get((id(line), number))
@@ -174,13 +175,36 @@ def _metric_of(line: Line, table: Comparison | None, metric: str | None) -> str 
     return next(iter(available([ours])), None)
 
 
-def _is_judged(decision: Decision) -> bool:
-    """Return whether a decision is clear: it shows a regression, or it shows that there is none.
+def _verdict(row: ComparedRow, side: int, metric: str, threshold: float) -> Verdict | None:
+    """Return the verdict on one side of a row, or None if the row cannot be judged.
 
     If no difference was found although the interval of the ratio is wide, a regression may be
-    hidden by noise.
+    hidden by noise. If it is not known whether higher values are better, a difference may be a
+    regression.
     """
-    return decision.outcome not in UNJUDGED and not decision.is_too_noisy
+    decision = row.decisions[side]
+    if decision is None:
+        return None
+    if decision.outcome == "untested":
+        decision = _without_samples(decision, threshold, row, side)
+    called = verdict(decision, metric)
+    is_clear = decision.outcome not in UNJUDGED and not decision.is_too_noisy
+    return called if is_clear and called != "differs" else None
+
+
+def _without_samples(decision: Decision, threshold: float, row: ComparedRow, side: int) -> Decision:
+    """Decide by the threshold alone whether two numbers without samples differ.
+
+    Bytes and predictions are the same in two runs of the same code, so any difference counts. Other
+    numbers, such as the bubble of one measured step, have noise. If these differ by more than the
+    threshold, nothing is decided.
+    """
+    decided = by_threshold(decision, threshold)
+    first, other = row.line.entries[0], row.line.entries[side]
+    predicted = first.result.status == other.result.status == "predicted"
+    reading = row.readings[side]
+    counted = reading is not None and reading.unit == "bytes"
+    return decided if decided.outcome == "~" or predicted or counted else decision
 
 
 def _reason(
@@ -202,7 +226,8 @@ def _reason(
         return None
     decision = None if row is None else row.decisions[side]
     if decision is not None:
-        reason = UNJUDGED.get(decision.outcome, TOO_NOISY)
+        reason = NO_DIRECTION if decision.outcome in CHANGED else TOO_NOISY
+        reason = UNJUDGED.get(decision.outcome, reason)
         return reason.format(side=letter, needed=decision.needed)
     theirs = line.entries.get(side)
     if theirs is None or theirs.result.status not in SUCCESS:

@@ -31,9 +31,9 @@ Array = NDArray[numpy.float64]
 MOST_SAMPLES = 400
 # More ways to divide ranks between two sides would take too long. Two sides of 8 have 12 870.
 MOST_DIVISIONS = 15_000
-# For more samples on a side, p-values are approximated by a normal distribution. The approximation
-# is never used for few samples: it is too high for clear differences, so that no difference could
-# be significant at a small alpha.
+# If both sides have more samples, p-values are approximated by a normal distribution. For fewer
+# samples, the approximation would be too high for clear differences, so that no difference could be
+# significant at a small alpha.
 MOST_EXACT = 50
 
 
@@ -126,14 +126,11 @@ def compare_samples(
 
 
 def by_threshold(decision: Decision, threshold: float) -> Decision:
-    """Decide without a test whether two numbers without samples differ by more than a threshold.
-
-    Such numbers are counted, such as bytes, or predicted. Two runs of the same code have the same
-    numbers.
-    """
+    """Decide without a test whether two numbers without samples differ by more than a threshold."""
     change = math.log(decision.ratio)
     outcome: Outcome = "~"
-    if abs(change) > math.log1p(threshold):
+    rounding = 1e-9  # a change by exactly the threshold does not exceed it
+    if abs(change) > math.log1p(threshold) + rounding:
         outcome = "higher" if change > 0 else "lower"
     return replace(decision, outcome=outcome)
 
@@ -186,7 +183,8 @@ def _ranks(old: Array, new: Array) -> RankTest:
         divisions = math.comb(len(ranks), len(new))
         if len(set(ranks)) < len(ranks) and divisions <= MOST_DIVISIONS:
             return _exact(ranks[: len(new)], ranks[len(new) :])
-        method = "exact" if max(len(old), len(new)) <= MOST_EXACT else "asymptotic"
+        # If some samples are equal, the exact method can give too high a p-value.
+        method = "exact" if min(len(old), len(new)) <= MOST_EXACT else "asymptotic"
         return _number(mannwhitneyu(new, shifted, method=method).pvalue)
 
     differences = numpy.subtract.outer(new, old)

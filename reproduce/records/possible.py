@@ -48,8 +48,8 @@ def check_values(row: str, config: Json, values: Json, where: str) -> None:
     shares = values.get("utilization")
     # Papers publish one number for all devices, in percent.
     for share in shares if isinstance(shares, list) else []:
-        if not 0 <= share <= 1:
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise Error(
-                f"{where}.values.utilization: a device of {row!r} has the utilization {share:g}, "
-                "but it is a share of the device's time, from 0 to 1"
+                f"{where}.values.utilization: a device of {row!r} has the utilization {share}, but "
+                "it is a share of the device's time, from 0 to 1"
             )

@@ -255,8 +255,8 @@ def _unclear(judged: Judgement) -> Error | None:
         )
     noisy: dict[str, None] = {}
     for decisions in judged.decisions.values():
-        for name, decision in decisions.items():
-            if decision.is_too_noisy:
+        for name in judged.samples:
+            if name in decisions and decisions[name].is_too_noisy:
                 noisy[name] = None
     if noisy:
         return Error(

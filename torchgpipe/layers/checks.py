@@ -248,10 +248,10 @@ def _memory(x: Tensor) -> int:
 def unchanged(buffers: Sequence[tuple[nn.Module, str]], *, copy: bool) -> Iterator[None]:
     """Check that some buffers do not change within this context.
 
-    They are buffers that two partitions share, and copies of one buffer on several devices. A
-    pipeline does not run the layers of two partitions in the order in which a plain sequence runs
-    them. So if layers of both partitions changed a buffer, the results would differ from those of
-    the sequence.
+    They are copies of one buffer on several devices, and buffers that two partitions share. A
+    change of one copy would not reach the other copies. And a pipeline does not run the layers of
+    two partitions in the order in which a plain sequence runs them. So if layers of both partitions
+    changed a buffer, the results would differ from those of the sequence.
 
     Args:
         buffers: The module and the name of each buffer.

@@ -12,9 +12,8 @@ def without_backward(loss: Tensor) -> Tensor:
     """Return a detached copy of a loss, whose `backward()` raises an error.
 
     The error says that `step` has already run the backward. Only the returned tensor has this
-    special `backward()`. Tensors that are computed or copied from it are ordinary tensors, also
-    those by `copy.deepcopy`, and so is the tensor that `torch.load` returns after the loss was
-    saved.
+    special `backward()`. Tensors that are computed from it, copies of it (also by `copy.deepcopy`),
+    and the tensor that `torch.load` returns after the loss was saved are ordinary tensors.
     """
     saved = loss.detach()
     returned = loss.detach()

@@ -47,7 +47,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def refuse_arrays(value: Any, what: str) -> None:
-    """Raise `TypeError` if a value is a NumPy array, or a structure with one.
+    """Raise `TypeError` if a value is a NumPy array with a dimension, or a structure with one.
 
     Args:
         value: The value.
@@ -55,8 +55,10 @@ def refuse_arrays(value: Any, what: str) -> None:
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
+        refuse_array(value, what)
         for array in within(value, numpy.ndarray):
-            refuse_array(array, what if array is value else f"each entry of {what}")
+            if array.ndim:
+                raise TypeError(f"{what} has an ndarray; torch.from_numpy() makes a tensor of it")
 
 
 def cache_in(value: Any) -> str | None:

@@ -115,16 +115,20 @@ def _noted_functions(recorder: Recorder) -> list[Replacement]:
     The replaced functions are those for autocast, gradient modes, random states and random numbers.
     Calls by PyTorch's `no_grad` and fake tensors, and by this library's recording, are not noted.
     """
-    own = (torch.no_grad, type(recorder.fake), Recorder, restore)
-    own_files = {inspect.getfile(each) for each in own}
+    own_modules = {
+        torch.no_grad.__module__,
+        type(recorder.fake).__module__,
+        Recorder.__module__,
+        restore.__name__,
+    }
 
     def noted(owner: Any, name: str, what: str) -> Replacement:
         run = getattr(owner, name)
 
         def run_noted(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_code.co_filename
-            if caller not in own_files:
-                recorder.note(CHECKPOINT if caller == checkpoint.__file__ else what)
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if caller not in own_modules:
+                recorder.note(CHECKPOINT if caller == checkpoint.__name__ else what)
             return run(*args, **kwargs)
 
         return owner, name, run_noted

@@ -242,6 +242,12 @@ def test_the_clearest_difference_is_significant_or_too_few_samples_are(
     assert decision.outcome == ("higher" if count >= enough else "too few")
 
 
+@pytest.mark.parametrize(("few", "outcome"), [(1, "too few"), (2, "higher"), (3, "higher")])
+def test_few_samples_beside_many(few: int, outcome: str) -> None:
+    many = [1 + 0.001 * k for k in range(60)]
+    assert compare_samples(many, times(10, many[:few])).outcome == outcome
+
+
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_interval_is_all_ratios_that_are_not_rejected(paired: bool) -> None:
     draw = random.Random(5)

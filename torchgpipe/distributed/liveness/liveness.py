@@ -23,9 +23,9 @@ from torchgpipe.plain import packed, unpacked
 END_SECONDS = 1.0
 """How many seconds a rank waits for one thing while its connections end.
 
-A rank waits so long until other ranks have received its final message, and until its own threads
-have ended. A message to a rank that has ended counts as lost after this time. The rank waits twice
-as long until its last messages are received, and until other ranks know of a failure.
+A rank waits at most this long for other ranks to receive its final message, and for its own threads
+to end. A message to a rank that has ended counts as lost after this time. A rank waits up to twice
+as long for its last messages to be received, and for other ranks to be told of a failure.
 """
 
 _LABEL, _ANSWER, _LAST = range(3)
@@ -74,8 +74,8 @@ class Channels(Protocol):
 class Liveness:
     """Tell all other ranks what this rank does, and receive what all other ranks do.
 
-    For each other rank, there is a channel to the rank, a channel from the rank, and
-    a thread that receives the rank's messages.
+    For each other rank, there is a channel to the rank, a channel from the rank, and a thread that
+    receives the rank's messages.
 
     Args:
         own: This rank.
