@@ -7,6 +7,7 @@ run can be resumed: the program skips each model whose result is already in the 
 the option `--again` is given.
 """
 
+import copy
 import gc
 import re
 import warnings
@@ -134,7 +135,7 @@ def _chunk(i: int, x: Tensor) -> Tensor:
 
 def _check_model(experiment: str, name: str, case: Case) -> Result:
     module, sample = case
-    before = {key: x.clone() for key, x in module.state_dict().items()}
+    before = copy.deepcopy(module.state_dict())  # with the versions of the modules' classes
     random = torch.get_rng_state()
     layers = sequential(module, sample)
     equal = torch.equal(random, torch.get_rng_state())
