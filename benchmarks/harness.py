@@ -123,6 +123,10 @@ def start(
     return Record(short_name, title, "measured", unit, [], run=run)
 
 
+KEPT = "is of revision"
+"""The part of a record's note that says that some of its results are of an earlier revision."""
+
+
 def continued(record: Record, before: Record) -> Record:
     """Return a copy of `record` that has the results of the earlier record `before`.
 
@@ -134,7 +138,7 @@ def continued(record: Record, before: Record) -> Record:
     notes = list(before.notes)
     git = before.run.git
     if git is not None and git != record.run.git:
-        notes.append(f"what was found before {record.run.started} is of revision {git.revision}")
+        notes.append(f"what was found before {record.run.started} {KEPT} {git.revision}")
     software = {**(before.software or {}), **(record.software or {})}
     return replace(record, results=before.results, notes=notes, software=software)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import any_model, api, compiled, schedules, which, works_with
 from benchmarks.gates import losses, machinery
+from benchmarks.harness import KEPT
 from benchmarks.league.table import table as league_table
 from reproduce.cli.main import main
 from reproduce.error import Error
@@ -62,6 +63,8 @@ def block(page: Path, name: str, folder: Path = BENCHMARKS) -> str:
         conditions = ""
         if record.run is not None:  # a prediction does not depend on the machine
             conditions = f" on {', '.join(_conditions(record.run))}"
+        if any(KEPT in note for note in record.notes):
+            conditions += "; some of them were kept from earlier revisions, which the record names"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         failure = f"the block from benchmarks/{name} cannot be made ({path}: {error!r})"
         raise Error(f"{page}: {failure}") from error
