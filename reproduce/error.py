@@ -9,6 +9,7 @@ import difflib
 import errno
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -110,11 +111,9 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def _has_no_reader() -> bool:
     """Return whether stdout is a pipe whose reader, such as `head`, has ended."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return isinstance(error, BrokenPipeError)
-    return False
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are always reported
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def no_space(error: OSError) -> Unwritable:

@@ -35,8 +35,6 @@ MOST_DIVISIONS = 15_000
 # samples, the approximation would be too high for clear differences, so that no difference could be
 # significant at a small alpha.
 MOST_EXACT = 50
-
-
 # The confidence interval of a ratio is too wide for a verdict if its ends differ by this factor.
 # For example, an interval from 0.5 to 2 could hide that a side has become half as fast.
 TOO_WIDE = 4.0

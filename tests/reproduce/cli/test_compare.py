@@ -79,6 +79,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "counted-more": [row("n2m1", values={"peak_allocated": [1200]})],
         "calls": [row("n2m1", values={"calls": 100, "bubble": 0.1})],
         "more-calls": [row("n2m1", values={"calls": 300, "bubble": 0.107})],
+        "sampled-calls": [row("n2m1", samples={"calls": [100 + k for k in range(8)]})],
+        "more-sampled-calls": [row("n2m1", samples={"calls": [300 + k for k in range(8)]})],
         "mixed": [n2m1, memory],
         "bubbly": [n2m1, row("bubbles", experiment="e-bubble", values={"bubble": 0.1})],
         "mixed-few": [sized(2, 1, [1.0]), memory],
@@ -246,6 +248,12 @@ GATE: list[tuple[str, int, str, str]] = [
     (f"counted counted-more {ALLOWED}", 1, "1 row worse than in A: n2m1 (e)", "no samples"),
     ("counted-more counted", 0, "", "no samples"),
     ("calls more-calls --metric calls", 2, f"{NONE_JUDGED}: no samples (B/A): n2m1 (e)", "3.00"),
+    (
+        "sampled-calls more-sampled-calls --metric calls",
+        2,
+        f"{NONE_JUDGED}: differs, and it is not known whether higher is better (B/A): n2m1 (e)",
+        "differs",
+    ),
     ("calls more-calls --metric bubble", 2, f"{NONE_JUDGED}: no samples (B/A): n2m1 (e)", "1.07"),
     ("a busy", 2, f"{NONE_JUDGED}: disturbed (B/A): n2m1 (e); {MISSING}", " disturbed\n"),
     (

@@ -163,21 +163,50 @@ def test_the_list_is_a_screen_or_has_every_row(
     assert sorted(first_cells(lines, every_name)) == sorted(every_name)
 
 
-def test_a_reader_who_leaves_early_sees_no_traceback(start: Callable[..., Any]) -> None:
-    process = start("-u", "-m", "reproduce", "list", "--on", "cpu")
+PRINTING = "print('a line', flush=True)"
+
+
+def of_benchmarks(code: str) -> list[str]:
+    """Return Python's arguments for code whose errors go to `fail`, as in benchmarks."""
+    hook = "import sys\nfrom reproduce.error import fail\nsys.excepthook = fail\n"
+    return ["-c", hook + code]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "reproduce", "list", "--on", "cpu"],
+        of_benchmarks(f"import time\ntime.sleep(0.5)\n{PRINTING}"),
+    ],
+)
+def test_a_reader_who_leaves_early_sees_no_traceback(
+    arguments: list[str], start: Callable[..., Any]
+) -> None:
+    process = start("-u", *arguments)
     process.stdout.close()
     assert process.wait(timeout=PATIENCE) == 2
     assert process.stderr.read() == ""
     process.stderr.close()
 
 
-def test_a_full_device_is_told_in_one_line() -> None:
-    command = [sys.executable, "-m", "reproduce", "--help"]
+def test_another_broken_pipe_is_not_hidden() -> None:
+    command = [sys.executable, *of_benchmarks("raise BrokenPipeError('of a worker')")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ended.stderr.endswith("BrokenPipeError: of a worker\n")
+    assert ended.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [(["-m", "reproduce", "--help"], "reproduce: "), (of_benchmarks(PRINTING), "")],
+)
+def test_a_full_device_is_told_in_one_line(arguments: list[str], program: str) -> None:
+    command = [sys.executable, *arguments]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
     said = "cannot write: No space left on device; free space, or write the output elsewhere"
-    assert ended.stderr == f"reproduce: {said}\n"
+    assert ended.stderr == f"{program}{said}\n"
     assert ended.returncode == 2
 
 
