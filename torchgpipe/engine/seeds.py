@@ -89,7 +89,11 @@ def usual_randomness(i: int, stage: Stage, checkpoint: bool) -> Randomness:
     # task draws the same seed again.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if checkpoint else ()
-    return Randomness(own, lambda: PrivateGenerator(seed, lambda: None, outer.exchanged))
+    return Randomness(
+        own,
+        lambda: PrivateGenerator(seed, lambda: None, outer.exchanged),
+        drew=lambda: True,  # perhaps
+    )
 
 
 class Seeds:
@@ -156,10 +160,15 @@ class Seeds:
         drew = partial(self._note, j)
         if self._distributed:
             seeded = SeededDefault(seed, drew)
-            return Randomness(own, lambda: seeded)
+            return Randomness(own, lambda: seeded, drew=lambda: self._drew[j])
         exchanged = partial(self._note_exchange, j)
         watch = (lambda: self._watch_backward(j)) if first else None
-        return Randomness(own, lambda: PrivateGenerator(seed, drew, exchanged), watch)
+        return Randomness(
+            own,
+            lambda: PrivateGenerator(seed, drew, exchanged),
+            watch,
+            drew=lambda: self._drew[j],
+        )
 
     def __enter__(self) -> None:
         global _under_way

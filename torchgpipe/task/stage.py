@@ -15,7 +15,7 @@ from torchgpipe.skip.layout import Crossing
 from torchgpipe.skip.scope import skip_scope
 from torchgpipe.skip.skippable import skips_of
 from torchgpipe.task.batchnorm import DeferredBatchNorm
-from torchgpipe.task.guards.gradients import Needs
+from torchgpipe.task.guards.gradients import FirstTask, Needs
 from torchgpipe.task.halves import Halves
 from torchgpipe.task.turns import Lock, as_one
 from torchgpipe.tensors import accelerator
@@ -62,7 +62,7 @@ class Stage:
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
         self.away: dict[Tensor, torch.device] = {}
-        self._gradients: dict[tuple[bool, ...], dict[Needs, bool]] = {}
+        self._first_tasks: dict[tuple[bool, ...], dict[Needs, FirstTask]] = {}
         self._locked: list[nn.Module] = []
         self._own_lock: Lock = threading.RLock()
         self.lock: Lock = self._own_lock
@@ -87,7 +87,7 @@ class Stage:
         if seen == self._seen:
             return False
         if modules != self.modules:
-            self._gradients.clear()
+            self._first_tasks.clear()
             self._locked = _with_locks(modules)
             _make_locks_of_tasks(self._locked)
             self._find_lock()
@@ -129,18 +129,17 @@ class Stage:
             self.runs_later or bool(self._keys) or any(skips_of(self.partition)) or bool(self.away)
         )
 
-    def gradients_of(self, kind: tuple[bool, ...]) -> dict[Needs, bool]:
-        """Return a dictionary that says whether the outputs of earlier tasks required grad.
+    def first_tasks(self, kind: tuple[bool, ...]) -> dict[Needs, FirstTask]:
+        """Return a dictionary that says which gradients the first tasks of this stage have shown.
 
-        A key says for each input of a task whether the input requires grad. The value says whether
-        all floating-point outputs of such a task require grad. The guard `OutputGradients` fills
-        the dictionary.
+        A key says for each input of a task whether the input requires grad. The guard
+        `OutputGradients` fills the dictionary.
 
         Args:
-            kind: The training modes of the layers, and the `requires_grad` of the parameters.
-                Mini-batches of the same kind get the same dictionary.
+            kind: The training modes of the layers, the `requires_grad` of the parameters, and
+                whether layers are compiled. Mini-batches of the same kind get the same dictionary.
         """
-        return self._gradients.setdefault(kind, {})
+        return self._first_tasks.setdefault(kind, {})
 
     def run(self, inputs: Flat, form: Form, shared: Shared = ()) -> tuple[Flat, Form]:
         """Run the layers on a micro-batch and on the skips that enter the partition.

@@ -101,9 +101,9 @@ class StageGuards:
         self.inputs = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
         modes = [getattr(module, "training", False) for module in modules]
-        kind = (*modes, *self.parameters.needs)
+        kind = (*modes, *self.parameters.needs, stage.compiled)
         self.gradients = OutputGradients(
-            stage.gradients_of(kind),
+            stage.first_tasks(kind),
             self.parameters.ids,
             self.inputs.begins_in_place,
             compiled=stage.compiled,

@@ -22,6 +22,7 @@ from torchgpipe.engine.seeds import Seeds
 from torchgpipe.random import generators, seeded
 from torchgpipe.random.generators import SEED_STEP, seed_apart
 from torchgpipe.random.seeded import PrivateGenerator, SeededDefault
+from torchgpipe.task.guards.guard import GuardedTask
 from torchgpipe.task.guards.modes import AmbientModes
 from torchgpipe.task.guards.randomness import Randomness
 from torchgpipe.task.stage import Stage, seed_gpus_apart
@@ -105,7 +106,7 @@ def test_workers_draw_within_a_recomputation_that_waits_for_them() -> None:
     """
     randomness = Randomness([torch.default_generator])
     drawn: list[Tensor] = []
-    task: Any = None
+    task = GuardedTask(randomness)
     randomness.before_first_pass(task)
     randomness.after_first_pass(task, ())
 

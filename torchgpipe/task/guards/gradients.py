@@ -16,19 +16,27 @@ this:
 3. Otherwise, each later task makes a graph in its first pass.
 4. If a recomputation shows that the assumption was wrong, all later tasks make a graph.
 
-If layers are compiled, all tasks make a graph: without one, `torch.compile` would compile each
-layer once more, for first passes only.
+If layers are compiled, there are two exceptions from step 2, because `torch.compile` compiles each
+layer once more for first passes without a graph:
+
+- Only tasks whose inputs have the same sizes as those of the first task run without a graph. So
+  other sizes cause no further compilations.
+- If layers draw random numbers, all tasks make a graph. Otherwise, a first pass could draw another
+  dropout mask than the recomputation. For example, if attention is written as a formula, Inductor
+  (the default compiler) replaces it by a fused kernel with a mask of its own, but only in code that
+  makes a graph.
 
 What it costs: a first pass that makes a graph uses more time and memory. The first task of each
-kind has such a first pass, and so have the tasks of steps 3 and 4, and all tasks with compiled
-layers. All other first passes only look up a value in a dictionary.
+kind has such a first pass, and so have the tasks of steps 3 and 4, and of the two exceptions. All
+other first passes only look up a value in a dictionary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -40,6 +48,23 @@ from torchgpipe.tensors.microbatch import Flat
 Needs = tuple[bool, ...]
 """Whether each input of a task requires grad."""
 
+Sizes = list[Size | None]
+"""The size of each input of a task, or None if the input is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTask:
+    """What the first task of its kind has shown.
+
+    Attributes:
+        allows_no_graph: Whether later first passes may run without a graph. For this, all of the
+            task's floating-point outputs have to require grad.
+        sizes: The sizes of its inputs.
+    """
+
+    allows_no_graph: bool
+    sizes: Sizes
+
 
 class OutputGradients(Guard):
     """The guard that finds out which outputs of a stage's tasks require grad.
@@ -49,19 +74,23 @@ class OutputGradients(Guard):
     not show which outputs require grad.
 
     Args:
-        all_do: A dictionary that says whether all floating-point outputs of earlier tasks required
-            grad. A key says for each input of a task whether the input requires grad. Mini-batches
-            share the dictionary until a layer's training mode or a parameter's `requires_grad`
-            changes.
+        first_tasks: What the first task of each kind has shown. A key says for each input of a
+            task whether the input requires grad. Mini-batches share the dictionary until a layer's
+            training mode or a parameter's `requires_grad` changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
         compiled: Whether layers are compiled.
     """
 
     def __init__(
-        self, all_do: dict[Needs, bool], ids: set[int], begins_in_place: bool, *, compiled: bool
+        self,
+        first_tasks: dict[Needs, FirstTask],
+        ids: set[int],
+        begins_in_place: bool,
+        *,
+        compiled: bool,
     ) -> None:
-        self._all_do = all_do
+        self._first_tasks = first_tasks
         self._ids = ids
         self._begins_in_place = begins_in_place
         self._compiled = compiled
@@ -73,7 +102,7 @@ class OutputGradients(Guard):
         or `requires_grad`, which would differ without a graph. (Tasks are of the same kind if the
         same inputs require grad.)
         """
-        task.with_graph = self._compiled or not self._all_do.get(task.needs, False)
+        task.with_graph = not self._may_omit_graph(task)
         if not task.with_graph:
             return None
         contexts: list[Context] = []
@@ -81,10 +110,18 @@ class OutputGradients(Guard):
             # The graph of this first pass is freed unused. So saved-tensor hooks around the
             # pipeline, such as those of torch.utils.checkpoint, must not see what it saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
-        if task.needs not in self._all_do and not self._compiled:
+        # If this mode were active, torch.compile would compile the layers once more.
+        if task.needs not in self._first_tasks and not self._compiled:
             task.noted[self] = _Asks(self._ids)
             contexts.append(task.noted[self])
         return Nested(contexts) if contexts else None
+
+    def _may_omit_graph(self, task: GuardedTask) -> bool:
+        """Return whether the first pass of a task may run without a graph."""
+        first = self._first_tasks.get(task.needs)
+        if first is None or not first.allows_no_graph:
+            return False
+        return not self._compiled or _sizes(task) == first.sizes
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return for each output of a task's first pass whether it requires grad.
@@ -96,6 +133,9 @@ class OutputGradients(Guard):
             task: The task.
             given: The inputs of the layers.
             outputs: The outputs of the layers.
+
+        Raises:
+            RuntimeError: If compiled layers have drawn random numbers without a graph.
         """
         # An output that is the same tensor as an input requires grad if that input does. This is
         # not so for an input that the first layer changes in place.
@@ -108,11 +148,17 @@ class OutputGradients(Guard):
         for y in outputs:
             can_take = y is not None and (y.is_floating_point() or y.is_complex())
             able.append(handed_on.get(id(y), can_take))
+        differs = self._compiled and task.drew
         if not task.with_graph:
+            if differs:
+                self._make_graphs(task)
+                raise RuntimeError(_DRAWS_LATER)
             return able
         watched = task.noted.pop(self, None)
-        if watched is not None:
-            self._all_do[task.needs] = task.graph_needs == able and not watched.asked
+        if task.needs not in self._first_tasks:
+            differs |= watched is not None and watched.asked
+            allows = task.graph_needs == able and not differs
+            self._first_tasks[task.needs] = FirstTask(allows, _sizes(task))
         return task.graph_needs
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
@@ -122,7 +168,15 @@ class OutputGradients(Guard):
         recomputation shows which outputs really do.
         """
         if task.claimed_needs != task.graph_needs:
-            self._all_do[task.needs] = False
+            self._make_graphs(task)
+
+    def _make_graphs(self, task: GuardedTask) -> None:
+        """Let later first passes of the task's kind make a graph."""
+        self._first_tasks[task.needs] = FirstTask(allows_no_graph=False, sizes=[])
+
+
+def _sizes(task: GuardedTask) -> Sizes:
+    return [None if x is None else x.shape for x in task.inputs or ()]
 
 
 class _Asks(TorchFunctionMode):
@@ -151,5 +205,11 @@ class _Asks(TorchFunctionMode):
         self.asked |= func in self.properties or getattr(func, "__name__", "") in self.functions
         return func(*args, **(kwargs or {}))
 
+
+_DRAWS_LATER = (
+    "compiled layers drew random numbers now, but drew none when they first ran (perhaps their "
+    "dropout was 0 then), and a recomputation could draw other ones; run this mini-batch again, "
+    "which works now"
+)
 
 _READ_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]

@@ -48,6 +48,7 @@ class GuardedTask:
         form: The form of the input micro-batch.
         needs: Whether each input requires grad.
         with_graph: Whether a first pass makes a graph. `OutputGradients` sets it.
+        drew: Whether a first pass has drawn random numbers. `Randomness` sets it.
         graph_needs: Whether each output requires grad, according to the latest graph.
         claimed_needs: Whether each output requires grad when it is passed to the next task. Without
             a graph, this is a guess, which `graph_needs` can later contradict.
@@ -61,6 +62,7 @@ class GuardedTask:
     form: Form = field(default=Tensor, kw_only=True)
     needs: tuple[bool, ...] = field(default=(), kw_only=True)
     with_graph: bool = field(default=True, kw_only=True)
+    drew: bool = field(default=False, kw_only=True)
     graph_needs: list[bool] = field(default_factory=list, kw_only=True)
     claimed_needs: list[bool] = field(default_factory=list, kw_only=True)
     edges: list[GradientEdge | None] | None = field(default=None, kw_only=True)

@@ -41,6 +41,8 @@ class Randomness(Guard):
             that sets the task's seed. `None` if the layers need no context.
         around_backward: A function that returns a context for the backward of the layers, or
             `None`.
+        drew: A function that returns whether the layers have drawn numbers in the context of
+            `around`, from other generators than `generators`.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class Randomness(Guard):
         generators: Sequence[torch.Generator] = (),
         around: MakeContext | None = None,
         around_backward: MakeContext | None = None,
+        drew: Callable[[], bool] = lambda: False,
     ) -> None:
         self.generators = generators
         self._around = around
         self._around_backward = around_backward
+        self._drew = drew
         self._before: Sequence[State] = ()
         self._after: Sequence[State] = ()
 
@@ -72,7 +76,10 @@ class Randomness(Guard):
         return None if self._around is None else self._around()
 
     def after_first_pass(self, task: GuardedTask, outputs: object) -> None:
-        """Forget the generators from which the layers have not drawn random numbers."""
+        """Forget the generators from which the layers have not drawn random numbers.
+
+        Also record whether the layers have drawn any random numbers.
+        """
         generators, starts, ends = [], [], []
         for generator, start in zip(self.generators, self._before, strict=True):
             end = state_of(generator)
@@ -81,6 +88,7 @@ class Randomness(Guard):
                 starts.append(start)
                 ends.append(end)
         self.generators, self._before, self._after = generators, starts, ends
+        task.drew = bool(generators) or self._drew()
 
     def before_recomputation(self, task: GuardedTask) -> Context | None:
         """Return a context in which the recomputation draws the same numbers as the forward."""

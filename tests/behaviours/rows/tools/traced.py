@@ -50,9 +50,8 @@ ROWS = [
     tool(
         "`model.compile()`",
         compile_and_train,
-        "Each layer is compiled as often as without a pipeline. With checkpointing, a compiled "
-        "layer makes an autograd graph in its forward, too, so that its recomputation runs the "
-        "same compiled code.",
+        "Each layer is compiled as often as without a pipeline. With checkpointing, it is compiled "
+        "once more, for first passes, which need no autograd graph.",
     ),
     tool(
         "lengths that change",
