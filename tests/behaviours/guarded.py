@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchgpipe.task import guards
 
-from .test_compiled import test_autocast_adds_no_compilations
+from .test_compiled import test_compilations_under_autocast
 
 FOLDER = Path(guards.__file__ or "").parent
 GUARDS = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "guard"}
@@ -52,5 +52,5 @@ ROWS_OF_GUARDS = {
     "randomness": ["random: dropout", "random: a generator of a layer's own"],
 }
 
-OF_ITS_OWN = {"cast_cache": test_autocast_adds_no_compilations}
+OF_ITS_OWN = {"cast_cache": test_compilations_under_autocast}
 """The test that fails without a guard, for guards that change no results and so have no rows."""

@@ -16,6 +16,7 @@ from torch.nn.functional import dropout, mse_loss
 from torchgpipe import sequential
 from torchgpipe.layers.compiled import compile_layer
 from torchgpipe.schedules.named import NAMED
+from torchgpipe.tensors._autograd import is_compiled
 
 from ..library.layers import compiled_around, compiled_in_place
 from ..library.traced import Residual, rows
@@ -158,7 +159,7 @@ def test_layers_are_compiled_at_most_once_more_than_without_a_pipeline(
     check_counts(make, train, engine, checkpoint)
 
 
-def test_autocast_adds_no_compilations() -> None:
+def test_compilations_under_autocast() -> None:
     check_counts(of_several_kinds, within_autocast, "graph", "except_last")
 
 
@@ -169,7 +170,7 @@ def four() -> nn.Sequential:
 @pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:the schedule .* splits backwards")
 @pytest.mark.parametrize("schedule", NAMED)
-def test_no_schedule_adds_compilations(schedule: str, engine: str) -> None:
+def test_compilations_with_each_schedule(schedule: str, engine: str) -> None:
     check_counts(four, by_step, engine, "except_last", schedule)
 
 
@@ -180,7 +181,7 @@ def check_counts(
     checkpoint: str,
     schedule: str | None = None,
 ) -> None:
-    """Check that layers are compiled as often in a pipeline as without one, or once more.
+    """Check that this process's layers are compiled as often as without a pipeline, or once more.
 
     A layer is compiled once more for first passes, which need no autograd graph. The test also
     fails if a layer reaches PyTorch's limit of recompilations. By default, PyTorch would then run
@@ -197,13 +198,14 @@ def check_counts(
     model = piped(own, balance, CHUNKS, v=2 if twice else 1, **options)
     ours, theirs = Counted(), Counted()
     model.compile(backend=ours)
-    for layer in plain:
-        compile_layer(layer, backend=theirs)
+    here = [k for k, layer in enumerate(own) if is_compiled(layer)]
+    for k, layer in enumerate(plain):
+        compile_layer(layer, backend=theirs if k in here else Counted())
     x = torch.randn(12, 6)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         found = train_and_evaluate(model, train, x)
         expected = train_and_evaluate(Plain(plain, chunks=CHUNKS), train, x)
-    first_passes = 0 if checkpoint == "never" else len(plain)
+    first_passes = 0 if checkpoint == "never" else len(here)
     assert 0 < ours.count <= theirs.count + first_passes
     assert differences((found, own), (expected, plain), REORDERED) == []
 
@@ -282,9 +284,63 @@ def test_compiled_layers_that_draw_later(engine: str) -> None:
     model.compile(backend=OtherMaskWithoutGraph())
     check_masks(model, layers)
     second.drops = True
-    with pytest.raises(RuntimeError, match="compiled layers drew random numbers now"):
+    with pytest.raises(RuntimeError, match="compiled layers of this stage drew random numbers"):
         model(torch.rand(8, 6))
     check_masks(model, layers)
+
+
+@pytest.mark.quick(2)
+def test_compiled_layers_that_draw_for_other_sizes_first(engine: str) -> None:
+    torch.compiler.reset()
+    first, second = Scaled(), Scaled()
+    first.drops = second.drops = False
+    layers = nn.Sequential(first, second)
+    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
+    model.compile(backend=OtherMaskWithoutGraph())
+    check_masks(model, layers)
+    second.drops = True
+    check_masks(model, layers, size=12)
+    check_masks(model, layers)
+
+
+@pytest.mark.parametrize("inner_engine", ["graph", "workers"])
+def test_a_compiled_pipeline_that_draws_within_a_pipeline(inner_engine: str) -> None:
+    torch.compiler.reset()
+    inside = nn.Sequential(Scaled(), Scaled())
+    inner = piped(inside, [1, 1], 2, engine=inner_engine, checkpoint="always")
+    inner.compile(backend=OtherMaskWithoutGraph())
+    last = Scaled()
+    layers = nn.Sequential(inner, last)
+    model = piped(layers, [1, 1], 2, engine="workers", checkpoint="never")
+    for _ in range(2):
+        check_masks(model, nn.Sequential(*inside, last))
+
+
+class Chooses(nn.Module):
+    """A layer that multiplies by another factor if a tensor in it does not require grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * 3 if y.requires_grad else y * 4
+
+
+@pytest.mark.quick(2)
+def test_a_layer_that_is_not_compiled_may_ask_what_requires_grad(engine: str) -> None:
+    torch.compiler.reset()
+    own = nn.Sequential(nn.Linear(6, 6), Chooses(), nn.Linear(6, 6))
+    plain = copy.deepcopy(own)
+    compile_layer(own[0], backend=Counted())
+    compile_layer(own[2], backend=Counted())
+    model = piped(own, [2, 1], CHUNKS, engine=engine, checkpoint="always")
+    for _ in range(2):
+        x, target = torch.randn(2, 8, 6)
+        by_call(model, x, target)
+        by_call(Plain(plain, chunks=CHUNKS), x, target)
+    assert differences(own, plain, REORDERED) == []
 
 
 @pytest.mark.quick(2)
@@ -297,10 +353,10 @@ def test_layers_that_draw_and_are_compiled_later(engine: str) -> None:
     check_masks(model, layers)
 
 
-def check_masks(model: Any, layers: nn.Sequential) -> None:
+def check_masks(model: Any, layers: nn.Sequential, size: int = 8) -> None:
     """Check that gradients of layers `Scaled` belong to the masks that the output shows."""
     model.zero_grad()
-    y = model(torch.rand(8, 6))
+    y = model(torch.rand(size, 6))
     y.sum().backward()
     for layer in layers:
         # The sum is linear in each weight.

@@ -89,11 +89,9 @@ def usual_randomness(i: int, stage: Stage, checkpoint: bool) -> Randomness:
     # task draws the same seed again.
     seed = int(torch.randint(2**62, (), device="cpu"))
     own = stage.generators if checkpoint else ()
-    return Randomness(
-        own,
-        lambda: PrivateGenerator(seed, lambda: None, outer.exchanged),
-        drew=lambda: True,  # perhaps
-    )
+    drawn: list[bool] = []
+    private = PrivateGenerator(seed, lambda: drawn.append(True), outer.exchanged)
+    return Randomness(own, lambda: private, drew=lambda: bool(drawn))
 
 
 class Seeds:
@@ -163,12 +161,8 @@ class Seeds:
             return Randomness(own, lambda: seeded, drew=lambda: self._drew[j])
         exchanged = partial(self._note_exchange, j)
         watch = (lambda: self._watch_backward(j)) if first else None
-        return Randomness(
-            own,
-            lambda: PrivateGenerator(seed, drew, exchanged),
-            watch,
-            drew=lambda: self._drew[j],
-        )
+        private = PrivateGenerator(seed, drew, exchanged)
+        return Randomness(own, lambda: private, watch, drew=lambda: self._drew[j])
 
     def __enter__(self) -> None:
         global _under_way

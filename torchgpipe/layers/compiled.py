@@ -45,7 +45,8 @@ class CompilesLayers(nn.Module):
         """Compile each layer of this process's partitions by `torch.compile`.
 
         A layer is compiled when it first runs. As without a pipeline, it is compiled again when its
-        inputs or its mode change: for evaluation, for another batch size, and so on.
+        inputs or its mode change: for evaluation, for another batch size, and so on. With
+        checkpointing, it is compiled once more, for forwards that need no autograd graph.
 
         Args:
             *args: As for `torch.compile`.

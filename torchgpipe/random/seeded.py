@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.random.generators import UNLIKE, State, same
@@ -95,6 +96,8 @@ class PrivateGenerator(TorchDispatchMode):
     the default generator has the state of the private generator. A lock allows this in only one
     thread at a time.
 
+    As with `SeededDefault`, the task's forward and its recomputation enter the same object.
+
     Args:
         seed: The seed of the private generator.
         drew: A function that is called each time an operator draws.
@@ -111,11 +114,10 @@ class PrivateGenerator(TorchDispatchMode):
         exchanged: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._default_seed = _default_seed()
         self._seed = seed % 2**64
         self._generator = torch.Generator()
-        self._generator.manual_seed(seed)
         self._drew, self._drawn = drew, False
+        self._end: Tensor | None = None
         self.exchanged = exchanged
 
     @classmethod
@@ -142,6 +144,8 @@ class PrivateGenerator(TorchDispatchMode):
         _thread.private = outer
 
     def __enter__(self) -> PrivateGenerator:
+        self._default_seed = _default_seed()
+        self._generator.manual_seed(self._seed)
         self._outer, _thread.private = _thread.private, self
         push_mode(self)
         return self
@@ -149,10 +153,16 @@ class PrivateGenerator(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         pop_mode()
         _thread.private = self._outer
-        if error[0] is None and (seed := self._generator.initial_seed()) != self._seed:
+        if error[0] is not None:
+            return
+        seed, end = self._generator.initial_seed(), self._generator.get_state()
+        if seed != self._seed:
             torch.default_generator.manual_seed(seed)
             if self._drawn:
                 raise RuntimeError(SET)
+        elif self._end is not None and not torch.equal(self._end, end):
+            raise RuntimeError(UNLIKE)
+        self._end = end
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -80,7 +80,7 @@ class Stage:
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = []
         for m in modules:
-            compiled = m.__dict__.get("_compiled_call_impl")
+            compiled = (m.__dict__.get("_compiled_call_impl"), m.__dict__.get("forward"))
             seen.append((m, type(m), compiled, *map(id, m._buffers.values())))
         if self._seen_splits != _splits:
             self._find_lock()
@@ -95,6 +95,7 @@ class Stage:
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.compiled = any(is_compiled(m) for m in modules)
+        self.all_compiled = all(is_compiled(layer) for layer in self.partition.children())
         self.halves = Halves(modules)
         return True
 
@@ -130,7 +131,7 @@ class Stage:
         )
 
     def first_tasks(self, kind: tuple[bool, ...]) -> dict[Needs, FirstTask]:
-        """Return a dictionary that says which gradients the first tasks of this stage have shown.
+        """Return a dictionary that says what the first task of each kind has shown.
 
         A key says for each input of a task whether the input requires grad. The guard
         `OutputGradients` fills the dictionary.

@@ -51,13 +51,14 @@ def test_the_default_generator_draws_what_a_private_one_draws(
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("kind", [SeededDefault, PrivateGenerator])
 @pytest.mark.parametrize(
     "count, error", [(3, RuntimeError), (0, RuntimeError), (2, ArithmeticError)]
 )
 def test_a_seeded_task_refuses_to_draw_more_or_fewer_numbers_again(
-    count: int, error: type[Exception]
+    count: int, error: type[Exception], kind: Callable[..., Any]
 ) -> None:
-    both = SeededDefault(7, lambda: None)
+    both = kind(7, lambda: None)
     before = torch.get_rng_state()
     with both:
         torch.rand(2)

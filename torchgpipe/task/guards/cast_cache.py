@@ -1,9 +1,9 @@
-"""Turn off autocast's cache in tasks with compiled layers, so that no layer is compiled twice.
+"""Turn off autocast's cache in tasks with compiled layers, so that they are not compiled once more.
 
 What goes wrong without this guard: under autocast, a forward keeps copies of weights in low
 precision in a cache, for later layers. A recomputation runs with the cache turned off. Whether the
 cache is on is a setting of PyTorch, and if it changes, `torch.compile` compiles a layer anew. So it
-would compile each layer twice: for forwards and for recomputations.
+would compile each layer once for forwards and once for recomputations.
 
 What it costs: the copies of weights in low precision are made again in each task. Stages without
 compiled layers do not have this guard.
@@ -20,7 +20,7 @@ from torchgpipe.task.guards.guard import Context, Guard, GuardedTask
 
 
 class WithoutCastCache(Guard):
-    """The guard that keeps `torch.compile` from compiling each layer twice under autocast.
+    """The guard that keeps `torch.compile` from compiling layers once more under autocast.
 
     A layer is compiled anew if autocast's cache of converted weights is turned on or off. The guard
     `AmbientModes` turns the cache off in recomputations. So this guard turns it off in forwards.

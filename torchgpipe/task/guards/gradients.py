@@ -16,9 +16,11 @@ this:
 3. Otherwise, each later task makes a graph in its first pass.
 4. If a recomputation shows that the assumption was wrong, all later tasks make a graph.
 
-If layers are compiled, there are two exceptions from step 2, because `torch.compile` compiles each
-layer once more for first passes without a graph:
+If layers are compiled, there are three exceptions from step 2, because `torch.compile` compiles
+each layer once more for first passes without a graph:
 
+- If only some of a stage's layers are compiled, all tasks make a graph. The guard would have to
+  watch what the other layers read, and `torch.compile` would compile layers once more for this.
 - Only tasks whose inputs have the same sizes as those of the first task run without a graph. So
   other sizes cause no further compilations.
 - If layers draw random numbers, all tasks make a graph. Otherwise, a first pass could draw another
@@ -27,8 +29,8 @@ layer once more for first passes without a graph:
   makes a graph.
 
 What it costs: a first pass that makes a graph uses more time and memory. The first task of each
-kind has such a first pass, and so have the tasks of steps 3 and 4, and of the two exceptions. All
-other first passes only look up a value in a dictionary.
+kind has such a first pass, and so have the tasks of steps 3 and 4, and of the three exceptions. All
+other first passes only look up a value in a dictionary, and compare sizes if layers are compiled.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class FirstTask:
     """What the first task of its kind has shown.
 
     Attributes:
-        allows_no_graph: Whether later first passes may run without a graph. For this, all of the
-            task's floating-point outputs have to require grad.
+        allows_no_graph: Whether later first passes may run without a graph, as far as this task has
+            shown.
         sizes: The sizes of its inputs.
     """
 
@@ -79,7 +81,8 @@ class OutputGradients(Guard):
             training mode or a parameter's `requires_grad` changes.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
-        compiled: Whether layers are compiled.
+        compiled: Whether any layer is compiled.
+        all_compiled: Whether all layers are compiled.
     """
 
     def __init__(
@@ -89,11 +92,13 @@ class OutputGradients(Guard):
         begins_in_place: bool,
         *,
         compiled: bool,
+        all_compiled: bool,
     ) -> None:
         self._first_tasks = first_tasks
         self._ids = ids
         self._begins_in_place = begins_in_place
         self._compiled = compiled
+        self._all_compiled = all_compiled
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
         """Decide whether the task makes a graph in its forward.
@@ -110,7 +115,6 @@ class OutputGradients(Guard):
             # The graph of this first pass is freed unused. So saved-tensor hooks around the
             # pipeline, such as those of torch.utils.checkpoint, must not see what it saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
-        # If this mode were active, torch.compile would compile the layers once more.
         if task.needs not in self._first_tasks and not self._compiled:
             task.noted[self] = _Asks(self._ids)
             contexts.append(task.noted[self])
@@ -121,7 +125,9 @@ class OutputGradients(Guard):
         first = self._first_tasks.get(task.needs)
         if first is None or not first.allows_no_graph:
             return False
-        return not self._compiled or _sizes(task) == first.sizes
+        if not self._compiled:
+            return True
+        return self._all_compiled and _sizes(task) == first.sizes
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return for each output of a task's first pass whether it requires grad.
@@ -135,7 +141,8 @@ class OutputGradients(Guard):
             outputs: The outputs of the layers.
 
         Raises:
-            RuntimeError: If compiled layers have drawn random numbers without a graph.
+            RuntimeError: If compiled layers have drawn random numbers in a first pass without a
+                graph.
         """
         # An output that is the same tensor as an input requires grad if that input does. This is
         # not so for an input that the first layer changes in place.
@@ -148,16 +155,16 @@ class OutputGradients(Guard):
         for y in outputs:
             can_take = y is not None and (y.is_floating_point() or y.is_complex())
             able.append(handed_on.get(id(y), can_take))
-        differs = self._compiled and task.drew
-        if not task.with_graph:
-            if differs:
-                self._make_graphs(task)
-                raise RuntimeError(_DRAWS_LATER)
-            return able
         watched = task.noted.pop(self, None)
+        if self._compiled and task.drew:
+            self._make_graphs(task)
+            if not task.with_graph:
+                raise RuntimeError(_DRAWS_LATER)
+        if not task.with_graph:
+            return able
         if task.needs not in self._first_tasks:
-            differs |= watched is not None and watched.asked
-            allows = task.graph_needs == able and not differs
+            asked = watched is not None and watched.asked
+            allows = task.graph_needs == able and not asked
             self._first_tasks[task.needs] = FirstTask(allows, _sizes(task))
         return task.graph_needs
 
@@ -207,9 +214,9 @@ class _Asks(TorchFunctionMode):
 
 
 _DRAWS_LATER = (
-    "compiled layers drew random numbers now, but drew none when they first ran (perhaps their "
-    "dropout was 0 then), and a recomputation could draw other ones; run this mini-batch again, "
-    "which works now"
+    "the compiled layers of this stage drew random numbers, but drew none when they first ran "
+    "(perhaps their dropout was 0 then), and a recomputation could draw other ones; run this "
+    "mini-batch again, which each stage asks for at most once"
 )
 
 _READ_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]

@@ -48,7 +48,8 @@ class GuardedTask:
         form: The form of the input micro-batch.
         needs: Whether each input requires grad.
         with_graph: Whether a first pass makes a graph. `OutputGradients` sets it.
-        drew: Whether a first pass has drawn random numbers. `Randomness` sets it.
+        drew: Whether layers of the stage have drawn random numbers, in this or an earlier first
+            pass of the mini-batch. `Randomness` sets it.
         graph_needs: Whether each output requires grad, according to the latest graph.
         claimed_needs: Whether each output requires grad when it is passed to the next task. Without
             a graph, this is a guess, which `graph_needs` can later contradict.

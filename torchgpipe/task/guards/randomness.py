@@ -42,7 +42,8 @@ class Randomness(Guard):
         around_backward: A function that returns a context for the backward of the layers, or
             `None`.
         drew: A function that returns whether the layers have drawn numbers in the context of
-            `around`, from other generators than `generators`.
+            `around`, from other generators than `generators`. It can be true if only earlier tasks
+            of the stage have.
     """
 
     def __init__(
