@@ -115,6 +115,9 @@ def of_tied(schedule: str) -> tuple[DistributedGPipe, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     balance = [1, 1, 1, 1] if schedule == "ZBVZeroBubble" else [2, 2]
     model = DistributedGPipe(gpt(), balance, mesh=mesh["pp"], chunks=2, schedule=schedule)
+    # Wait until all ranks have made their pipeline. Otherwise, if a rank failed in its first call,
+    # another rank could raise this error while it still makes its pipeline.
+    dist.barrier()
     return model, mesh["dp"]
 
 

@@ -206,6 +206,9 @@ def assert_refused_where_used(model: DistributedGPipe, message: str) -> None:
 
     Rank 1 may raise no error, because it may already have finished its part of the step.
     """
+    # Wait until all ranks have made their pipeline. Otherwise, if a rank failed in its first call,
+    # another rank could raise this error while it still makes its pipeline.
+    dist.barrier()
     error = ""
     try:
         model.step(cross_entropy, *words())
