@@ -260,12 +260,19 @@ def test_first_passes_of_compiled_layers_make_no_graph(engine: str) -> None:
     assert backend.with_graph.count(False) == here
 
 
+def scaled(engine: str, *, drops: bool) -> tuple[Any, Scaled, Scaled]:
+    """Return a pipeline, and its two layers, which draw random numbers if `drops` is true."""
+    torch.compiler.reset()
+    first, second = Scaled(), Scaled()
+    first.drops = second.drops = drops
+    model = piped(nn.Sequential(first, second), [1, 1], CHUNKS, engine=engine, checkpoint="always")
+    return model, first, second
+
+
 @pytest.mark.quick(2)
 def test_first_passes_of_compiled_layers_that_draw_make_a_graph(engine: str) -> None:
     """Check that a dropout mask is the same in forward and backward, whatever the compiler does."""
-    torch.compiler.reset()
-    layers = nn.Sequential(Scaled(), Scaled())
-    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
+    model, *layers = scaled(engine, drops=True)
     model.compile(backend=OtherMaskWithoutGraph())
     check_masks(model, layers)
 
@@ -276,44 +283,42 @@ def test_compiled_layers_that_draw_later(engine: str) -> None:
 
     The next mini-batch is right.
     """
-    torch.compiler.reset()
-    first, second = Scaled(), Scaled()
-    first.drops = second.drops = False
-    layers = nn.Sequential(first, second)
-    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
+    model, *layers = scaled(engine, drops=False)
     model.compile(backend=OtherMaskWithoutGraph())
     check_masks(model, layers)
-    second.drops = True
+    layers[1].drops = True
     with pytest.raises(RuntimeError, match="compiled layers of this stage drew random numbers"):
-        model(torch.rand(8, 6))
+        model(torch.ones(8, 6))
     check_masks(model, layers)
 
 
 @pytest.mark.quick(2)
 def test_compiled_layers_that_draw_for_other_sizes_first(engine: str) -> None:
-    torch.compiler.reset()
-    first, second = Scaled(), Scaled()
-    first.drops = second.drops = False
-    layers = nn.Sequential(first, second)
-    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
+    model, *layers = scaled(engine, drops=False)
     model.compile(backend=OtherMaskWithoutGraph())
     check_masks(model, layers)
-    second.drops = True
+    layers[1].drops = True
     check_masks(model, layers, size=12)
+    check_masks(model, layers)
+
+
+@pytest.mark.quick(2)
+def test_layers_that_draw_and_are_compiled_later(engine: str) -> None:
+    model, *layers = scaled(engine, drops=True)
+    check_masks(model, layers)
+    model.compile(backend=OtherMaskWithoutGraph())
     check_masks(model, layers)
 
 
 @pytest.mark.parametrize("inner_engine", ["graph", "workers"])
 def test_a_compiled_pipeline_that_draws_within_a_pipeline(inner_engine: str) -> None:
-    torch.compiler.reset()
-    inside = nn.Sequential(Scaled(), Scaled())
-    inner = piped(inside, [1, 1], 2, engine=inner_engine, checkpoint="always")
+    inner, *layers = scaled(inner_engine, drops=True)
     inner.compile(backend=OtherMaskWithoutGraph())
-    last = Scaled()
-    layers = nn.Sequential(inner, last)
-    model = piped(layers, [1, 1], 2, engine="workers", checkpoint="never")
+    layers.append(Scaled())
+    outer = nn.Sequential(inner, layers[-1])
+    model = piped(outer, [1, 1], 2, engine="workers", checkpoint="never")
     for _ in range(2):
-        check_masks(model, nn.Sequential(*inside, last))
+        check_masks(model, layers)
 
 
 class Chooses(nn.Module):
@@ -343,25 +348,15 @@ def test_a_layer_that_is_not_compiled_may_ask_what_requires_grad(engine: str) ->
     assert differences(own, plain, REORDERED) == []
 
 
-@pytest.mark.quick(2)
-def test_layers_that_draw_and_are_compiled_later(engine: str) -> None:
-    torch.compiler.reset()
-    layers = nn.Sequential(Scaled(), Scaled())
-    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
-    check_masks(model, layers)
-    model.compile(backend=OtherMaskWithoutGraph())
-    check_masks(model, layers)
-
-
-def check_masks(model: Any, layers: nn.Sequential, size: int = 8) -> None:
+def check_masks(model: Any, layers: list[Scaled], size: int = 8) -> None:
     """Check that gradients of layers `Scaled` belong to the masks that the output shows."""
     model.zero_grad()
-    y = model(torch.rand(size, 6))
+    y = model(torch.ones(size, 6))
     y.sum().backward()
     for layer in layers:
+        assert layer.weight.grad is not None
         # The sum is linear in each weight.
-        weight: Any = layer.weight
-        torch.testing.assert_close((weight.grad * weight).sum(), y.sum())
+        torch.testing.assert_close((layer.weight.grad * layer.weight).sum(), y.sum())
 
 
 def held(model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe.random.generators import UNLIKE, State, same
@@ -117,7 +116,7 @@ class PrivateGenerator(TorchDispatchMode):
         self._seed = seed % 2**64
         self._generator = torch.Generator()
         self._drew, self._drawn = drew, False
-        self._end: Tensor | None = None
+        self._end: State | None = None
         self.exchanged = exchanged
 
     @classmethod
@@ -160,7 +159,7 @@ class PrivateGenerator(TorchDispatchMode):
             torch.default_generator.manual_seed(seed)
             if self._drawn:
                 raise RuntimeError(SET)
-        elif self._end is not None and not torch.equal(self._end, end):
+        elif self._drawn and self._end is not None and not same(self._end, end):
             raise RuntimeError(UNLIKE)
         self._end = end
 

@@ -107,7 +107,13 @@ class OutputGradients(Guard):
         or `requires_grad`, which would differ without a graph. (Tasks are of the same kind if the
         same inputs require grad.)
         """
-        task.with_graph = not self._may_omit_graph(task)
+        first = self._first_tasks.get(task.needs)
+        if first is None or not first.allows_no_graph:
+            task.with_graph = True
+        elif self._compiled:
+            task.with_graph = not self._all_compiled or _sizes(task) != first.sizes
+        else:
+            task.with_graph = False
         if not task.with_graph:
             return None
         contexts: list[Context] = []
@@ -115,19 +121,10 @@ class OutputGradients(Guard):
             # The graph of this first pass is freed unused. So saved-tensor hooks around the
             # pipeline, such as those of torch.utils.checkpoint, must not see what it saves.
             contexts.append(saved_tensors_hooks(Tensor.detach, lambda x: x))
-        if task.needs not in self._first_tasks and not self._compiled:
+        if first is None and not self._compiled:
             task.noted[self] = _Asks(self._ids)
             contexts.append(task.noted[self])
         return Nested(contexts) if contexts else None
-
-    def _may_omit_graph(self, task: GuardedTask) -> bool:
-        """Return whether the first pass of a task may run without a graph."""
-        first = self._first_tasks.get(task.needs)
-        if first is None or not first.allows_no_graph:
-            return False
-        if not self._compiled:
-            return True
-        return self._all_compiled and _sizes(task) == first.sizes
 
     def claim(self, task: GuardedTask, given: Flat, outputs: Flat) -> list[bool]:
         """Return for each output of a task's first pass whether it requires grad.
