@@ -64,7 +64,7 @@ METHODS += [
 ]
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name, method", METHODS)
 def test_what_all_see(name: str, method: str, tmp_path: Path) -> None:
     """Check that all ranks raise the expected errors, however `multiprocessing` starts them."""

@@ -144,7 +144,7 @@ def false_base(tmp_path: Path, code: int, row: dict[str, int], orders: list[str]
     return tmp_path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_base_is_compared_whatever_is_committed(
     code: int, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -311,7 +311,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("gate", "fault"),
     [
-        ("counts", "a schedule that waits for ever"),
+        pytest.param("counts", "a schedule that waits for ever", marks=pytest.mark.slow),
         ("meeting", "a syntax error"),
         pytest.param("counts", "a syntax error", marks=pytest.mark.slow),
         pytest.param("meeting", "a schedule that waits for ever", marks=pytest.mark.slow),

@@ -107,6 +107,7 @@ def test_balances_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sample) == 1, "a quarter of the batch"
 
 
+@pytest.mark.slow
 def test_a_planned_balance_is_of_the_whole_row_and_asked_for_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
