@@ -24,6 +24,9 @@ from torchgpipe.tensors.item import Shared, versions
 from torchgpipe.tensors.microbatch import Flat, Form, check, form_of, together
 from torchgpipe.trace.parts import as_tensors
 
+_COMPILED = ("_compiled_call_impl", "_compiled", "forward")
+"""Names of attributes in which a module or a traced layer can have compiled code."""
+
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 _Locks = weakref.WeakKeyDictionary[nn.Module, Lock]
@@ -61,6 +64,7 @@ class Stage:
         self.runs_later = device.type == accelerator.KIND
         self.modules: list[nn.Module] = []
         self._seen: list[tuple[object, ...]] = []
+        self._seen_compiled: list[object] = []
         self.away: dict[Tensor, torch.device] = {}
         self._first_tasks: dict[tuple[bool, ...], dict[Needs, FirstTask]] = {}
         self._locked: list[nn.Module] = []
@@ -79,19 +83,21 @@ class Stage:
         modules = modules_of(self.partition)
         self.generators = own_generators(modules)
         seen: list[tuple[object, ...]] = []
+        compiled: list[object] = []
         for m in modules:
-            compiled = (m.__dict__.get("_compiled_call_impl"), m.__dict__.get("forward"))
-            seen.append((m, type(m), compiled, *map(id, m._buffers.values())))
+            seen.append((m, type(m), *map(id, m._buffers.values())))
+            compiled += [m.__dict__.get(name) for name in _COMPILED]
         if self._seen_splits != _splits:
             self._find_lock()
-        if seen == self._seen:
+        if seen == self._seen and compiled == self._seen_compiled:
             return False
-        if modules != self.modules:
+        if modules != self.modules or compiled != self._seen_compiled:
             self._first_tasks.clear()
+        if modules != self.modules:
             self._locked = _with_locks(modules)
             _make_locks_of_tasks(self._locked)
             self._find_lock()
-        self.modules, self._seen = modules, seen
+        self.modules, self._seen, self._seen_compiled = modules, seen, compiled
         self.deferred_norms = [m for m in modules if isinstance(m, DeferredBatchNorm)]
         self.attends = any(isinstance(m, _ATTENTION) for m in modules)
         self.compiled = any(is_compiled(m) for m in modules)
@@ -137,8 +143,9 @@ class Stage:
         `OutputGradients` fills the dictionary.
 
         Args:
-            kind: The training modes of the layers, the `requires_grad` of the parameters, and
-                whether layers are compiled. Mini-batches of the same kind get the same dictionary.
+            kind: The training modes of the layers, and the `requires_grad` of the parameters; or
+                `()` if layers are compiled. Mini-batches of the same kind get the same dictionary,
+                until layers are replaced or compiled.
         """
         return self._first_tasks.setdefault(kind, {})
 

@@ -101,12 +101,12 @@ class StageGuards:
         self.inputs = KeptInputs(index, stage.partition)
         # Which outputs require grad depends on this, and on which inputs require grad.
         modes = [getattr(module, "training", False) for module in modules]
-        kind = (*modes, *self.parameters.needs, stage.compiled, stage.all_compiled)
+        kind = (*modes, *self.parameters.needs)
         self.gradients = OutputGradients(
-            stage.first_tasks(kind),
+            stage.first_tasks(() if stage.compiled else kind),
             self.parameters.ids,
             self.inputs.begins_in_place,
-            compiled=stage.compiled,
+            modes=(*kind, ambient.casts) if stage.compiled else None,
             all_compiled=stage.all_compiled,
         )
         self.add(self.inputs)

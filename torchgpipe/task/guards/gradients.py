@@ -21,8 +21,8 @@ each layer once more for first passes without a graph:
 
 - If only some of a stage's layers are compiled, all tasks make a graph. The guard would have to
   watch what the other layers read, and `torch.compile` would compile layers once more for this.
-- Only tasks whose inputs have the same sizes as those of the first task run without a graph. So
-  other sizes cause no further compilations.
+- Only tasks for which `torch.compile` needs the same code as for the stage's first task run without
+  a graph. So other sizes, modes or frozen parameters cause no further compilations.
 - If layers draw random numbers, all tasks make a graph. Otherwise, a first pass could draw another
   dropout mask than the recomputation. For example, if attention is written as a formula, Inductor
   (the default compiler) replaces it by a fused kernel with a mask of its own, but only in code that
@@ -38,7 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -50,9 +50,6 @@ from torchgpipe.tensors.microbatch import Flat
 Needs = tuple[bool, ...]
 """Whether each input of a task requires grad."""
 
-Sizes = list[Size | None]
-"""The size of each input of a task, or None if the input is None."""
-
 
 @dataclass(frozen=True, slots=True)
 class FirstTask:
@@ -61,11 +58,12 @@ class FirstTask:
     Attributes:
         allows_no_graph: Whether later first passes may run without a graph, as far as this task has
             shown.
-        sizes: The sizes of its inputs.
+        compiled_for: What the layers are compiled for: modes, and the sizes and dtypes of inputs.
+            It is empty if the layers are not compiled.
     """
 
     allows_no_graph: bool
-    sizes: Sizes
+    compiled_for: tuple[object, ...] = ()
 
 
 class OutputGradients(Guard):
@@ -77,11 +75,12 @@ class OutputGradients(Guard):
 
     Args:
         first_tasks: What the first task of each kind has shown. A key says for each input of a
-            task whether the input requires grad. Mini-batches share the dictionary until a layer's
-            training mode or a parameter's `requires_grad` changes.
+            task whether the input requires grad. If layers are compiled, there is only one first
+            task, with the key `()`.
         ids: The ids of parameters, and of stand-ins (detached parameters that tasks use).
         begins_in_place: Whether the first layer changes its input in place.
-        compiled: Whether any layer is compiled.
+        modes: If any layer is compiled: the training modes of the layers, the `requires_grad` of
+            the parameters, and whether autocast is on. Otherwise, `None`.
         all_compiled: Whether all layers are compiled.
     """
 
@@ -91,13 +90,14 @@ class OutputGradients(Guard):
         ids: set[int],
         begins_in_place: bool,
         *,
-        compiled: bool,
+        modes: tuple[bool, ...] | None,
         all_compiled: bool,
     ) -> None:
         self._first_tasks = first_tasks
         self._ids = ids
         self._begins_in_place = begins_in_place
-        self._compiled = compiled
+        self._modes = modes
+        self._compiled = modes is not None
         self._all_compiled = all_compiled
 
     def before_first_pass(self, task: GuardedTask) -> Context | None:
@@ -107,11 +107,12 @@ class OutputGradients(Guard):
         or `requires_grad`, which would differ without a graph. (Tasks are of the same kind if the
         same inputs require grad.)
         """
-        first = self._first_tasks.get(task.needs)
+        first = self._first_tasks.get(() if self._compiled else task.needs)
         if first is None or not first.allows_no_graph:
             task.with_graph = True
         elif self._compiled:
-            task.with_graph = not self._all_compiled or _sizes(task) != first.sizes
+            same_code = self._compiled_for(task) == first.compiled_for
+            task.with_graph = not (self._all_compiled and same_code)
         else:
             task.with_graph = False
         if not task.with_graph:
@@ -159,10 +160,12 @@ class OutputGradients(Guard):
                 raise RuntimeError(_DRAWS_LATER)
         if not task.with_graph:
             return able
-        if task.needs not in self._first_tasks:
-            asked = watched is not None and watched.asked
-            allows = task.graph_needs == able and not asked
-            self._first_tasks[task.needs] = FirstTask(allows, _sizes(task))
+        if self._compiled:
+            allows = task.graph_needs == able
+            self._first_tasks.setdefault((), FirstTask(allows, self._compiled_for(task)))
+        elif watched is not None:
+            allows = task.graph_needs == able and not watched.asked
+            self._first_tasks[task.needs] = FirstTask(allows)
         return task.graph_needs
 
     def after_recomputation(self, task: GuardedTask, outputs: Flat) -> None:
@@ -176,11 +179,12 @@ class OutputGradients(Guard):
 
     def _make_graphs(self, task: GuardedTask) -> None:
         """Let later first passes of the task's kind make a graph."""
-        self._first_tasks[task.needs] = FirstTask(allows_no_graph=False, sizes=[])
+        key = () if self._compiled else task.needs
+        self._first_tasks[key] = FirstTask(allows_no_graph=False)
 
-
-def _sizes(task: GuardedTask) -> Sizes:
-    return [None if x is None else x.shape for x in task.inputs or ()]
+    def _compiled_for(self, task: GuardedTask) -> tuple[object, ...]:
+        inputs = [None if x is None else (x.shape, x.dtype) for x in task.inputs or ()]
+        return (self._modes, task.needs, inputs)
 
 
 class _Asks(TorchFunctionMode):
