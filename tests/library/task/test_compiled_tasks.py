@@ -32,9 +32,14 @@ def train_in_phases(run: Any, layers: nn.Sequential) -> None:
         run(torch.rand(8, 6)).sum().backward()
 
 
-def test_frozen_parameters_add_no_compilations(engine: str) -> None:
+def test_frozen_parameters_add_no_compilations() -> None:
+    """Check the number of compilations with the graph engine.
+
+    In worker threads of a process that has run for long, PyTorch has once compiled layers anew for
+    each call. The reason is not known.
+    """
     torch.compiler.reset()
-    model, layers = pipeline(engine)
+    model, layers = pipeline("graph")
     ours, theirs = Counted(), Counted()
     model.compile(backend=ours)
     train_in_phases(model, layers)
