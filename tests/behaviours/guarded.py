@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchgpipe.task import guards
 
-from .test_compiled import test_compilations_under_autocast
+from .compiled.test_compilations import test_compilations_under_autocast
 
 FOLDER = Path(guards.__file__ or "").parent
 GUARDS = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "guard"}

@@ -111,8 +111,7 @@ class OutputGradients(Guard):
         if first is None or not first.allows_no_graph:
             task.with_graph = True
         elif self._compiled:
-            same_code = self._compiled_for(task) == first.compiled_for
-            task.with_graph = not (self._all_compiled and same_code)
+            task.with_graph = self._compiled_for(task) != first.compiled_for
         else:
             task.with_graph = False
         if not task.with_graph:
@@ -161,7 +160,7 @@ class OutputGradients(Guard):
         if not task.with_graph:
             return able
         if self._compiled:
-            allows = task.graph_needs == able
+            allows = self._all_compiled and task.graph_needs == able
             self._first_tasks.setdefault((), FirstTask(allows, self._compiled_for(task)))
         elif watched is not None:
             allows = task.graph_needs == able and not watched.asked

@@ -1,0 +1,142 @@
+"""Tests of how often layers are compiled in a pipeline, compared with layers without a pipeline."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from torchgpipe import sequential
+from torchgpipe.layers.compiled import compile_layer
+from torchgpipe.schedules.named import NAMED
+from torchgpipe.tensors._autograd import is_compiled
+
+from ...library.traced import Residual, rows
+from ...plain import Plain, piped
+from ..compare import REORDERED, differences
+from .made import CHUNKS, Counted, Counting, by_call, by_step
+
+# torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def within_autocast(run: Any, x: Tensor, target: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mse_loss(run(x), target)
+    loss.backward()
+
+
+def train_and_evaluate(
+    run: Any, train: Callable[[Any, Tensor, Tensor], None], x: Tensor
+) -> list[Any]:
+    """Train and evaluate with mini-batches of two sizes. Return the outputs of the evaluations."""
+    outputs = []
+    for size in (8, 12):
+        train(run, x[:size], torch.ones(size, 6))
+        run.eval()
+        with torch.no_grad():
+            outputs.append(run(x[:size]))
+        run.train()
+    return outputs
+
+
+def residual() -> nn.Sequential:
+    return sequential(Residual(), rows())
+
+
+def of_several_kinds() -> nn.Sequential:
+    return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("train", [by_call, by_step])
+@pytest.mark.parametrize("make", [residual, of_several_kinds])
+def test_layers_are_compiled_at_most_once_more_than_without_a_pipeline(
+    make: Callable[[], nn.Sequential],
+    train: Callable[[Any, Tensor, Tensor], None],
+    engine: str,
+    checkpoint: str,
+) -> None:
+    check_counts(make, train, engine, checkpoint)
+
+
+def test_compilations_under_autocast() -> None:
+    check_counts(of_several_kinds, within_autocast, "graph", "except_last")
+
+
+def four() -> nn.Sequential:
+    return nn.Sequential(Counting(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.filterwarnings("ignore:the schedule .* splits backwards")
+@pytest.mark.parametrize("schedule", NAMED)
+def test_compilations_with_each_schedule(schedule: str, engine: str) -> None:
+    check_counts(four, by_step, engine, "except_last", schedule)
+
+
+def check_counts(
+    make: Callable[[], nn.Sequential],
+    train: Callable[[Any, Tensor, Tensor], None],
+    engine: str,
+    checkpoint: str,
+    schedule: str | None = None,
+) -> None:
+    """Check that this process's layers are compiled as often as without a pipeline, or once more.
+
+    A layer is compiled once more for first passes, which need no autograd graph. The test also
+    fails if a layer reaches PyTorch's limit of recompilations. By default, PyTorch would then run
+    the layer uncompiled.
+    """
+    torch.compiler.reset()
+    own = make()
+    plain = copy.deepcopy(own)
+    if schedule is None:
+        schedule = "1F1B" if train is by_step else "GPipe"
+    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")  # two stages on each device
+    balance = [1, 1, 1, 1] if twice else [2, len(own) - 2]
+    options: dict[str, Any] = {"engine": engine, "checkpoint": checkpoint, "schedule": schedule}
+    model = piped(own, balance, CHUNKS, v=2 if twice else 1, **options)
+    ours, theirs = Counted(), Counted()
+    model.compile(backend=ours)
+    here = [k for k, layer in enumerate(own) if is_compiled(layer)]
+    for k, layer in enumerate(plain):
+        compile_layer(layer, backend=theirs if k in here else Counted())
+    x = torch.randn(12, 6)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        found = train_and_evaluate(model, train, x)
+        expected = train_and_evaluate(Plain(plain, chunks=CHUNKS), train, x)
+    first_passes = 0 if checkpoint == "never" else len(here)
+    assert 0 < ours.count <= theirs.count + first_passes
+    assert differences((found, own), (expected, plain), REORDERED) == []
+
+
+def train_in_phases(run: Any, layers: nn.Sequential) -> None:
+    """Train all parameters, then only biases, then only weights, and then all again."""
+    for of_weights, of_biases in ((True, True), (False, True), (True, False), (True, True)):
+        for name, parameter in layers.named_parameters():
+            parameter.requires_grad_(of_weights if "weight" in name else of_biases)
+        run(torch.rand(8, 6)).sum().backward()
+
+
+def test_frozen_parameters_add_no_compilations() -> None:
+    """Check the number of compilations with the graph engine.
+
+    In worker threads of a process that has run for long, PyTorch has once compiled layers anew for
+    each call. The reason is not known.
+    """
+    torch.compiler.reset()
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = piped(layers, [1, 1], CHUNKS, engine="graph", checkpoint="always")
+    ours, theirs = Counted(), Counted()
+    model.compile(backend=ours)
+    train_in_phases(model, layers)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in plain:
+        layer.compile(backend=theirs)
+    train_in_phases(Plain(plain, chunks=CHUNKS), plain)
+    assert ours.count == theirs.count + len(plain), "one for first passes of each layer"
