@@ -7,6 +7,7 @@ record keeps only a summary of the measured samples.
 """
 
 import argparse
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from reproduce.error import Error, Interrupted, fail, interruptible
+from reproduce.error import Error, Interrupted, fail, interruptible, raise_signalled
 from reproduce.machine.allocator import freed_memory_is_kept
 from reproduce.machine.devices import Devices
 from reproduce.numbers.sources import Entry
@@ -60,6 +61,7 @@ def command(
             has no default here, the benchmark does not have this option.
     """
     sys.excepthook = fail
+    signal.signal(signal.SIGTERM, raise_signalled)  # it ends a benchmark as Ctrl-C does
     description = doc.splitlines()[0]
     parser = argparse.ArgumentParser(
         prog=f"python -m {package}.{name}", description=description, allow_abbrev=False

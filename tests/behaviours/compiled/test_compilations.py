@@ -15,9 +15,11 @@ from torchgpipe.layers.compiled import compile_layer
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors._autograd import is_compiled
 
+from ...library.trace.texts import text
 from ...library.traced import Residual, rows
 from ...plain import Plain, piped
 from ..compare import REORDERED, differences
+from ..rows.tools.traced import language_model
 from .made import CHUNKS, Counted, Counting, by_call, by_step
 
 # torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
@@ -113,6 +115,33 @@ def check_counts(
     first_passes = 0 if checkpoint == "never" else len(here)
     assert 0 < ours.count <= theirs.count + first_passes
     assert differences((found, own), (expected, plain), REORDERED) == []
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_lengths_add_no_compilations(dynamic: bool | None, engine: str) -> None:
+    """Check the number of compilations for texts of three lengths, with and without gradients.
+
+    By default, the first length is compiled, and a second code serves all others. With
+    `dynamic=True`, the first code serves all lengths. (PyTorch would compile once more if the first
+    length were 8, the width of this model, because it takes equal sizes for the same size.)
+    """
+    torch.compiler.reset()
+    layers = language_model()
+    plain = copy.deepcopy(layers)
+    model = piped(layers, [1, len(layers) - 1], 3, engine=engine, checkpoint="always")
+    ours, theirs = Counted(), Counted()
+    model.compile(backend=ours, dynamic=dynamic)
+    here = [k for k, layer in enumerate(layers) if is_compiled(layer)]
+    for k, layer in enumerate(plain):
+        compile_layer(layer, backend=theirs if k in here else Counted(), dynamic=dynamic)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for run in (model, Plain(plain, chunks=3)):
+            for length in (7, 5, 9):
+                run(text(6, length)).sum().backward()
+    assert 0 < ours.count <= theirs.count + len(here)
+    if dynamic:
+        assert theirs.count == len(here), "one code serves all lengths"
 
 
 def train_in_phases(run: Any, layers: nn.Sequential) -> None:

@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, sequential
 from torchgpipe.distributed import DistributedGPipe, RankFailed, connections
 from torchgpipe.distributed.liveness import liveness
 from torchgpipe.distributed.liveness.monitor import RankMonitor
 
+from ..trace.texts import SHAPES, Long, text
 from .training import assert_same
 
 WORLD = 3
@@ -348,3 +350,15 @@ def test_a_connection_that_fails_is_told_and_made_anew(monkeypatch: pytest.Monke
     loss_of(ours).backward()
     loss_of(threads).backward()
     assert_same_gradients(ours, threads)
+
+
+def test_a_length_with_other_calls_is_refused_on_all_ranks() -> None:
+    layers = sequential(Long(blocks=1), text(2, 8), dynamic_shapes=SHAPES)
+    model = DistributedGPipe(layers, [1, 1, len(layers) - 2], chunks=2, schedule="1F1B")
+    for length in (7, 10, 9):
+        x, target = torch.ones(4, length, dtype=torch.int64), torch.ones(4, length, 11)
+        if length == 10:
+            with pytest.raises((TypeError, RankFailed), match="2x10 samples x lengths it does"):
+                model.step(mse_loss, x, target)
+        else:
+            assert model.step(mse_loss, x, target).isfinite()

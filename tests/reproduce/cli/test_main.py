@@ -1,6 +1,7 @@
 """Tests of the command line of `reproduce`: its help, `list`, and errors at the start."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -187,6 +188,27 @@ def test_a_reader_who_leaves_early_sees_no_traceback(
     assert process.wait(timeout=PATIENCE) == 2
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_a_signal_ends_a_benchmark_in_one_line(
+    number: int, code: int, told: str, start: Callable[..., Any]
+) -> None:
+    process = start(
+        "-c",
+        "import time\n"
+        "from benchmarks.harness import command\n"
+        "command('a', 'A benchmark.')\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(600)\n",
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (out, err, process.returncode) == ("", f"{told}\n", code)
 
 
 def test_another_broken_pipe_is_not_hidden() -> None:

@@ -1,5 +1,6 @@
 """Test the error for models that compute their own loss: it says how `step` can do this."""
 
+import copy
 import re
 from typing import Any
 
@@ -8,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, sequential
+from torchgpipe.schedules.named import NAMED
 from torchgpipe.trace import Untraceable
+
+from ..plain import piped
+from .compare import REORDERED, differences
 
 WORDS = 9
 
@@ -22,13 +27,14 @@ class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+        self.between = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
     def loss_function(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
         scores, expected = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten()
         return nn.functional.cross_entropy(scores, expected, ignore_index=-100)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        logits = self.head(self.embedding(input_ids))
+        logits = self.head(self.between(self.embedding(input_ids)))
         if labels is None:
             return {"logits": logits}
         loss = self.loss_function(logits, labels, self.config.vocab_size)
@@ -97,13 +103,20 @@ def bart() -> nn.Module:
 MODELS = [WithLoss, *[pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, t5, bart)]]
 
 
+def padded() -> tuple[Tensor, Tensor]:
+    """Return the tokens and the labels of six sentences, which have 2 to 7 words.
+
+    The labels of the padding are -100.
+    """
+    tokens = torch.randint(WORDS, (6, 7))
+    padding = torch.arange(7) >= torch.arange(2, 8)[:, None]
+    return tokens, tokens.masked_fill(padding, -100)
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_the_recipe_does_what_the_model_does(make: Any) -> None:
     module = make()
-    tokens = torch.randint(WORDS, (6, 7))
-    # The sentences have 2 to 7 words, and the rest is padding.
-    padding = torch.arange(7) >= torch.arange(2, 8)[:, None]
-    labels = tokens.masked_fill(padding, -100)
+    tokens, labels = padded()
     with pytest.raises(Untraceable, match="leave labels out of the sample") as caught:
         sequential(module, {"input_ids": tokens, "labels": labels})
     recipe = re.search(r"criterion = (lambda .*), and count = (lambda .*)$", str(caught.value))
@@ -125,3 +138,30 @@ def test_the_recipe_does_what_the_model_does(make: Any) -> None:
     parameters = [*module.parameters()]
     grads = [p.grad for p in parameters]
     torch.testing.assert_close(grads, list(torch.autograd.grad(expected, parameters)))
+
+
+@pytest.mark.quick(6)
+@pytest.mark.filterwarnings("ignore:the schedule .* splits backwards")
+@pytest.mark.parametrize("schedule", NAMED)
+def test_the_recipe_with_every_schedule(schedule: str, engine: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    module = WithLoss()
+    plain = copy.deepcopy(module)
+    tokens, labels = padded()
+    layers = sequential(module, {"input_ids": tokens})
+    assert len(layers) == 4
+    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
+    options: dict[str, Any] = {"engine": engine, "checkpoint": checkpoint, "schedule": schedule}
+    balance = [1, 1, 1, 1] if twice else [2, 2]
+    model = piped(layers, balance, v=2 if twice else 1, **options)
+
+    def criterion(outputs: Any, labels: Tensor) -> Tensor:
+        return module.loss_function(outputs["logits"], labels, WORDS)
+
+    def count(labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum()
+
+    loss = model.step(criterion, {"input_ids": tokens}, labels, weight=count)
+    expected = plain(tokens, labels=labels)["loss"]
+    expected.backward()
+    assert differences((loss, module), (expected.detach(), plain), REORDERED) == []
