@@ -25,6 +25,8 @@ from .made import CHUNKS, Counted, Counting, by_call, by_step
 # torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
+OLDEST = torch.__version__ < "2.12"  # the release 2.11
+
 
 def within_autocast(run: Any, x: Tensor, target: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,6 +127,9 @@ def test_other_lengths_add_no_compilations(dynamic: bool | None, engine: str) ->
     By default, the first length is compiled, and a second code serves all others. With
     `dynamic=True`, the first code serves all lengths. (PyTorch would compile once more if the first
     length were 8, the width of this model, because it takes equal sizes for the same size.)
+
+    In PyTorch 2.11, `dynamic=True` sets a variable that all threads share. So when one thread has
+    finished a layer, another one may compile its first code for one length only.
     """
     torch.compiler.reset()
     layers = language_model()
@@ -139,7 +144,9 @@ def test_other_lengths_add_no_compilations(dynamic: bool | None, engine: str) ->
         for run in (model, Plain(plain, chunks=3)):
             for length in (7, 5, 9):
                 run(text(6, length)).sum().backward()
-    assert 0 < ours.count <= theirs.count + len(here)
+    threads_interfere = dynamic and engine == "workers" and OLDEST
+    limit = theirs.count + len(here) * (2 if threads_interfere else 1)
+    assert 0 < ours.count <= limit
     if dynamic:
         assert theirs.count == len(here), "one code serves all lengths"
 
@@ -153,10 +160,13 @@ def train_in_phases(run: Any, layers: nn.Sequential) -> None:
 
 
 def test_frozen_parameters_add_no_compilations() -> None:
-    """Check the number of compilations with the graph engine.
+    """Check that a layer is compiled once for each set of trained parameters, and once more.
 
-    In worker threads of a process that has run for long, PyTorch has once compiled layers anew for
-    each call. The reason is not known.
+    Without a pipeline, it is compiled once for each set, too. (PyTorch 2.11 then compiles it for
+    the first set only.)
+
+    This test runs with the graph engine only. In worker threads of a process that has run for long,
+    PyTorch has once compiled layers anew for each call. The reason is not known.
     """
     torch.compiler.reset()
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -166,6 +176,8 @@ def test_frozen_parameters_add_no_compilations() -> None:
     train_in_phases(model, layers)
     plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     for layer in plain:
-        layer.compile(backend=theirs)
+        compile_layer(layer, backend=theirs)
     train_in_phases(Plain(plain, chunks=CHUNKS), plain)
-    assert ours.count == theirs.count + len(plain), "one for first passes of each layer"
+    sets = 3
+    assert theirs.count == len(plain) * (1 if OLDEST else sets)
+    assert ours.count == len(plain) * (sets + 1), "one for first passes of each layer"
