@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+# Before: from torch.nn.parallel import DistributedDataParallel
 from torchgpipe.distributed import DistributedGPipe
 
 STAGES = 2  # the ranks of one replica

@@ -22,7 +22,7 @@ from torchgpipe.distributed.liveness.idle import HARDLY
 from torchgpipe.plan.predict.predict import DEARER
 
 FIGURE = re.compile(
-    r"(?<![\w.,])(\d+(?:\.\d+)?) ?(%|(?:ms|s|seconds?|minutes?|min|hours?|times)\b)"
+    r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(%|(?:ms|s|seconds?|minutes?|min|hours?|times|[KMGT]i?B)\b)"
 )
 MADE = re.compile(r"<!-- from \w+: .*?<!-- end -->|```.*?```|`[^`]*`", re.DOTALL)
 """Blocks that are made from records or docstrings, and code."""
@@ -71,6 +71,14 @@ SETTINGS: dict[str, list[tuple[str, float | None]]] = {
     "results.md": [
         ("5 %", default("compare", "threshold")),
         ("2 %", default("regression", "threshold")),
+    ],
+    "which.md": [  # the sizes by which makers name their GPUs; descriptions have the exact sizes
+        ("24 GB", None),
+        ("48 GB", None),
+        ("80 GB", None),
+        ("24 GB", None),
+        ("80 GB", None),
+        ("48\n  GB", None),
     ],
     "works-with.md": [("12 seconds", PATIENCE.total_seconds())],
 }

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 from torch.testing import assert_close
 
 from examples.works_with import WithLoss
@@ -123,16 +125,25 @@ def of_tied(schedule: str) -> tuple[DistributedGPipe, Any]:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("way", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("way", ["replicate", "fully_shard", "sharded optimizer"])
 def test_replicas_with_a_tied_weight(way: str, schedule: str) -> None:
-    """Check replicas with a shared weight, in both ways that error messages and docs name."""
+    """Check replicas with a shared weight, in both ways that error messages and docs name.
+
+    With "sharded optimizer", each replica updates only some of a partition's parameters.
+    """
     plain, (model, mesh) = gpt(), of_tied(schedule)
-    if way == "replicate":
+    if way != "fully_shard":
         replicate(model, device_mesh=mesh)
     for layer in model.children():
         if way == "fully_shard" and isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    optimizers: list[torch.optim.Optimizer] = [SGD(plain.parameters(), lr=0.5)]
+    if way == "sharded optimizer":
+        group = mesh.get_group()
+        sharded = ZeroRedundancyOptimizer(model.parameters(), SGD, process_group=group, lr=0.5)
+        optimizers.append(sharded)
+    else:
+        optimizers.append(SGD(model.parameters(), lr=0.5))
     for seed in range(3):
         x, target = words(seed)
         cross_entropy(plain(x), target).backward()

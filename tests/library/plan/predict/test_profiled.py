@@ -18,7 +18,7 @@ from torch.nn import BatchNorm1d, Linear, Module, Sequential
 from torchgpipe.balance.profile import seconds_of
 from torchgpipe.plan import plan
 from torchgpipe.plan.count.count import count
-from torchgpipe.plan.hardware import here
+from torchgpipe.plan.hardware import here, others
 from torchgpipe.plan.hardware.here import describe_here
 from torchgpipe.plan.hardware.timing import time_step
 from torchgpipe.plan.predict import profiled
@@ -172,6 +172,18 @@ def test_devices_slow_each_other_down_with_the_first_layers(
     predictor = predictor_here(model, torch.rand(4, 4), count(model, torch.rand(4, 4)), devices=3)
     assert copied == [2, 2, 2]
     assert predictor.hardware.sharing == 0.25
+
+
+def test_a_plan_warns_if_other_programs_used_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 30.0])
+    monkeypatch.setattr(others, "_busy_of_others", lambda: next(seconds))
+    monkeypatch.setattr(others, "perf_counter", iter([0.0, 10.0]).__next__)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    model = Sequential(*[Layer(0, 1) for _ in range(4)])
+    arguments: dict[str, Any] = {"batch_size": 8, "devices": 4, "chunks": 4, "memory": "1GiB"}
+    warning = "other programs used 75% of the cores while how much devices slow .* plan again"
+    with pytest.warns(UserWarning, match=warning):
+        plan(model, torch.rand(8, 4), **arguments)
 
 
 class Wide(Layer):
