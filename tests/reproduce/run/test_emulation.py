@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -263,8 +264,9 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
     waits: list[int] = []
     monkeypatch.setattr(Devices, "synchronize", lambda devices: waits.append(clocks.marks))
     monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", clocks)
-    # No layer is long enough for a pause within a task.
+    # No layer is long enough for a pause within a task, and all other pauses are before this step.
     monkeypatch.setattr("reproduce.machine.issuing.LEAST_SECONDS", math.inf)
+    monkeypatch.setattr("reproduce.machine.issuing.time", SimpleNamespace(perf_counter=lambda: 0.0))
     with Devices("cpu", 1, threads=1).in_use():
         seconds = emulated._issue_seconds()
     # Marks: one per partition, and two per task.
