@@ -68,8 +68,9 @@ def test_layers_are_compiled_at_most_once_more_than_without_a_pipeline(
     check_counts(make, train, engine, checkpoint)
 
 
-def test_compilations_under_autocast() -> None:
-    check_counts(of_several_kinds, within_autocast, "graph", "except_last")
+@pytest.mark.quick(1)
+def test_compilations_under_autocast(engine: str) -> None:
+    check_counts(of_several_kinds, within_autocast, engine, "except_last")
 
 
 def four() -> nn.Sequential:
