@@ -55,9 +55,8 @@ class Workers:
         task. After a second Ctrl-C, the caller does not wait for the programs.
         """
         if os.getpid() != self._process:
-            Workers.__init__(
-                self, self._count
-            )  # the lock, too: another thread may have held it at the fork
+            # Make everything anew. Another thread may have held the lock when the process forked.
+            Workers.__init__(self, self._count)
         if self in RUNNING.get():
             with closing(Workers(self._count)) as others:
                 return others.run(relay, programs)
@@ -72,9 +71,8 @@ class Workers:
             if relay.error is not None:
                 raise relay.error
         finally:
-            relay.error = (
-                None  # its traceback refers to this frame, which refers to the relay: a cycle
-            )
+            # The error's traceback refers to this frame, which refers to the relay: a cycle.
+            relay.error = None
             if self._closed:
                 with self._lock:
                     self._end()
@@ -128,9 +126,8 @@ class Workers:
 
     def _start(self) -> None:
         for j, thread in enumerate(self._threads):
-            if (
-                thread is None or not thread.is_alive()
-            ):  # one that failed to start is not alive either
+            # A thread that failed to start is not alive, either.
+            if thread is None or not thread.is_alive():
                 self._threads[j] = new = threading.Thread(
                     target=_serve,
                     args=(self._inboxes[j],),

@@ -128,11 +128,12 @@ class Seeds:
         self.drew = False
         self._recomputes = recomputes
         self._grad = grad
-        self._drew = [False] * (n + 1)  # whether a task of each partition has, and a criterion
-        self._unseen: bool | None = (
-            None  # whether the default generator has changed when this context is left
-        )
-        self._first: dict[int, int] = {}  # which micro-batch came first to each partition
+        # Whether any task of each partition has drawn. The last entry is for the criterion.
+        self._drew = [False] * (n + 1)
+        # Whether the default generator has changed when this context is left.
+        self._unseen: bool | None = None
+        # Which micro-batch came first to each partition.
+        self._first: dict[int, int] = {}
 
     def seeded_randomness(self, i: int, stage: Stage, checkpoint: bool) -> Randomness:
         """Return the guard of a task's random numbers, if tasks run at the same time.
@@ -149,12 +150,12 @@ class Seeds:
         first = self._first.setdefault(j, i) == i
         if not first and not self._drew[j]:
             passes = count()
-            return Randomness(
-                own, (lambda: self._watch(next(passes))) if self._recomputes else None
-            )
-        seed = (self.base or 0) + (
-            i * self._n + j if j < self._n else -1 - i
-        )  # what older versions drew stays
+            watched = (lambda: self._watch(next(passes))) if self._recomputes else None
+            return Randomness(own, watched)
+        # Each task has an offset of its own. The criterion counts as partition n. Do not change the
+        # offsets, because a training with the same seed would then draw other numbers.
+        offset = i * self._n + j if j < self._n else -1 - i
+        seed = (self.base or 0) + offset
         drew = partial(self._note, j)
         if self._distributed:
             seeded = SeededDefault(seed, drew)

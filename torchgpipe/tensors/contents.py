@@ -69,9 +69,10 @@ def equal(x: Tensor, y: Tensor) -> bool | None:
     if x.is_meta or not comparable(x):
         return x.is_meta or None
     if x.is_cpu and x.nbytes <= 4096 and x.is_contiguous() and y.is_contiguous():
-        return string_at(x.data_ptr(), x.nbytes) == string_at(
-            y.data_ptr(), y.nbytes
-        )  # takes less than an operator
+        # For small buffers, this takes less time than an operator of PyTorch.
+        ours = string_at(x.data_ptr(), x.nbytes)
+        theirs = string_at(y.data_ptr(), y.nbytes)
+        return ours == theirs
     return torch.equal(_bits(x.detach()), _bits(y))
 
 
