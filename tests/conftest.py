@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .library.ledger import assert_no_thread_more
 from .ranks import Ranks, current, is_rank
@@ -237,6 +238,17 @@ def alike() -> None:
     """Start each test with the same random seed, and with one thread for PyTorch's operators."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_dispatch_mode_is_left() -> Iterator[None]:
+    """Assert that a test does not let PyTorch believe that a `TorchDispatchMode` is still active.
+
+    PyTorch keeps this in variables that all threads share. If several threads enter and leave modes
+    at the same time, the variables can keep wrong values, which change later tests.
+    """
+    yield
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.fixture(scope="module")

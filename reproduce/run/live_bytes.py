@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgpipe.tensors._autograd import pop_mode, push_mode
 from torchgpipe.trace.parts import tensors_in
 
 
@@ -93,6 +94,16 @@ class LiveBytesMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
         self.device = device
+
+    # The base class's `__enter__` also sets variables that all threads share. If worker threads
+    # enter and leave modes at the same time, these variables keep wrong values. `torch.compile`
+    # would then compile the same layers again and again.
+    def __enter__(self) -> "LiveBytesMode":
+        push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pop_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inner = self.counter.inner

@@ -160,18 +160,16 @@ def train_in_phases(run: Any, layers: nn.Sequential) -> None:
         run(torch.rand(8, 6)).sum().backward()
 
 
-def test_frozen_parameters_add_no_compilations() -> None:
+@pytest.mark.parametrize("engine", ["graph", "workers"])
+def test_frozen_parameters_add_no_compilations(engine: str) -> None:
     """Check that a layer is compiled once for each set of trained parameters, and once more.
 
     Without a pipeline, it is compiled once for each set, too. (PyTorch 2.11 then compiles it for
     the first set only.)
-
-    This test runs with the graph engine only. In worker threads of a process that has run for long,
-    PyTorch has once compiled layers anew for each call. The reason is not known.
     """
     torch.compiler.reset()
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model = piped(layers, [1, 1], CHUNKS, engine="graph", checkpoint="always")
+    model = piped(layers, [1, 1], CHUNKS, engine=engine, checkpoint="always")
     ours, theirs = Counted(), Counted()
     model.compile(backend=ours)
     train_in_phases(model, layers)

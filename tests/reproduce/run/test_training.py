@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from reproduce.experiments import EXPERIMENTS
 from reproduce.experiments.row import EQUAL_LAYERS, PLANNED, Row
@@ -204,6 +205,11 @@ def test_outside_tasks_a_tensor_belongs_where_it_was_made_from() -> None:
             made = torch.zeros_like(parameter)
         assert counter.live == [13 * FLOAT, 20 * FLOAT], "a task's tensor belongs to its device"
     del state, other, made
+
+
+def test_counting_changes_no_variables_that_threads_share() -> None:
+    with LiveBytesMode(LiveBytes(1), 0):
+        assert not is_in_torch_dispatch_mode()
 
 
 @pytest.mark.slow
