@@ -36,9 +36,8 @@ settings.load_profile("suite")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 ROOT = Path(__file__).parent.parent
-# PyTorch 2.11 can crash if a process compiles layers in one thread, and then other layers in
-# another thread. docs/works-with.md says so.
-COMPILING_CRASHES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+PYTORCH_2_11 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Whether this is PyTorch 2.11, the oldest version with which the tests run."""
 ALONE = "TORCHGPIPE_TEST_RUNS_ALONE"
 """The environment variable that is set in a process which runs only one test."""
 
@@ -210,10 +209,12 @@ def run_alone(test: pytest.Function) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test with the mark `ranks` in several processes.
 
-    With PyTorch 2.11, a test whose threads compile layers runs in a separate process.
+    PyTorch 2.11 can crash if a process compiles layers in one thread, and then other layers in
+    another thread (docs/works-with.md says so). With this version, a test whose threads compile
+    layers runs in a separate process.
     """
     in_threads = "compile" in pyfuncitem.nodeid and "workers" in pyfuncitem.nodeid
-    if COMPILING_CRASHES and in_threads and ALONE not in os.environ:
+    if PYTORCH_2_11 and in_threads and ALONE not in os.environ:
         run_alone(pyfuncitem)
         return True
     marker = pyfuncitem.get_closest_marker("ranks")

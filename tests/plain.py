@@ -8,10 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
+from torchgpipe.schedules import make
+from torchgpipe.schedules.named import NAMED
 
 from .everywhere import Everywhere
 
 Tensors = Tensor | tuple[Tensor, ...]
+
+TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
+"""The schedules with two stages on each device."""
 
 
 class Undivided(nn.BatchNorm2d):
@@ -69,8 +74,10 @@ class Plain(nn.Sequential):
         loss: Tensor = criterion(self(value), target)
         return loss
 
-    def step(self, criterion: Any, value: Any, target: Any) -> None:
-        self.loss(criterion, value, target).backward()
+    def step(self, criterion: Any, value: Any, target: Any) -> Tensor:
+        loss = self.loss(criterion, value, target)
+        loss.backward()
+        return loss.detach()
 
     def forward(self, value: Any) -> Any:
         norms = [layer for layer in self.modules() if isinstance(layer, Undivided)]

@@ -95,9 +95,9 @@ class LiveBytesMode(TorchDispatchMode):
         self.counter = counter
         self.device = device
 
-    # The base class's `__enter__` also sets variables that all threads share. If worker threads
-    # enter and leave modes at the same time, these variables keep wrong values. `torch.compile`
-    # would then compile the same layers again and again.
+    # These two methods change the mode of this thread only. The methods of the base class also set
+    # variables that all threads share. If worker threads enter and leave modes at the same time,
+    # these variables keep wrong values. Then `torch.compile` compiles the same layers repeatedly.
     def __enter__(self) -> "LiveBytesMode":
         push_mode(self)
         return self

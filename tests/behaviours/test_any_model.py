@@ -10,19 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from torchgpipe import sequential
-from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.trace.parts import tensors_in
 
 from ..library.trace.test_kept import Encoder, Reader, sentences
 from ..library.trace.texts import GPT, SHAPES, Long, generated, text
 from ..library.traced import BATCHES, CASES, WIDTH, Case, Choosing, rows
-from ..plain import piped
+from ..plain import TWICE, piped
 from .compare import REORDERED, differences
 from .row import total
-
-TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
-"""Schedules with two stages on a device."""
 
 
 def parts(value: Any, i: int, chunks: int) -> Any:

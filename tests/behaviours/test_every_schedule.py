@@ -18,11 +18,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torchgpipe import MicroBatches
 from torchgpipe.schedules.named import NAMED
 
-from ..plain import piped
+from ..plain import TWICE, piped
 from .compare import REORDERED, differences, named
 from .rows.tools.traced import language_model, texts
 from .test_micro_batches import CLASSES, Embedded, Pooled, packed
-from .test_rows import TWICE
 
 CHUNKS = 4
 X = torch.linspace(-1, 1, 32).view(8, 4).sin()

@@ -22,10 +22,9 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from torchgpipe.schedules.named import NAMED
 
-from ..plain import piped
+from ..plain import TWICE, piped
 from .compare import REORDERED, differences, named
 from .rows.tools.scripted import SCRIPTED, frozen, scripted
-from .test_rows import TWICE
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
 ENGINES = ("graph", "workers")

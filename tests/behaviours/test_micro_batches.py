@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torchgpipe import GPipe, MicroBatches, sequential
 from torchgpipe.schedules.named import NAMED
 
-from ..plain import piped
+from ..plain import TWICE, piped
 from .compare import REORDERED, differences
-from .test_rows import TWICE
 
 CLASSES = 7
 SIZES = [(2, 5), (1, 9), (4, 3), (2, 2)]

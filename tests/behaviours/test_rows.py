@@ -18,7 +18,7 @@ from benchmarks.simulated import Streams
 from torchgpipe.schedules import make
 from torchgpipe.schedules.named import NAMED
 
-from ..plain import piped
+from ..plain import TWICE, piped
 from .compare import differences
 from .guarded import GUARDS, OF_ITS_OWN, ROWS_OF_GUARDS
 from .pipe import Pipe, Training
@@ -58,9 +58,6 @@ EQUAL = [row for row in ROWS if not row.unlike]
 
 benchmarks/conformance.py lists all rows.
 """
-
-TWICE = [name for name in NAMED if len(make(name, 1, 1).placement) > 1]
-"""Schedules with two stages on a device."""
 
 
 def id_of(case: Case) -> str:

@@ -126,7 +126,7 @@ class Workers:
 
     def _start(self) -> None:
         for j, thread in enumerate(self._threads):
-            # A thread that failed to start is not alive, either.
+            # Besides threads that have ended, this finds threads that have failed to start.
             if thread is None or not thread.is_alive():
                 self._threads[j] = new = threading.Thread(
                     target=_serve,

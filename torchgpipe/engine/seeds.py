@@ -152,8 +152,8 @@ class Seeds:
             passes = count()
             watched = (lambda: self._watch(next(passes))) if self._recomputes else None
             return Randomness(own, watched)
-        # Each task has an offset of its own. The criterion counts as partition n. Do not change the
-        # offsets, because a training with the same seed would then draw other numbers.
+        # Each task has its own offset. The criterion counts as partition n. Do not change this
+        # formula: a training with the same seed would draw other numbers than before.
         offset = i * self._n + j if j < self._n else -1 - i
         seed = (self.base or 0) + offset
         drew = partial(self._note, j)

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ...plain import Plain
-
 CHUNKS = 4
 
 
@@ -71,7 +69,4 @@ def by_call(run: Any, x: Tensor, target: Tensor) -> None:
 
 
 def by_step(run: Any, x: Tensor, target: Tensor) -> None:
-    if isinstance(run, Plain):
-        mse_loss(run(x), target).backward()
-    else:
-        run.step(mse_loss, x, target)
+    run.step(mse_loss, x, target)

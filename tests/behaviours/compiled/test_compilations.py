@@ -15,17 +15,16 @@ from torchgpipe.layers.compiled import compile_layer
 from torchgpipe.schedules.named import NAMED
 from torchgpipe.tensors._autograd import is_compiled
 
+from ...conftest import PYTORCH_2_11
 from ...library.trace.texts import text
 from ...library.traced import Residual, rows
-from ...plain import Plain, piped
+from ...plain import TWICE, Plain, piped
 from ..compare import REORDERED, differences
 from ..rows.tools.traced import language_model
 from .made import CHUNKS, Counted, Counting, by_call, by_step
 
 # torch.compile gives this warning with plain layers, too, because it reads all tensor attributes.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-OLDEST = torch.__version__ < "2.12"  # the release 2.11
 
 
 def within_autocast(run: Any, x: Tensor, target: Tensor) -> None:
@@ -102,10 +101,9 @@ def check_counts(
     plain = copy.deepcopy(own)
     if schedule is None:
         schedule = "1F1B" if train is by_step else "GPipe"
-    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")  # two stages on each device
-    balance = [1, 1, 1, 1] if twice else [2, len(own) - 2]
+    balance, v = ([1, 1, 1, 1], 2) if schedule in TWICE else ([2, len(own) - 2], 1)
     options: dict[str, Any] = {"engine": engine, "checkpoint": checkpoint, "schedule": schedule}
-    model = piped(own, balance, CHUNKS, v=2 if twice else 1, **options)
+    model = piped(own, balance, CHUNKS, v=v, **options)
     ours, theirs = Counted(), Counted()
     model.compile(backend=ours)
     here = [k for k, layer in enumerate(own) if is_compiled(layer)]
@@ -145,7 +143,7 @@ def test_other_lengths_add_no_compilations(dynamic: bool | None, engine: str) ->
         for run in (model, Plain(plain, chunks=3)):
             for length in (7, 5, 9):
                 run(text(6, length)).sum().backward()
-    threads_interfere = dynamic and engine == "workers" and OLDEST
+    threads_interfere = dynamic and engine == "workers" and PYTORCH_2_11
     limit = theirs.count + len(here) * (2 if threads_interfere else 1)
     assert 0 < ours.count <= limit
     if dynamic:
@@ -178,5 +176,5 @@ def test_frozen_parameters_add_no_compilations(engine: str) -> None:
         compile_layer(layer, backend=theirs)
     train_in_phases(Plain(plain, chunks=CHUNKS), plain)
     sets = 3
-    assert theirs.count == len(plain) * (1 if OLDEST else sets)
+    assert theirs.count == len(plain) * (1 if PYTORCH_2_11 else sets)
     assert ours.count == len(plain) * (sets + 1), "one for first passes of each layer"

@@ -120,7 +120,7 @@ def test_first_passes_of_compiled_layers_that_draw_make_a_graph(engine: str) -> 
 def test_compiled_layers_that_draw_later(engine: str) -> None:
     """Check that there is an error if compiled layers first draw in a pass without a graph.
 
-    The next mini-batch is right.
+    After the error, the next mini-batch gets the right gradients.
     """
     model, *layers = scaled(engine, drops=False)
     model.compile(backend=OtherMaskWithoutGraph())

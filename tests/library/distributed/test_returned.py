@@ -20,7 +20,7 @@ from torchgpipe.distributed.no_output import NoOutput
 from torchgpipe.schedules import Action, Schedule
 from torchgpipe.schedules.named import NAMED
 
-from ...behaviours.test_rows import TWICE
+from ...plain import TWICE
 
 WORLD = 2
 pytestmark = pytest.mark.ranks(WORLD)

@@ -16,13 +16,12 @@ from torchgpipe.schedules.named import NAMED
 from torchgpipe.state.saves import Saves
 
 from ...behaviours.compare import REORDERED, differences
+from ...plain import TWICE
 from .test_saves import shared_folder
 
 WORLD = 3
 WIDTH = 6
 WORDS = 11
-TWICE = ("Interleaved1F1B", "ZBVZeroBubble")
-"""The schedules with two stages on each rank."""
 pytestmark = pytest.mark.ranks(WORLD)
 
 

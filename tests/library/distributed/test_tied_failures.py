@@ -16,7 +16,8 @@ from torchgpipe.distributed import DistributedGPipe, RankFailed, tied
 from torchgpipe.schedules.named import NAMED
 
 from ...behaviours.compare import REORDERED, differences
-from .test_tied import TWICE, WIDTH, WORDS, WORLD, gpt, words
+from ...plain import TWICE
+from .test_tied import WIDTH, WORDS, WORLD, gpt, words
 
 pytestmark = pytest.mark.ranks(WORLD)
 
@@ -131,7 +132,6 @@ class InClosure(nn.Module):
 def test_a_weight_in_a_list_or_closure_is_refused(
     checkpoint: Any, schedule: str, kind: Callable[[nn.Embedding], nn.Module]
 ) -> None:
-
     def made() -> nn.Sequential:
         torch.manual_seed(0)
         first = nn.Embedding(WORDS, WIDTH)

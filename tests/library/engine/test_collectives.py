@@ -25,6 +25,7 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.schedules.named import NAMED
 
+from ...plain import TWICE
 from ..layers import Lambda
 
 # Newer versions of PyTorch deprecate `all_gather`, but layers may still call it.
@@ -259,8 +260,7 @@ def test_tensor_parallelism_on_ranks(schedule: str) -> None:
     split after it is made.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    twice = schedule in ("Interleaved1F1B", "ZBVZeroBubble")
-    balance = [1] * 4 if twice else [2, 2]
+    balance = [1] * 4 if schedule in TWICE else [2, 2]
     options: dict[str, Any] = {"mesh": mesh["pp"], "chunks": 4, "schedule": schedule}
     model = DistributedGPipe(blocks(mesh["tp"]), balance, **options)
     assert_trains_as_plain(model, blocks())

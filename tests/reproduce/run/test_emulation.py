@@ -264,7 +264,8 @@ def test_the_host_issues_each_task_while_the_device_is_idle(
     waits: list[int] = []
     monkeypatch.setattr(Devices, "synchronize", lambda devices: waits.append(clocks.marks))
     monkeypatch.setattr("torchgpipe.timeline.stopwatch.time", clocks)
-    # No layer is long enough for a pause within a task, and all other pauses are before this step.
+    # No pause may fall into a simulated task. No layer is long enough for a pause, and the pauses
+    # before tasks get a time that is before the step.
     monkeypatch.setattr("reproduce.machine.issuing.LEAST_SECONDS", math.inf)
     monkeypatch.setattr("reproduce.machine.issuing.time", SimpleNamespace(perf_counter=lambda: 0.0))
     with Devices("cpu", 1, threads=1).in_use():
